@@ -1,0 +1,31 @@
+"""Data-parallel training under `torch.compile`, fast and safe. Start with `dp_compile.replicate(model)`."""
+
+from dp_compile.backward import compiled_backward as compiled_backward
+from dp_compile.config import ReplicateConfig as ReplicateConfig
+from dp_compile.errors import ConfigError as ConfigError
+from dp_compile.errors import DesyncError as DesyncError
+from dp_compile.errors import DPCompileError as DPCompileError
+from dp_compile.errors import InvalidGraphError as InvalidGraphError
+from dp_compile.errors import ModuleError as ModuleError
+from dp_compile.errors import ReductionError as ReductionError
+from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+from dp_compile.replicate import no_sync as no_sync
+from dp_compile.replicate import replicate as replicate
+from dp_compile.replicate import report as report
+from dp_compile.replicate import unreplicate as unreplicate
+
+__all__ = [
+    "ConfigError",
+    "DPCompileError",
+    "DesyncError",
+    "InvalidGraphError",
+    "ModuleError",
+    "ReductionError",
+    "ReplicateConfig",
+    "UnsupportedTorchError",
+    "compiled_backward",
+    "no_sync",
+    "replicate",
+    "report",
+    "unreplicate",
+]

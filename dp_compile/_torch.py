@@ -1,0 +1,239 @@
+"""The only door to private torch names.
+
+Everything that is not part of torch's public interface is imported here, once, under a name that says what it is
+for. If the installed torch lacks one of them the import fails with one clear error instead of a late, odd one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from dp_compile.errors import UnsupportedTorchError
+
+try:
+    import torch._dynamo.compiled_autograd as _compiled_autograd
+    from torch._dynamo import config as _dynamo_config
+    from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+    from torch._dynamo.eval_frame import _stance
+    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+    from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
+    from torch._dynamo.external_utils import call_hook as call_hook
+    from torch._dynamo.utils import counters as _counters
+    from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
+    from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func
+    from torch._inductor import config as _inductor_config
+    from torch._inductor.compile_fx import compile_fx as _compile_fx
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+    from torch.autograd import graph as _autograd_graph
+    from torch.distributed._composable.contract import _get_registry
+    from torch.distributed.distributed_c10d import (
+        _get_default_store,
+        _get_process_group_name,
+        _resolve_process_group,
+    )
+    from torch.distributed.utils import _sync_params_and_buffers
+
+    _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced
+    _engine_entry = _autograd_graph._engine_run_backward
+except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
+    raise UnsupportedTorchError(
+        f"dp_compile needs a private name that torch {torch.__version__} does not have: {error}. "
+        "Install a torch in the supported range: pip install 'torch>=2.11,<2.16'."
+    ) from error
+
+# What Dynamo raises when a frame cannot be captured whole; nothing of the frame has run by then.
+CAPTURE_ERRORS: tuple[type[BaseException], ...] = (Unsupported, UserError)
+RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitHit,)
+
+BackwardEntry = Callable[..., tuple[torch.Tensor, ...]]
+GraphPassFn = Callable[[fx.Graph], None]
+
+# --- the autograd engine ---------------------------------------------------------------------------------------
+
+
+def backward_entry() -> BackwardEntry:
+    """The function through which `torch.autograd.backward` and `grad` enter the C++ engine."""
+    return cast(BackwardEntry, _autograd_graph._engine_run_backward)
+
+
+def set_backward_entry(entry: BackwardEntry) -> None:
+    """Replace that function in both modules that hold it. torch's own non-strict tracing patches the same two."""
+    _autograd_graph._engine_run_backward = entry
+    torch.autograd._engine_run_backward = entry  # type: ignore[attr-defined]
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward that is running now ends. Only valid inside a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def is_aot_backward(node: object) -> bool:
+    """Whether an autograd node is the backward of a graph that AOTAutograd compiled."""
+    return type(node).__name__ == "CompiledFunctionBackward"
+
+
+# --- compiled autograd -----------------------------------------------------------------------------------------
+
+EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
+
+
+def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> contextlib.AbstractContextManager[None]:
+    """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
+    return cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False)
+
+
+def capture_is_running() -> bool:
+    """Whether some captured backward is executing in this process; a second capture would be an error then."""
+    return bool(_compiled_autograd.in_compiled_autograd_region)
+
+
+def captures() -> int:
+    """How many backwards compiled autograd has captured in this process so far."""
+    return int(_counters["compiled_autograd"]["captures"])
+
+
+def dispatch_mode_is_active() -> bool:
+    """Whether a TorchDispatchMode is on: capture then fails or records the wrong thing."""
+    return _dispatch_modes_active() > 0
+
+
+def forced_eager() -> bool:
+    """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
+    return _stance.stance == "force_eager" or bool(_dynamo_config.disable)
+
+
+def trace_autograd_ops() -> bool:
+    """Whether Dynamo traces `backward()` itself; it silently drops every post-accumulate-grad hook then."""
+    return bool(getattr(_dynamo_config, "trace_autograd_ops", False))
+
+
+def python_reducer_mode() -> bool:
+    """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
+    return str(_dynamo_config.optimize_ddp).startswith("python_reducer")
+
+
+# --- compilers -------------------------------------------------------------------------------------------------
+
+
+def inductor(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass) -> Callable[..., Any]:
+    """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
+    patches: dict[str, Any] = {
+        "post_grad_custom_post_pass": _chained(_inductor_config.post_grad_custom_post_pass, graph_pass),
+        # On by default, it puts all compute first and then waits for each collective at once: no overlap left.
+        "reorder_for_peak_memory": False,
+    }
+    if hasattr(_inductor_config.triton, "mix_order_reduction"):
+        # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
+        patches["triton.mix_order_reduction"] = False
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
+
+
+def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass) -> Callable[..., Any]:
+    """Trace to ATen, run `graph_pass`, and run the graph without generating code: seconds faster, for tests."""
+
+    def run_passes(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graph_pass(aten_graph.graph)
+        aten_graph.recompile()
+        return cast(Callable[..., Any], _make_boxed_func(aten_graph.forward))
+
+    backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
+    return cast(Callable[..., Any], backend(gm, inputs))
+
+
+class ChainedPass(CustomGraphPass):
+    """The user's own post-grad pass first, then ours; neither overwrites the other."""
+
+    def __init__(self, first: GraphPassFn, second: CustomGraphPass) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.first(graph)
+        self.second(graph)
+
+    def uuid(self) -> Any:
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        second = self.second.uuid()
+        return None if first is None or second is None else (first, second)
+
+
+def _chained(existing: Any, ours: CustomGraphPass) -> CustomGraphPass:
+    for graph_pass in reversed(existing if isinstance(existing, (list, tuple)) else [existing]):
+        if graph_pass is not None:
+            ours = ChainedPass(graph_pass, ours)
+    return ours
+
+
+def source_hash(paths: Sequence[str]) -> str:
+    """A hash over the text of source files, the same in every process."""
+    return str(get_hash_for_files(tuple(paths)))
+
+
+# --- distributed -----------------------------------------------------------------------------------------------
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name under which functional collectives find a process group."""
+    return str(_get_process_group_name(group))
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The inverse of `group_name`."""
+    return cast(dist.ProcessGroup, _resolve_process_group(name))
+
+
+def default_store() -> dist.Store:
+    """The key-value store behind the default process group."""
+    return cast(dist.Store, _get_default_store())
+
+
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    """Copy the tensors of the group's first rank to all its ranks, coalesced by dtype."""
+    if tensors:
+        _broadcast_coalesced(group, list(tensors), bucket_bytes, 0)
+
+
+def broadcast_state(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+    """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
+    if tensors:
+        _sync_params_and_buffers(group, list(tensors), bucket_bytes, 0)
+
+
+def composable_apis(module: nn.Module) -> tuple[str, ...]:
+    """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
+    return tuple(_get_registry(module) or ())
+
+
+class TorchReducer:
+    """torch's C++ reducer for a module, driven from the backward instead of from a wrapped forward.
+
+    Holds a `torch.nn.parallel.DistributedDataParallel` of which only the reducer is used. `prepare` does before each
+    backward what its forward would have done: torch's `_pre_forward` and `_post_forward`, same order.
+    """
+
+    def __init__(self, module: nn.Module, ignored: Sequence[str], **options: Any) -> None:
+        names = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *ignored]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        try:
+            self._ddp = nn.parallel.DistributedDataParallel(module, init_sync=False, **options)
+        finally:
+            del module._ddp_params_and_buffers_to_ignore
+
+    def prepare(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Arm the reducer for the backward from `outputs`."""
+        reducer = self._ddp.reducer
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward(list(outputs) if self._ddp.find_unused_parameters else [])
+
+    def close(self) -> None:
+        """Take the reducer's hooks off the parameters."""
+        self._ddp.reducer._remove_autograd_hooks()

@@ -1,0 +1,207 @@
+"""Every backward of the process passes here: which ones are ours, and which way each of them goes.
+
+The entry is a wrapper on the one Python function through which `torch.autograd` enters its engine. It is there while
+there are replicated modules, and gone with the last one. A backward without our parameters passes untouched.
+
+| forward of the module            | what reduces                                                      |
+|----------------------------------|-------------------------------------------------------------------|
+| compiled, whole or in part       | hooks, traced with the backward into one graph                    |
+| not compiled                     | torch's C++ reducer; the hooks come back with the first compiled  |
+| compiled, capture not possible   | hooks, run eagerly: same collectives, said once in the log        |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dp_compile import _torch
+from dp_compile.capture import busy, capturing, wait_for_window
+from dp_compile.errors import ReductionError
+from dp_compile.hooks import close_round, install_hooks, open_round
+from dp_compile.replica import Replica, owners
+
+logger = logging.getLogger(__name__)
+BROADCAST_BYTES = 250 * 2**20
+
+_scope = threading.local()
+_original: _torch.BackwardEntry | None = None
+
+
+def install_entry() -> None:
+    """Start to look at backwards. Does nothing if that was done already."""
+    global _original
+    if _original is None:
+        _original = _torch.backward_entry()
+        _torch.set_backward_entry(_enter)
+
+
+def _remove_entry_if_idle() -> None:
+    """Take the wrapper away when the last replicated module is gone, unless somebody wrapped it in turn."""
+    global _original
+    if not len(owners) and _original is not None and _torch.backward_entry() is _enter:
+        _torch.set_backward_entry(_original)
+        _original = None
+
+
+@contextlib.contextmanager
+def compiled_backward() -> Iterator[None]:
+    """Capture and compile the backwards inside, also of a forward that was not compiled."""
+    before = getattr(_scope, "forced", False)
+    _scope.forced = True
+    try:
+        yield
+    finally:
+        _scope.forced = before
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a backward reaches: replicated modules, in launch order, and whether AOTAutograd compiled any of it."""
+
+    replicas: tuple[Replica, ...]
+    compiled: bool
+
+
+@torch.compiler.disable
+def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    assert _original is not None
+    wait_for_window()
+    if not kwargs.get("accumulate_grad"):
+        # `torch.autograd.grad`: nothing is accumulated, no hook runs, nothing to reduce.
+        return _original(outputs, *args, **kwargs)
+    found = _search(outputs)
+    if not found.replicas:
+        _remove_entry_if_idle()
+        return _original(outputs, *args, **kwargs)
+    by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
+    obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
+    if by_hooks and obstacle is None:
+        result = _run_captured(by_hooks, outputs, args, kwargs)
+    else:
+        result = _run_eagerly(by_hooks, obstacle, outputs, args, kwargs)
+    for replica in found.replicas:
+        if replica.sync and replica.config.broadcast_buffers:
+            _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
+    return result
+
+
+def _search(outputs: Sequence[Any]) -> _Found:
+    """Walk the autograd graph, depth first, until everything there is to know is known.
+
+    The first leaf is usually a parameter behind a compiled backward, so this ends after a few nodes.
+    """
+    replicas: set[Replica] = set()
+    compiled = bool(getattr(_scope, "forced", False))
+    seen: set[Any] = set()
+    stack = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+    while stack and not (compiled and len(replicas) == len(owners)):
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            owner = owners.find(variable)
+            if owner is not None:
+                replicas.add(owner[0])
+            continue
+        compiled = compiled or _torch.is_aot_backward(node)
+        stack.extend(following for following, _ in node.next_functions)
+    # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
+    return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
+
+
+def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
+    """Whether the hooks reduce in this backward; if not, arm torch's reducer. Switches between the two."""
+    wants_hooks = replica.config.uses_python_hook()
+    if wants_hooks and compiled and replica.hooks is None:
+        if replica.reducer is not None:
+            logger.info("the forward is compiled now: dp_compile's hooks take over from torch's reducer")
+            replica.reducer.close()
+            replica.reducer = None
+        replica.hooks = install_hooks(replica)
+    elif replica.reducer is None and (not wants_hooks or not (compiled or _was_captured(replica))):
+        assert replica.make_reducer is not None
+        if replica.hooks is not None:
+            logger.warning(
+                "the forward is not compiled: torch's C++ reducer reduces the gradients. "
+                "Call torch.compile(model) for one graph with fused all-reduces."
+            )
+            replica.hooks.remove()
+            replica.hooks = None
+        replica.reducer = replica.make_reducer()
+    if replica.hooks is not None:
+        return True
+    if replica.sync and replica.reducer is not None:
+        replica.reducer.prepare([output for output in outputs if isinstance(output, torch.Tensor)])
+    replica.backwards["torch reducer" if replica.sync else "without sync"] += 1
+    return False
+
+
+def _was_captured(replica: Replica) -> bool:
+    return bool(replica.backwards["captured"] or replica.backwards["eager hooks"])
+
+
+def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
+    """Why this backward cannot be captured, or `None`."""
+    if not found.compiled:
+        return "its forward was not compiled"
+    if create_graph:
+        return "create_graph=True"
+    if torch.is_anomaly_enabled():
+        return "anomaly mode is on"
+    if _torch.dispatch_mode_is_active():
+        return "a TorchDispatchMode is on"
+    if _torch.forced_eager():
+        return "compilation is switched off"
+    if busy():
+        return "another backward is being captured or runs captured code"
+    return None
+
+
+def _run_captured(
+    replicas: Sequence[Replica], outputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[torch.Tensor, ...]:
+    assert _original is not None
+    with capturing(replicas) as backward:
+        result = _original(outputs, *args, **kwargs)
+    if not backward.ran:
+        names = ", ".join(replica.names[0] for replica in replicas)
+        raise ReductionError(
+            f"a backward of the modules that hold {names} ran outside dp_compile's capture. Is torch's own compiled "
+            "autograd on? Leave torch._dynamo.config.compiled_autograd off."
+        )
+    for replica in replicas:
+        replica.backwards["captured" if replica.sync else "captured without sync"] += 1
+    return result
+
+
+def _run_eagerly(
+    replicas: Sequence[Replica],
+    obstacle: str | None,
+    outputs: Sequence[Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, ...]:
+    assert _original is not None
+    synced = [replica for replica in replicas if replica.sync]
+    for replica in replicas:
+        if not replica.backwards["eager hooks"] and obstacle is not None:
+            logger.warning("a backward is not captured, the hooks run eagerly: %s", obstacle)
+        replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
+    rounds = [open_round(replica) for replica in synced]
+    try:
+        result = _original(outputs, *args, **kwargs)
+        for reduction_round in rounds:
+            reduction_round.finish()
+    finally:
+        for replica in synced:
+            close_round(replica)
+    return result

@@ -1,0 +1,38 @@
+"""The errors of `dp_compile`. Each says what was given, what is allowed and what to do.
+
+    DPCompileError
+    ├── ConfigError            an option has a value that is not allowed            (also a ValueError)
+    ├── ModuleError            this module cannot be replicated, or not like this   (also a ValueError)
+    ├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
+    ├── ReductionError         a gradient was not reduced exactly once              (also a RuntimeError)
+    ├── InvalidGraphError      a pass left or found a graph that breaks a contract  (also a RuntimeError)
+    └── UnsupportedTorchError  this torch lacks a private name that is needed       (also an ImportError)
+"""
+
+
+class DPCompileError(Exception):
+    """Base of all errors that `dp_compile` raises on purpose."""
+
+
+class ConfigError(DPCompileError, ValueError):
+    """An option has a value that is not allowed."""
+
+
+class ModuleError(DPCompileError, ValueError):
+    """A module cannot be replicated, or not in this way."""
+
+
+class DesyncError(DPCompileError, RuntimeError):
+    """The ranks of a group disagree, or one of them did not arrive in time."""
+
+
+class ReductionError(DPCompileError, RuntimeError):
+    """A gradient of a replicated module was not reduced exactly once."""
+
+
+class InvalidGraphError(DPCompileError, RuntimeError):
+    """A graph breaks a contract that every pass has to keep."""
+
+
+class UnsupportedTorchError(DPCompileError, ImportError):
+    """The installed torch lacks a private name that `dp_compile` needs."""

@@ -1,0 +1,36 @@
+"""c10d's functional collectives in a graph: targets and predicates. No other file spells `_c10d_functional`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._functional_collectives  # noqa: F401  registers the ops
+from torch import fx
+
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node starts a functional collective, ours or somebody else's."""
+    if node.op != "call_function" or node.target is WAIT:
+        return False
+    return getattr(node.target, "namespace", "") == "_c10d_functional"
+
+
+def is_all_reduce(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ALL_REDUCE
+
+
+def is_wait(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is WAIT
+
+
+def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
+    """The waits on a collective's result, directly or through the items of a coalesced one."""
+    found: list[fx.Node] = []
+    for user in collective.users:
+        if is_wait(user):
+            found.append(user)
+        elif user.op == "call_function" and getattr(user.target, "__name__", "") == "getitem":
+            found.extend(waits_of(user))
+    return tuple(found)

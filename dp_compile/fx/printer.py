@@ -1,0 +1,59 @@
+"""A graph as short, stable text for people and golden tests, and its operations as counts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def short(graph: fx.Graph) -> str:
+    """One line a node: `name = op(arguments)`, placeholders with dtype and shape. Metadata is left out."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"{node.name}: {_type(node.meta.get('val'))}")
+        elif node.op == "output":
+            lines.append(f"return {_text(node.args[0])}")
+        else:
+            arguments = [_text(argument) for argument in node.args]
+            arguments += [f"{name}={_text(value)}" for name, value in node.kwargs.items()]
+            lines.append(f"{node.name} = {op_name(node)}({', '.join(arguments)})")
+    return "\n".join(lines)
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.mm`, `_c10d_functional.all_reduce`, `getitem`: the overload only where it is not the default."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target).removesuffix(".default")
+    return str(getattr(target, "__name__", target))
+
+
+def op_counts(graph: fx.Graph) -> Mapping[str, int]:
+    """How often each op is called, under its last name, and `nodes` for all nodes."""
+    counts = Counter(_last_name(node) for node in graph.nodes if node.op == "call_function")
+    counts["nodes"] = len(graph.nodes)
+    return dict(counts)
+
+
+def _last_name(node: fx.Node) -> str:
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.overloadpacket.__name__
+    return op_name(node)
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return type(value).__name__
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_text(item) for item in value)}]"
+    return str(value)

@@ -1,0 +1,212 @@
+"""One hook per parameter, and what the hooks do when nothing is captured.
+
+A hook means: the gradient of this parameter is complete, reduce it once. In a captured backward `capture` puts that
+reduction into the graph at the hook's place. Everywhere else the hook reports to a `ReductionRound`, which runs the
+plan's buckets in the plan's order: the collectives are the same ones, so a rank that could not capture one backward
+still works together with ranks that could.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from dp_compile import _torch
+from dp_compile.errors import ReductionError
+from dp_compile.grad_reduction import REDUCE_OPS
+from dp_compile.plan import Bucket, Member
+from dp_compile.replica import Replica
+
+
+class GradHook:
+    """Called by autograd when the gradient of parameter `index` of `replica` has been accumulated."""
+
+    __slots__ = ("index", "replica")
+
+    def __init__(self, replica: Replica, index: int) -> None:
+        self.replica, self.index = replica, index
+
+    def __call__(self, parameter: torch.Tensor) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            raise ReductionError(
+                f"the hook of {self.replica.names[self.index]} is being traced by a capture that is not "
+                "dp_compile's. Switch torch's own compiled autograd off around this backward."
+            )
+        if not self.replica.sync:
+            self.replica.used_without_sync.add(self.index)
+            return
+        reduction_round = _open_rounds.get(self.replica)
+        if reduction_round is None:
+            # Somebody entered the engine past torch.autograd: the round ends when this backward does.
+            reduction_round = open_round(self.replica)
+            _torch.queue_after_backward(reduction_round.finish)
+        reduction_round.arrive(self.index)
+
+
+@dataclass(slots=True)
+class HookHandle:
+    """Takes the hooks of a replica off again."""
+
+    handles: list[RemovableHandle] = field(default_factory=list)
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+
+
+def install_hooks(replica: Replica) -> HookHandle:
+    """Put one hook on each parameter of a replica."""
+    return HookHandle(
+        [
+            parameter.register_post_accumulate_grad_hook(GradHook(replica, index))
+            for index, parameter in enumerate(replica.parameters)
+        ]
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A bucket on its way. `stays` keeps what the collective works on."""
+
+    bucket: Bucket
+    flat: torch.Tensor
+    work: dist.Work
+
+
+@dataclass(eq=False, slots=True)
+class ReductionRound:
+    """The reductions of one backward that was not captured: the plan's buckets, launched in the plan's order."""
+
+    replica: Replica
+    arrived: set[int] = field(default_factory=set)
+    flights: list[_Flight] = field(default_factory=list)
+
+    def arrive(self, index: int) -> None:
+        """The gradient of parameter `index` is complete. Launches every bucket that is complete and next.
+
+        Raises:
+            ReductionError: the parameter arrived twice in one backward.
+        """
+        if index in self.arrived:
+            raise ReductionError(
+                f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
+                "been reduced. Use non-reentrant checkpointing, or compile the forward."
+            )
+        self.arrived.add(index)
+        buckets = self.replica.plan.buckets
+        while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
+            self._launch(buckets[len(self.flights)], None)
+
+    def finish(self) -> None:
+        """Complete the set with zeros, wait for all buckets and hand the averages out.
+
+        Raises:
+            ReductionError: a parameter was unused on some rank and `find_unused_parameters` is off, or a parameter
+                that has a gradient has no hook any more.
+        """
+        replica = self.replica
+        try:
+            unused = [index for index in range(len(replica.parameters)) if index not in self.arrived]
+            used = sorted(self.arrived | replica.used_without_sync)
+            flags = replica.unused_flags(unused, used)
+            for bucket in replica.plan.buckets[len(self.flights) :]:
+                self._launch(bucket, flags)
+            averages: dict[int, torch.Tensor] = {}
+            for flight in self.flights:
+                flight.work.wait()
+                for member in flight.bucket.members:
+                    averages[member.gradient.index] = _view(flight.flat, member)
+            with torch.no_grad():
+                for index in self.arrived:
+                    grad = replica.parameters[index].grad
+                    assert grad is not None
+                    grad.copy_(averages[index])
+            replica.used_without_sync.clear()
+            replica.settle_unused(
+                averages[len(replica.parameters)], unused, [averages[index] for index in unused]
+            )
+        finally:
+            close_round(replica)
+
+    def _is_complete(self, bucket: Bucket) -> bool:
+        return all(member.gradient.index in self.arrived for member in bucket.members)
+
+    def _launch(self, bucket: Bucket, flags: torch.Tensor | None) -> None:
+        parameters = self.replica.parameters
+        with torch.no_grad():
+            flat = torch.zeros(bucket.numel, dtype=_dtype(bucket), device=self.replica.device)
+            for member in bucket.members:
+                index = member.gradient.index
+                source = parameters[index].grad if index < len(parameters) else flags
+                if source is not None:
+                    torch.mul(source, member.gradient.scale, out=_view(flat, member))
+        work = dist.all_reduce(
+            flat, op=REDUCE_OPS[bucket.key.reduce_op], group=self.replica.group.process_group, async_op=True
+        )
+        assert work is not None
+        self.flights.append(_Flight(bucket, flat, work))
+
+
+_open_rounds: dict[Replica, ReductionRound] = {}
+
+
+def open_round(replica: Replica) -> ReductionRound:
+    """Start the round of a backward. What an interrupted backward left behind is dropped."""
+    _open_rounds[replica] = ReductionRound(replica)
+    return _open_rounds[replica]
+
+
+def close_round(replica: Replica) -> None:
+    _open_rounds.pop(replica, None)
+
+
+def has_open_round(replica: Replica) -> bool:
+    return replica in _open_rounds
+
+
+def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[nn.Parameter]) -> None:
+    """The guard: every parameter that got a gradient has to be reduced.
+
+    Args:
+        hooked: indices of the parameters whose hook is called in this backward.
+        accumulated: every tensor that gets a gradient in this backward.
+
+    Raises:
+        ReductionError: a parameter of the module gets a gradient but has no hook, or was frozen when the module was
+            replicated.
+    """
+    present = set(hooked)
+    index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+    frozen_name = {id(parameter): name for name, parameter in replica.frozen}
+    unhooked = [
+        index_of[id(tensor)]
+        for tensor in accumulated
+        if id(tensor) in index_of and index_of[id(tensor)] not in present
+    ]
+    if unhooked:
+        raise ReductionError(
+            f"not reduced: {replica.name_list(unhooked)}. The gradient arrived but its hook did not run: it was "
+            "probably removed, or the parameter's hooks were replaced. Call replicate() again on a fresh module."
+        )
+    thawed = [frozen_name[id(tensor)] for tensor in accumulated if id(tensor) in frozen_name]
+    if thawed:
+        raise ReductionError(
+            f"not reduced: {', '.join(thawed[:8])}. It was frozen (requires_grad=False) when replicate() was called, "
+            "so it has no hook. Unfreeze before replicate()."
+        )
+
+
+def _dtype(bucket: Bucket) -> torch.dtype:
+    dtype = getattr(torch, bucket.key.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _view(flat: torch.Tensor, member: Member) -> torch.Tensor:
+    return flat.as_strided(member.gradient.shape, member.gradient.stride, member.offset)

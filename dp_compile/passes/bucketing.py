@@ -1,0 +1,145 @@
+"""Apply a plan: the reductions of a bucket become one all-reduce. The only pass that creates or erases nodes.
+
+    reduce_grad(a)  reduce_grad(b)   ->   cat(flat(a) * scale, flat(b) * scale) -> all_reduce -> wait
+                                                                         |-> as_strided: reduced a
+                                                                         '-> as_strided: reduced b
+
+The scale is a factor of what is concatenated anyway, so the average costs no pass over the bytes of its own. What
+is handed back are views of the bucket: no copy out. A bucket keeps the memory order of its parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from dp_compile.errors import InvalidGraphError
+from dp_compile.fx import collectives, edit
+from dp_compile.grad_reduction import GradReduction
+from dp_compile.passes.analysis import analyse
+from dp_compile.plan import Bucket, BucketPlan, GradientSpec, Member
+from dp_compile.report import PassResult
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReductions:
+    """One all-reduce for each bucket of each plan, issued in the plan's order."""
+
+    name: ClassVar[str] = "bucket-reductions"
+    realises_plan: ClassVar[bool] = True
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
+        analysis = analyse(graph)
+        by_replica: dict[int, dict[int, GradReduction]] = {}
+        for reduction in analysis.reductions:
+            by_replica.setdefault(reduction.tag.replica, {})[reduction.tag.index] = reduction
+        launches: list[fx.Node] = []
+        for replica, reductions in sorted(by_replica.items()):
+            if replica >= len(plans):
+                raise InvalidGraphError(
+                    f"{next(iter(reductions.values())).node.name} belongs to replica {replica}, "
+                    f"but there are plans for {len(plans)} only"
+                )
+            for number, bucket in enumerate(plans[replica].buckets):
+                launches.append(_reduce_bucket(graph, bucket, f"{replica}.{number}", reductions))
+        if launches:
+            # A reduced gradient may have been used before the last member of its bucket was ready.
+            edit.sort_stably(graph, chain=launches)
+        return PassResult(changed=bool(launches), refusals=analysis.refusals)
+
+
+def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction]) -> fx.Node:
+    members = [(member, _reduction_of(member, bucket, reductions)) for member in bucket.members]
+    position = edit.positions(graph)
+    last = max((reduction.node for _, reduction in members), key=position.__getitem__)
+    provenance = edit.Provenance(BucketReductions.name, unit)
+    pieces = [
+        _flat_piece(graph, reduction, member.gradient, provenance, before=last) for member, reduction in members
+    ]
+    flat = pieces[0]
+    if len(pieces) > 1:
+        flat = edit.insert_call(graph, last, aten.cat.default, (pieces,), provenance)
+    names = tuple(f"{r.tag.index}/{r.tag.replica}/{r.tag.scale!r}" for _, r in members)
+    launch = edit.insert_call(
+        graph,
+        last,
+        collectives.ALL_REDUCE,
+        (flat, bucket.key.reduce_op, bucket.key.group),
+        edit.Provenance(BucketReductions.name, unit, names),
+    )
+    reduced = edit.insert_call(graph, last, collectives.WAIT, (launch,), provenance)
+    for member, reduction in members:
+        view = _view_back(graph, reduced, member, reduction, provenance, before=last)
+        reduction.node.replace_all_uses_with(view)
+    for _, reduction in members:
+        graph.erase_node(reduction.node)
+    return launch
+
+
+def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradReduction]) -> GradReduction:
+    gradient = member.gradient
+    reduction = reductions.get(gradient.index)
+    if reduction is None:
+        raise InvalidGraphError(f"the plan reduces the gradient of {gradient.name}, but the graph does not")
+    value = reduction.grad.meta["val"]
+    given = (tuple(value.shape), str(value.dtype).removeprefix("torch."), value.device.type)
+    planned = (gradient.shape, bucket.key.dtype, bucket.key.device)
+    if given != planned:
+        raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
+    tag = reduction.tag
+    if (tag.group, tag.reduce_op, tag.scale) != (bucket.key.group, bucket.key.reduce_op, gradient.scale):
+        raise InvalidGraphError(f"the gradient of {gradient.name} is reduced as {tag}, the plan says {bucket.key}")
+    return reduction
+
+
+def _flat_piece(
+    graph: fx.Graph,
+    reduction: GradReduction,
+    gradient: GradientSpec,
+    provenance: edit.Provenance,
+    *,
+    before: fx.Node,
+) -> fx.Node:
+    """The gradient in the parameter's memory order, one-dimensional and scaled."""
+    piece = reduction.grad
+    order = memory_order(gradient)
+    if order != tuple(range(len(order))):
+        piece = edit.insert_call(graph, before, aten.permute.default, (piece, list(order)), provenance)
+    if len(gradient.shape) != 1:
+        piece = edit.insert_call(graph, before, aten.reshape.default, (piece, [gradient.numel]), provenance)
+    if reduction.tag.scale != 1.0:
+        piece = edit.insert_call(graph, before, aten.mul.Tensor, (piece, reduction.tag.scale), provenance)
+    return piece
+
+
+def _view_back(
+    graph: fx.Graph,
+    reduced: fx.Node,
+    member: Member,
+    reduction: GradReduction,
+    provenance: edit.Provenance,
+    *,
+    before: fx.Node,
+) -> fx.Node:
+    gradient = member.gradient
+    arguments = (reduced, list(gradient.shape), list(gradient.stride), member.offset)
+    view = edit.insert_call(graph, before, aten.as_strided.default, arguments, provenance)
+    promised = reduction.node.meta["val"]
+    if tuple(promised.stride()) == gradient.stride:
+        return view
+    # Somebody was told other strides than the parameter's while the graph was traced: keep that promise.
+    empty_args = (view, list(promised.shape), list(promised.stride()))
+    target = edit.insert_call(graph, before, aten.new_empty_strided.default, empty_args, provenance)
+    return edit.insert_call(graph, before, aten.copy.default, (target, view), provenance)
+
+
+def memory_order(gradient: GradientSpec) -> tuple[int, ...]:
+    """Dimensions from the slowest to the fastest in memory: `(0, 2, 3, 1)` for channels last."""
+    dimensions = range(len(gradient.shape))
+    return tuple(sorted(dimensions, key=lambda dimension: (-gradient.stride[dimension], dimension)))

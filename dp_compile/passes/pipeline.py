@@ -1,0 +1,62 @@
+"""Run passes: time them, verify what they leave, keep a record, give Inductor's cache a key. Passes do none of it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_compile import _torch
+from dp_compile.errors import InvalidGraphError
+from dp_compile.fx.printer import op_counts
+from dp_compile.fx.verify import output_facts, verify
+from dp_compile.graph_pass import GraphPass
+from dp_compile.passes.analysis import accounted
+from dp_compile.plan import BucketPlan
+from dp_compile.report import PassRecord
+
+_SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
+
+
+class Pipeline(_torch.CustomGraphPass):
+    """The passes of one captured backward, in Inductor's own form of a graph pass.
+
+    Args:
+        passes: in the order in which they run.
+        plans: one for each replica in this backward; a reduction names its replica by position.
+        on_record: called with all records after a run.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[GraphPass],
+        plans: Sequence[BucketPlan],
+        on_record: Callable[[tuple[PassRecord, ...]], None],
+    ) -> None:
+        self.passes, self.plans, self.on_record = tuple(passes), tuple(plans), on_record
+
+    def __call__(self, graph: fx.Graph) -> None:
+        # Accumulation leaves dead allocations behind that would count as users of a gradient.
+        graph.eliminate_dead_code()
+        outputs, reductions = output_facts(graph), accounted(graph)
+        records = []
+        for graph_pass in self.passes:
+            before, start = op_counts(graph), time.perf_counter()
+            result = graph_pass(graph, self.plans)
+            verify(graph, after=graph_pass.name, outputs=outputs)
+            if accounted(graph) != reductions:
+                changed = (accounted(graph) - reductions) + (reductions - accounted(graph))
+                raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {next(iter(changed))}")
+            duration_ms = (time.perf_counter() - start) * 1e3
+            records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms))
+        self.on_record(tuple(records))
+
+    def uuid(self) -> Any:
+        """Changes with our sources, the passes and their options, the plans, and torch."""
+        text = repr((_torch.source_hash(_SOURCES), torch.__version__, self.passes, self.plans))
+        return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,180 @@
+"""Which gradients are reduced together, and in which order: pure data, the same on every rank.
+
+A plan is a function of the parameters (order, shapes, dtypes, devices), the group and the configuration; never of
+a rank's own timing, cache or activations. Every rank runs the plan's buckets in the plan's order, whether its
+backward was compiled or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from dp_compile.config import BYTES_PER_MB
+
+PLAN_VERSION = 1
+
+
+class BucketKey(NamedTuple):
+    """Gradients may share a bucket only if all of these agree."""
+
+    group: str
+    reduce_op: str
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What a plan needs to know of one gradient.
+
+    `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
+    bucket keeps the parameter's memory order), `scale` the factor before the reduction.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+    key: BucketKey
+    scale: float
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A gradient in its bucket; `offset` in elements from the start of the bucket."""
+
+    gradient: GradientSpec
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced by one collective, laid out one after the other."""
+
+    key: BucketKey
+    members: tuple[Member, ...]
+    reason: str
+
+    @property
+    def numel(self) -> int:
+        last = self.members[-1]
+        return last.offset + last.gradient.numel
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.gradient.nbytes for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """All buckets of one replicated module, in launch order."""
+
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def gradients(self) -> tuple[GradientSpec, ...]:
+        """Every gradient, in launch order."""
+        return tuple(member.gradient for bucket in self.buckets for member in bucket.members)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Group names are left out: they are a rank's own affair."""
+        buckets = [asdict(bucket) | {"key": bucket.key._replace(group="")._asdict()} for bucket in self.buckets]
+        for bucket in buckets:
+            for member in bucket["members"]:
+                del member["gradient"]["key"]
+        return {"version": PLAN_VERSION, "buckets": buckets}
+
+    def signature(self) -> str:
+        """A short hash; two ranks with equal signatures run the same collectives."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        lines = [
+            f"plan: {len(self.buckets)} buckets, {len(self.gradients)} gradients, {format_bytes(self.nbytes)}"
+        ]
+        for position, bucket in enumerate(self.buckets):
+            first, last = bucket.members[0].gradient.name, bucket.members[-1].gradient.name
+            span = first if len(bucket.members) == 1 else f"{first} .. {last}"
+            lines.append(
+                f"  {position:>3}  {format_bytes(bucket.nbytes):>10}  {len(bucket.members):>5} gradients  "
+                f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}  ({bucket.reason})"
+            )
+        return "\n".join(lines)
+
+
+def plan_buckets(
+    gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float
+) -> BucketPlan:
+    """Fill buckets in the given order and close each when it has reached its cap, as torch's DDP does.
+
+    Args:
+        gradients: in the order in which they are expected to become ready.
+        bucket_cap_mb: MiB at which a bucket is closed.
+        first_bucket_cap_mb: the same for the first bucket of each key.
+
+    Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key. Buckets are
+    launched in the order in which their last member becomes ready.
+    """
+    filling: dict[BucketKey, list[GradientSpec]] = {}
+    closed: list[tuple[int, Bucket]] = []
+    past_first: set[BucketKey] = set()
+    last_position: dict[BucketKey, int] = {}
+
+    def close(key: BucketKey, reason: str) -> None:
+        closed.append((last_position[key], _layout(key, filling.pop(key), reason)))
+        past_first.add(key)
+
+    for position, gradient in enumerate(gradients):
+        key = gradient.key
+        members = filling.setdefault(key, [])
+        members.append(gradient)
+        last_position[key] = position
+        cap_mb = bucket_cap_mb if key in past_first else first_bucket_cap_mb
+        if sum(member.nbytes for member in members) >= cap_mb * BYTES_PER_MB:
+            close(key, f"reached the {'' if key in past_first else 'first '}cap of {cap_mb:g} MiB")
+    for key in list(filling):
+        close(key, "last of its key")
+    return BucketPlan(tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0])))
+
+
+def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
+    """Each gradient for itself, in the given order: what runs when no pass makes buckets."""
+    return BucketPlan(tuple(_layout(gradient.key, [gradient], "no bucketing") for gradient in gradients))
+
+
+def _layout(key: BucketKey, gradients: Sequence[GradientSpec], reason: str) -> Bucket:
+    members: list[Member] = []
+    offset = 0
+    for gradient in gradients:
+        members.append(Member(gradient, offset))
+        offset += gradient.numel
+    return Bucket(key, tuple(members), reason)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes for people: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"

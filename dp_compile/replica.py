@@ -1,0 +1,238 @@
+"""One replicated module: its parameters, plan, group and switches. What hooks, capture and `replicate` share."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.errors import ModuleError, ReductionError
+from dp_compile.grad_reduction import Averaging, ReductionTag
+from dp_compile.graph_pass import GraphPass
+from dp_compile.plan import BucketKey, BucketPlan, GradientSpec
+from dp_compile.report import CaptureRecord
+
+UNUSED_FLAGS: Final = "<unused-parameter flags>"
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group with the facts that are asked for in every backward."""
+
+    process_group: dist.ProcessGroup
+    name: str
+    backend: str
+    world_size: int
+    averaging: Averaging
+
+
+class Removable(Protocol):
+    """Something that was installed and can be taken off."""
+
+    def remove(self) -> None: ...
+
+
+class Reducer(Protocol):
+    """What reduces instead of the hooks: torch's C++ reducer."""
+
+    def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Replica:
+    """The state of one replicated module. Made by `replicate`, found again through its parameters.
+
+    `parameters` are those whose gradients are reduced, in the module's order. The plan has one gradient more: flags,
+    one for each parameter, that travel in the last bucket and tell every rank which parameters some rank did not use.
+    """
+
+    parameters: tuple[nn.Parameter, ...]
+    names: tuple[str, ...]
+    frozen: tuple[tuple[str, nn.Parameter], ...]
+    buffers: tuple[torch.Tensor, ...]
+    group: Group
+    config: ReplicateConfig
+    plan: BucketPlan
+    passes: tuple[GraphPass, ...]
+    code_key: str = field(init=False)
+    """Replicas with equal keys can share compiled code: the model itself is never part of it."""
+    number: int = field(default_factory=lambda: next(_numbers))
+    sync: bool = True
+    hooks: Removable | None = None
+    reducer: Reducer | None = None
+    make_reducer: Callable[[], Reducer] | None = None
+    captures: dict[int, CaptureRecord] = field(default_factory=dict)
+    """The compiled backwards that this module used, by the number of the compiled code."""
+    backwards: Counter[str] = field(default_factory=Counter)
+    used_without_sync: set[int] = field(default_factory=set)
+    """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
+
+    def tag(self, index: int, ordinal: int) -> ReductionTag:
+        """The constants of the reduction of parameter `index` when this is replica `ordinal` of the backward."""
+        averaging = self.group.averaging
+        return ReductionTag(index, ordinal, self.group.name, averaging.reduce_op, averaging.scale)
+
+    def __post_init__(self) -> None:
+        self.code_key = repr((self.group.name, self.plan, self.passes, self.config))
+
+    @property
+    def device(self) -> torch.device:
+        return self.parameters[0].device
+
+    def unused_flags(self, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
+        """What this rank tells the others, one number for each parameter.
+
+        With `find_unused_parameters` a one says "used here", so that nothing but zeros means that no rank used it;
+        without it a one says "unused here", so that nothing but zeros means that all is well. Both survive averaging
+        in any floating dtype.
+        """
+        flags = torch.zeros(len(self.parameters), dtype=self.parameters[0].dtype)
+        for index in used if self.config.find_unused_parameters else unused:
+            flags[index] = 1.0
+        return flags.to(self.device)
+
+    def settle_unused(self, flags: torch.Tensor, unused: Sequence[int], averages: Sequence[torch.Tensor]) -> None:
+        """Act on the reduced flags: hand out averages of gradients that only others produced, or raise.
+
+        Args:
+            flags: the reduced flags.
+            unused: parameters without a gradient on this rank.
+            averages: the reduced gradient of each of them.
+
+        Raises:
+            ReductionError: a parameter was unused on some rank and `find_unused_parameters` is off.
+        """
+        if self.config.find_unused_parameters:
+            with torch.no_grad():
+                for index, average in zip(unused, averages, strict=True):
+                    if bool(flags[index]):
+                        _set_grad(self.parameters[index], average)
+            return
+        if self.config.check_reductions and (unused or bool(flags.any())):
+            elsewhere = [index for index in flags.nonzero().flatten().tolist() if index not in set(unused)]
+            raise ReductionError(self._unused_message(unused, elsewhere))
+
+    def _unused_message(self, here: Sequence[int], elsewhere: Sequence[int]) -> str:
+        parts = []
+        if here:
+            parts.append(f"without a gradient on this rank: {self.name_list(here)}")
+        if elsewhere:
+            parts.append(f"without a gradient on another rank: {self.name_list(elsewhere)}")
+        return (
+            f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
+            "If some may be left out, pass find_unused_parameters=True; if they never train, "
+            "call requires_grad_(False) on them before replicate()."
+        )
+
+    def name_list(self, indices: Sequence[int], most: int = 8) -> str:
+        names = [self.names[index] for index in indices[:most]]
+        return ", ".join(names) + (f" and {len(indices) - most} more" if len(indices) > most else "")
+
+
+def gradient_specs(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group
+) -> tuple[GradientSpec, ...]:
+    """The gradients of a module in the order in which they are expected: last parameter first, flags at the end."""
+    specs = []
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        key = BucketKey(
+            group.name, group.averaging.reduce_op, str(parameter.dtype).removeprefix("torch."), parameter.device.type
+        )
+        specs.append(
+            GradientSpec(
+                index,
+                name,
+                tuple(parameter.shape),
+                dense_strides(parameter),
+                parameter.element_size(),
+                key,
+                group.averaging.scale,
+            )
+        )
+    last = specs[0]
+    flags = GradientSpec(
+        len(specs), UNUSED_FLAGS, (len(specs),), (1,), last.itemsize, last.key, group.averaging.scale
+    )
+    return (*reversed(specs), flags)
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides if it fills its memory without gaps or overlaps, otherwise those of a contiguous one.
+
+    Source: the layout that torch gives a `.grad` (AccumulateGrad's gradient layout contract).
+    """
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()
+
+
+def _set_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = value
+    else:
+        parameter.grad.copy_(value)
+
+
+class Owners:
+    """Which replica a parameter belongs to. Holds neither parameters nor replicas alive."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}
+        self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def add(self, replica: Replica) -> None:
+        """Register a replica.
+
+        Raises:
+            ModuleError: one of its parameters is replicated already.
+        """
+        for name, parameter in zip(replica.names, replica.parameters, strict=True):
+            if self.find(parameter) is not None:
+                raise ModuleError(
+                    f"parameter {name} is replicated already. Call replicate() once, on the outermost module."
+                )
+        for index, parameter in enumerate(replica.parameters):
+            self._of[id(parameter)] = (weakref.ref(replica), index)
+        # Entries go with their replica, so that a later tensor at the same address is not taken for a parameter.
+        self._forget[replica] = weakref.finalize(replica, self._drop, [id(p) for p in replica.parameters])
+
+    def remove(self, replica: Replica) -> None:
+        self._forget.pop(replica)()
+
+    def _drop(self, identities: Sequence[int]) -> None:
+        for identity in identities:
+            self._of.pop(identity, None)
+
+    def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:
+        """The replica of a parameter and its index there."""
+        entry = self._of.get(id(parameter))
+        replica = entry[0]() if entry else None
+        return (replica, entry[1]) if entry and replica is not None else None
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(sorted(self._forget, key=lambda replica: replica.number))
+
+    def __len__(self) -> int:
+        return len(self._forget)
+
+
+owners: Final = Owners()
+"""Every replica in this process."""

@@ -1,0 +1,107 @@
+"""What was done, what was left alone, and why: names and numbers only, never a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dp_compile.plan import BucketPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Something a pass did not recognise and left alone."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """What a pass says of itself."""
+
+    changed: bool
+    refusals: tuple[Refusal, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """One run of one pass, as the pipeline saw it. `duration_ms` is wall time."""
+
+    name: str
+    result: PassResult
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    duration_ms: float
+
+    def __str__(self) -> str:
+        names = sorted({*self.before, *self.after} - {"nodes"})
+        changes = [
+            f"{name} {self.before.get(name, 0)} -> {self.after.get(name, 0)}"
+            for name in [*names, "nodes"]
+            if self.before.get(name, 0) != self.after.get(name, 0)
+        ]
+        did = ", ".join(changes) if changes else "moved nodes" if self.result.changed else "nothing to do"
+        return f"{self.name}: {did} ({self.duration_ms:.1f} ms)"
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureRecord:
+    """One captured backward that was compiled.
+
+    `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
+    without a gradient. `collectives` come out. `deferred`: all reductions stand at the end of the backward, because
+    it broke into several graphs or no pass makes buckets. `cached`: the code came from a compiler's cache, so the
+    passes did not run. Without `synced` it is a backward inside `no_sync()`, with nothing to reduce.
+    """
+
+    hooks: int
+    reductions: int
+    completed: int
+    collectives: int
+    graphs: int
+    deferred: bool
+    cached: bool
+    synced: bool
+    passes: tuple[PassRecord, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.synced:
+            return f"without synchronisation, {_count(self.graphs, 'graph')}"
+        head = (
+            f"{_count(self.hooks, 'hook')} fired, {_count(self.reductions, 'reduction')} in, "
+            f"{_count(self.collectives, 'collective')} out, {_count(self.graphs, 'graph')}"
+        )
+        notes = [f"{self.completed} completed with zeros"] if self.completed else []
+        notes += ["all reductions at the end of the backward"] if self.deferred else []
+        notes += ["code from the compiler's cache"] if self.cached else []
+        head += f" ({'; '.join(notes)})" if notes else ""
+        lines = [head, *(f"  {record}" for record in self.passes)]
+        lines += [
+            f"  refused {refusal.node}: {refusal.reason}"
+            for record in self.passes
+            for refusal in record.result.refusals
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of one replicated module: its plan, what was captured, how many backwards took which way."""
+
+    mode: str
+    world_size: int
+    plan: BucketPlan
+    captures: tuple[CaptureRecord, ...]
+    backwards: Mapping[str, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
+        lines = [f"mode: {self.mode}, {self.world_size} ranks, backwards: {ways}", str(self.plan)]
+        for number, record in enumerate(self.captures):
+            lines.append(f"captured backward {number}: {record}")
+        return "\n".join(lines)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

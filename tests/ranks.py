@@ -1,0 +1,113 @@
+"""Real processes for tests: a pool of gloo ranks that stays up between tests.
+
+A rank that raises or hangs is reported with its traceback or, after the time-out, with its stack; the pool is then
+killed and the next test gets a new one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+AFTER_FIRST_ERROR_S = 15.0
+
+
+class RankError(AssertionError):
+    """A test function failed on some rank."""
+
+
+class Ranks:
+    """`world_size` processes, each in one gloo group with the others."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._processes: list[Any] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
+        """Call `function(*args)` on every rank and return the results by rank."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send((function, args))
+        results: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout_s
+        while len(results) < self.world_size and time.monotonic() < deadline:
+            for rank, connection in enumerate(self._connections):
+                if rank not in results and connection.poll(0.02):
+                    results[rank] = _receive(connection)
+                    if not results[rank][0]:
+                        deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
+        if len(results) == self.world_size and all(ok for ok, _ in results.values()):
+            return [results[rank][1] for rank in range(self.world_size)]
+        raise RankError(self._describe_and_stop(results))
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._directory = tempfile.TemporaryDirectory()
+        self._connections: list[Connection] = []
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self.world_size, self._directory.name, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._processes.append(process)
+            self._connections.append(ours)
+
+    def _describe_and_stop(self, results: dict[int, tuple[bool, Any]]) -> str:
+        lines = []
+        for rank, process in enumerate(self._processes):
+            if rank in results:
+                ok, value = results[rank]
+                lines.append(f"--- rank {rank}: {'finished' if ok else value}")
+            elif process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(0.3)
+                lines.append(f"--- rank {rank} hangs:\n{Path(self._directory.name, f'stack{rank}').read_text()}")
+            else:
+                lines.append(f"--- rank {rank} died with exit code {process.exitcode}")
+        self.stop()
+        return "\n".join(lines)
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes = []
+
+
+def _receive(connection: Connection) -> tuple[bool, Any]:
+    try:
+        ok, value = connection.recv()
+    except EOFError:
+        return False, "the process died"
+    return ok, value
+
+
+def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack{rank}"), "w"), all_threads=True)  # noqa: SIM115
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(directory, "store")), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((True, function(*args)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
