@@ -18,31 +18,33 @@ from dp_compile.errors import UnsupportedTorchError
 
 try:
     import torch._dynamo.compiled_autograd as _compiled_autograd
+    from torch._C._distributed_c10d import Store as Store
     from torch._dynamo import config as _dynamo_config
     from torch._dynamo.backends.common import aot_autograd as _aot_autograd
-    from torch._dynamo.eval_frame import _stance
+    from torch._dynamo import eval_frame as _eval_frame
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
     from torch._dynamo.external_utils import call_hook as call_hook
     from torch._dynamo.utils import counters as _counters
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
-    from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func
+    from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as _inductor_config
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
     from torch._inductor.custom_graph_pass import get_hash_for_files
     from torch.autograd import graph as _autograd_graph
     from torch.distributed._composable.contract import _get_registry
-    from torch.distributed.distributed_c10d import (
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
         _get_process_group_name,
         _resolve_process_group,
     )
     from torch.distributed.utils import _sync_params_and_buffers
 
+    _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-    _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced
+    _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
     raise UnsupportedTorchError(
@@ -73,7 +75,12 @@ def set_backward_entry(entry: BackwardEntry) -> None:
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running now ends. Only valid inside a backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def graph_task() -> int:
+    """The number of the backward that this thread is in, -1 outside of any."""
+    return _current_graph_task()
 
 
 def is_aot_backward(node: object) -> bool:
@@ -96,6 +103,11 @@ def capture_is_running() -> bool:
     return bool(_compiled_autograd.in_compiled_autograd_region)
 
 
+def is_capture_in_the_way(error: NotImplementedError) -> bool:
+    """Whether a backward was turned away at the engine's door because a capture is going on."""
+    return "within another compiled autograd call" in str(error)
+
+
 def captures() -> int:
     """How many backwards compiled autograd has captured in this process so far."""
     return int(_counters["compiled_autograd"]["captures"])
@@ -108,7 +120,7 @@ def dispatch_mode_is_active() -> bool:
 
 def forced_eager() -> bool:
     """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
-    return _stance.stance == "force_eager" or bool(_dynamo_config.disable)
+    return _eval_frame._stance.stance == "force_eager" or bool(_dynamo_config.disable)
 
 
 def trace_autograd_ops() -> bool:
@@ -143,10 +155,10 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
     def run_passes(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graph_pass(aten_graph.graph)
         aten_graph.recompile()
-        return cast(Callable[..., Any], _make_boxed_func(aten_graph.forward))
+        return _make_boxed_func(aten_graph.forward)
 
     backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
-    return cast(Callable[..., Any], backend(gm, inputs))
+    return backend(gm, inputs)
 
 
 class ChainedPass(CustomGraphPass):
@@ -187,12 +199,12 @@ def group_name(group: dist.ProcessGroup) -> str:
 
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The inverse of `group_name`."""
-    return cast(dist.ProcessGroup, _resolve_process_group(name))
+    return _resolve_process_group(cast(Any, name))
 
 
-def default_store() -> dist.Store:
+def default_store() -> Store:
     """The key-value store behind the default process group."""
-    return cast(dist.Store, _get_default_store())
+    return _get_default_store()
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:

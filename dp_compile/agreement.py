@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
-
+from dp_compile import _torch
 from dp_compile.errors import DesyncError
 
 Statement = Mapping[str, Any]
@@ -23,7 +22,7 @@ Statement = Mapping[str, Any]
 class Table:
     """Where the ranks of one group meet: a place in the store that no other group uses."""
 
-    store: dist.Store
+    store: _torch.Store
     rank: int
     world_size: int
     timeout_s: float

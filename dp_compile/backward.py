@@ -15,20 +15,22 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dp_compile import _torch
-from dp_compile.capture import busy, capturing, wait_for_window
+from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, install_hooks, open_round
 from dp_compile.replica import Replica, owners
 
 logger = logging.getLogger(__name__)
 BROADCAST_BYTES = 250 * 2**20
+_CAPTURE_PATIENCE_S = 600.0
 
 _scope = threading.local()
 _original: _torch.BackwardEntry | None = None
@@ -37,17 +39,15 @@ _original: _torch.BackwardEntry | None = None
 def install_entry() -> None:
     """Start to look at backwards. Does nothing if that was done already."""
     global _original
-    if _original is None:
+    if _torch.backward_entry() is not _enter:
         _original = _torch.backward_entry()
         _torch.set_backward_entry(_enter)
 
 
 def _remove_entry_if_idle() -> None:
     """Take the wrapper away when the last replicated module is gone, unless somebody wrapped it in turn."""
-    global _original
     if not len(owners) and _original is not None and _torch.backward_entry() is _enter:
         _torch.set_backward_entry(_original)
-        _original = None
 
 
 @contextlib.contextmanager
@@ -69,27 +69,63 @@ class _Found:
     compiled: bool
 
 
-@torch.compiler.disable
+_NOTHING = _Found((), compiled=False)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    assert _original is not None
     wait_for_window()
-    if not kwargs.get("accumulate_grad"):
-        # `torch.autograd.grad`: nothing is accumulated, no hook runs, nothing to reduce.
-        return _original(outputs, *args, **kwargs)
-    found = _search(outputs)
+    # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
+    found = _search(outputs) if kwargs.get("accumulate_grad") else _NOTHING
+    call = _Call(outputs, args, kwargs)
     if not found.replicas:
         _remove_entry_if_idle()
-        return _original(outputs, *args, **kwargs)
+        return call.run()
     by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
     obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
-    if by_hooks and obstacle is None:
-        result = _run_captured(by_hooks, outputs, args, kwargs)
+    if not by_hooks:
+        result = call.run()
+    elif obstacle is not None:
+        result = _run_eagerly(by_hooks, obstacle, call)
     else:
-        result = _run_eagerly(by_hooks, obstacle, outputs, args, kwargs)
+        with try_capturing(by_hooks) as backward:
+            if backward is not None:
+                result = _run_captured(by_hooks, backward, call)
+        if backward is None:
+            result = _run_eagerly(by_hooks, "another backward is captured at the moment", call)
     for replica in found.replicas:
         if replica.sync and replica.config.broadcast_buffers:
             _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
     return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the engine's entry."""
+
+    outputs: Sequence[Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end.
+
+        Raises:
+            NotImplementedError: the backward is inside a capture of its own thread.
+        """
+        assert _original is not None
+        deadline = time.monotonic() + _CAPTURE_PATIENCE_S
+        depth, _scope.depth = getattr(_scope, "depth", 0), getattr(_scope, "depth", 0) + 1
+        try:
+            while True:
+                try:
+                    return _original(self.outputs, *self.args, **self.kwargs)
+                except NotImplementedError as error:
+                    if depth or not _torch.is_capture_in_the_way(error) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.002)
+        finally:
+            _scope.depth = depth
 
 
 def _search(outputs: Sequence[Any]) -> _Found:
@@ -161,17 +197,11 @@ def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
         return "a TorchDispatchMode is on"
     if _torch.forced_eager():
         return "compilation is switched off"
-    if busy():
-        return "another backward is being captured or runs captured code"
     return None
 
 
-def _run_captured(
-    replicas: Sequence[Replica], outputs: Sequence[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    assert _original is not None
-    with capturing(replicas) as backward:
-        result = _original(outputs, *args, **kwargs)
+def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+    result = call.run()
     if not backward.ran:
         names = ", ".join(replica.names[0] for replica in replicas)
         raise ReductionError(
@@ -183,22 +213,15 @@ def _run_captured(
     return result
 
 
-def _run_eagerly(
-    replicas: Sequence[Replica],
-    obstacle: str | None,
-    outputs: Sequence[Any],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> tuple[torch.Tensor, ...]:
-    assert _original is not None
-    synced = [replica for replica in replicas if replica.sync]
+def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
-        if not replica.backwards["eager hooks"] and obstacle is not None:
-            logger.warning("a backward is not captured, the hooks run eagerly: %s", obstacle)
+        if not replica.backwards["eager hooks"]:
+            logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
+    synced = [replica for replica in replicas if replica.sync]
     rounds = [open_round(replica) for replica in synced]
     try:
-        result = _original(outputs, *args, **kwargs)
+        result = call.run()
         for reduction_round in rounds:
             reduction_round.finish()
     finally:

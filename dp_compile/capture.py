@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 
 _code_numbers = itertools.count()
 
+
+class _NotTraced(DPCompileError):
+    """Dynamo did not trace the captured backward; nothing of it has run."""
+
+
 Place = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""
 
@@ -54,32 +59,34 @@ class Backward:
     ran: bool = False
 
 
+_turn = threading.Lock()
+"""Held from the start to the end of a captured backward: there can be one at a time in a process."""
 _window = threading.Lock()
 """Held while compiled autograd is on: it is on for the whole process, so other threads' backwards have to wait."""
 _current: Backward | None = None
 
 
 @contextlib.contextmanager
-def capturing(replicas: Sequence[Replica]) -> Iterator[Backward]:
-    """Capture the backwards that start inside. Only call when `busy()` is false."""
+def try_capturing(replicas: Sequence[Replica]) -> Iterator[Backward | None]:
+    """Capture the backward that starts inside; `None` if another one is in progress, here or in another thread."""
     global _current
-    backward = Backward(tuple(replicas))
-    with _window:
-        _current = backward
-        try:
-            with _torch.capture_backward(CapturedBackward):
-                yield backward
-        finally:
-            _current = None
-
-
-def busy() -> bool:
-    """Whether a captured backward is in progress, here or in another thread: a second one would be an error."""
-    return _current is not None or _torch.capture_is_running()
+    if _torch.capture_is_running() or not _turn.acquire(blocking=False):
+        yield None
+        return
+    try:
+        with _window:
+            _current = Backward(tuple(replicas))
+            try:
+                with _torch.capture_backward(CapturedBackward):
+                    yield _current
+            finally:
+                _current = None
+    finally:
+        _turn.release()
 
 
 def wait_for_window() -> None:
-    """Return when no other thread is about to capture what this thread is going to run."""
+    """Return when no other thread is about to capture whatever runs."""
     current = _current
     if current is not None and current.thread != threading.get_ident():
         with _window:
@@ -149,6 +156,10 @@ class CapturedBackward:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
             outputs = compiled(replicas, inputs, rest)
+        except _NotTraced:
+            # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
+            del self._compiled[binding]
+            return self._run_uncompiled(replicas, inputs, rest)
         except _torch.RECOMPILE_LIMIT_ERRORS as error:
             compiled.gave_up = True
             logger.warning("a backward is not compiled any more, it was recompiled too often: %s", _first_line(error))
@@ -225,7 +236,8 @@ def _find_sites(graph: fx.Graph) -> _Sites:
 
 def _position(node: object) -> int:
     """`k` of a node `getitem(placeholder, k)`."""
-    assert isinstance(node, fx.Node) and node.target is operator.getitem, node
+    assert isinstance(node, fx.Node)
+    assert node.target is operator.getitem, node
     position = node.args[1]
     assert isinstance(position, int)
     return position
@@ -383,13 +395,16 @@ class _CompiledBackward:
     ) -> list[fx.Node]:
         """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end."""
         position = self._captured.input_count
+        start = next(node for node in graph.nodes if node.op != "placeholder")
         results: list[fx.Node] = []
         for ordinal in self._synced:
             replica = replicas[ordinal]
             sources: dict[int, fx.Node] = {}
             for index in (len(replica.parameters), *self._unused[ordinal]):
                 if index == len(replica.parameters) or (ordinal, index) in self._binding.kept:
-                    sources[index] = graph.call_function(operator.getitem, (inputs, position))
+                    # Early: compiled code empties the list, and if the backward breaks the rest runs after that.
+                    with graph.inserting_before(start):
+                        sources[index] = graph.call_function(operator.getitem, (inputs, position))
                     position += 1
                 else:
                     sources[index] = _zeros(graph, replica.parameters[index])
@@ -412,6 +427,8 @@ class _CompiledBackward:
         """The backend that Dynamo calls with what it captured, for the whole backward or a piece of it."""
         found = _reductions_in(graph_module.graph)
         expected = self._expected_reductions()
+        if expected and not found and not self._deferred:
+            raise _NotTraced("Dynamo skipped the backward and compiles a function inside it")
         if found != expected and (found or not self._deferred):
             place = next(iter((expected - found) + (found - expected)))
             raise ReductionError(
@@ -480,7 +497,7 @@ def _tag(replicas: Sequence[Replica], place: Place) -> tuple[int, int, str, str,
 
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
-    options = {"dtype": parameter.dtype, "device": parameter.device}
+    options: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
     return graph.call_function(torch.zeros, (list(parameter.shape),), options)
 
 
@@ -489,6 +506,7 @@ def _reductions_in(graph: fx.Graph) -> Counter[Place]:
     found: Counter[Place] = Counter()
     for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
         index, replica = node.args[1:3]
-        assert isinstance(index, int) and isinstance(replica, int)
+        assert isinstance(index, int)
+        assert isinstance(replica, int)
         found[replica, index] += 1
     return found

@@ -37,7 +37,7 @@ class ReplicateConfig:
     """A bucket is closed when it holds at least this many MiB. `math.inf`: one bucket per key."""
 
     first_bucket_cap_mb: float = 1.0
-    """The same for the first bucket of each key: small, so that communication starts early."""
+    """The same for the first bucket of each key, if it is less: small, so that communication starts early."""
 
     find_unused_parameters: bool = False
     """`False`: a parameter without a gradient is an error on every rank. `True`: as torch's DDP, gradients that no

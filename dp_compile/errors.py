@@ -1,12 +1,12 @@
 """The errors of `dp_compile`. Each says what was given, what is allowed and what to do.
 
-    DPCompileError
-    ├── ConfigError            an option has a value that is not allowed            (also a ValueError)
-    ├── ModuleError            this module cannot be replicated, or not like this   (also a ValueError)
-    ├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
-    ├── ReductionError         a gradient was not reduced exactly once              (also a RuntimeError)
-    ├── InvalidGraphError      a pass left or found a graph that breaks a contract  (also a RuntimeError)
-    └── UnsupportedTorchError  this torch lacks a private name that is needed       (also an ImportError)
+DPCompileError
+├── ConfigError            an option has a value that is not allowed            (also a ValueError)
+├── ModuleError            this module cannot be replicated, or not like this   (also a ValueError)
+├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
+├── ReductionError         a gradient was not reduced exactly once              (also a RuntimeError)
+├── InvalidGraphError      a pass left or found a graph that breaks a contract  (also a RuntimeError)
+└── UnsupportedTorchError  this torch lacks a private name that is needed       (also an ImportError)
 """
 
 

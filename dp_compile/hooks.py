@@ -8,6 +8,7 @@ still works together with ranks that could.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,28 +25,34 @@ from dp_compile.replica import Replica
 
 
 class GradHook:
-    """Called by autograd when the gradient of parameter `index` of `replica` has been accumulated."""
+    """Called by autograd when the gradient of parameter `index` of a replica has been accumulated.
 
-    __slots__ = ("index", "replica")
+    Parameters hold their hooks where Python's garbage collector does not look, so a hook must not hold its replica.
+    """
+
+    __slots__ = ("_replica", "index")
 
     def __init__(self, replica: Replica, index: int) -> None:
-        self.replica, self.index = replica, index
+        self._replica, self.index = weakref.ref(replica), index
+
+    @property
+    def replica(self) -> Replica | None:
+        """`None` once the module is gone and only the parameter is left."""
+        return self._replica()
 
     def __call__(self, parameter: torch.Tensor) -> None:
+        replica = self.replica
+        if replica is None:
+            return
         if torch.compiler.is_dynamo_compiling():
             raise ReductionError(
-                f"the hook of {self.replica.names[self.index]} is being traced by a capture that is not "
-                "dp_compile's. Switch torch's own compiled autograd off around this backward."
+                f"the hook of {replica.names[self.index]} is being traced by a capture that is not dp_compile's. "
+                "Switch torch's own compiled autograd off around this backward."
             )
-        if not self.replica.sync:
-            self.replica.used_without_sync.add(self.index)
+        if not replica.sync:
+            replica.used_without_sync.add(self.index)
             return
-        reduction_round = _open_rounds.get(self.replica)
-        if reduction_round is None:
-            # Somebody entered the engine past torch.autograd: the round ends when this backward does.
-            reduction_round = open_round(self.replica)
-            _torch.queue_after_backward(reduction_round.finish)
-        reduction_round.arrive(self.index)
+        _round_of_this_backward(replica).arrive(self.index)
 
 
 @dataclass(slots=True)
@@ -84,6 +91,8 @@ class ReductionRound:
     """The reductions of one backward that was not captured: the plan's buckets, launched in the plan's order."""
 
     replica: Replica
+    graph_task: int | None = None
+    """The engine's number of the backward, if its end is seen by the engine only."""
     arrived: set[int] = field(default_factory=set)
     flights: list[_Flight] = field(default_factory=list)
 
@@ -128,9 +137,7 @@ class ReductionRound:
                     assert grad is not None
                     grad.copy_(averages[index])
             replica.used_without_sync.clear()
-            replica.settle_unused(
-                averages[len(replica.parameters)], unused, [averages[index] for index in unused]
-            )
+            replica.settle_unused(averages[len(replica.parameters)], unused, [averages[index] for index in unused])
         finally:
             close_round(replica)
 
@@ -157,7 +164,7 @@ _open_rounds: dict[Replica, ReductionRound] = {}
 
 
 def open_round(replica: Replica) -> ReductionRound:
-    """Start the round of a backward. What an interrupted backward left behind is dropped."""
+    """Start the round of a backward whose end the caller sees."""
     _open_rounds[replica] = ReductionRound(replica)
     return _open_rounds[replica]
 
@@ -166,8 +173,15 @@ def close_round(replica: Replica) -> None:
     _open_rounds.pop(replica, None)
 
 
-def has_open_round(replica: Replica) -> bool:
-    return replica in _open_rounds
+def _round_of_this_backward(replica: Replica) -> ReductionRound:
+    """The open round; a new one that ends with this backward if somebody entered the engine past `torch.autograd`."""
+    current = _open_rounds.get(replica)
+    if current is not None and current.graph_task in (None, _torch.graph_task()):
+        return current
+    # None is open, or an earlier backward was interrupted and left its round behind.
+    current = _open_rounds[replica] = ReductionRound(replica, graph_task=_torch.graph_task())
+    _torch.queue_after_backward(current.finish)
+    return current
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[nn.Parameter]) -> None:
@@ -185,9 +199,7 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
     index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
     frozen_name = {id(parameter): name for name, parameter in replica.frozen}
     unhooked = [
-        index_of[id(tensor)]
-        for tensor in accumulated
-        if id(tensor) in index_of and index_of[id(tensor)] not in present
+        index_of[id(tensor)] for tensor in accumulated if id(tensor) in index_of and index_of[id(tensor)] not in present
     ]
     if unhooked:
         raise ReductionError(

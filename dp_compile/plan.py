@@ -109,9 +109,7 @@ class BucketPlan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        lines = [
-            f"plan: {len(self.buckets)} buckets, {len(self.gradients)} gradients, {format_bytes(self.nbytes)}"
-        ]
+        lines = [f"plan: {len(self.buckets)} buckets, {len(self.gradients)} gradients, {format_bytes(self.nbytes)}"]
         for position, bucket in enumerate(self.buckets):
             first, last = bucket.members[0].gradient.name, bucket.members[-1].gradient.name
             span = first if len(bucket.members) == 1 else f"{first} .. {last}"
@@ -122,9 +120,7 @@ class BucketPlan:
         return "\n".join(lines)
 
 
-def plan_buckets(
-    gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float
-) -> BucketPlan:
+def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float) -> BucketPlan:
     """Fill buckets in the given order and close each when it has reached its cap, as torch's DDP does.
 
     Args:

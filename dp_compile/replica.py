@@ -49,7 +49,7 @@ class Reducer(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Replica:
     """The state of one replicated module. Made by `replicate`, found again through its parameters.
 
@@ -140,9 +140,7 @@ class Replica:
         return ", ".join(names) + (f" and {len(indices) - most} more" if len(indices) > most else "")
 
 
-def gradient_specs(
-    parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group
-) -> tuple[GradientSpec, ...]:
+def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group) -> tuple[GradientSpec, ...]:
     """The gradients of a module in the order in which they are expected: last parameter first, flags at the end."""
     specs = []
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
@@ -161,9 +159,7 @@ def gradient_specs(
             )
         )
     last = specs[0]
-    flags = GradientSpec(
-        len(specs), UNUSED_FLAGS, (len(specs),), (1,), last.itemsize, last.key, group.averaging.scale
-    )
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (len(specs),), (1,), last.itemsize, last.key, group.averaging.scale)
     return (*reversed(specs), flags)
 
 
@@ -194,9 +190,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}
-        self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = weakref.WeakKeyDictionary()
 
     def add(self, replica: Replica) -> None:
         """Register a replica.

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from dp_compile import _torch
 from dp_compile.agreement import Statement, Table, agree
@@ -76,7 +77,7 @@ def replicate(
             complex gradients, already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
-    given = {
+    given: dict[str, Any] = {
         "ddp_python_hook": ddp_python_hook,
         "bucket_cap_mb": bucket_cap_mb,
         "find_unused_parameters": find_unused_parameters,
@@ -88,7 +89,8 @@ def replicate(
         options = dataclasses.replace(
             config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
         )
-        options.uses_python_hook()
+        if options.uses_python_hook():
+            _refuse_traced_backward()
         target = _select(unwrap(module), frozenset(ignored_modules or ()))
         _check_selection(target)
         chosen = _check_passes(DEFAULT_PASSES if passes is None else tuple(passes))
@@ -130,7 +132,9 @@ def report(module: nn.Module) -> Report:
         mode = "torch's C++ reducer"
     else:
         mode = "not decided, no backward yet"
-    return Report(mode, replica.group.world_size, replica.plan, tuple(replica.captures.values()), dict(replica.backwards))
+    return Report(
+        mode, replica.group.world_size, replica.plan, tuple(replica.captures.values()), dict(replica.backwards)
+    )
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
@@ -254,8 +258,6 @@ def _check_selection(target: _Selection) -> None:
 
 
 def _check_not_managed(module: nn.Module) -> None:
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-
     managers = {
         nn.parallel.DistributedDataParallel: "torch's DistributedDataParallel",
         FSDPModule: "fully_shard",
@@ -299,9 +301,7 @@ def _check_passes(passes: tuple[GraphPass, ...]) -> tuple[GraphPass, ...]:
 # --- putting it together ----------------------------------------------------------------------------------------
 
 
-def _make_replica(
-    target: _Selection, group: Group, config: ReplicateConfig, passes: tuple[GraphPass, ...]
-) -> Replica:
+def _make_replica(target: _Selection, group: Group, config: ReplicateConfig, passes: tuple[GraphPass, ...]) -> Replica:
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     replica = Replica(
         parameters=parameters,
@@ -333,14 +333,15 @@ def _make_plan(
     gradients = gradient_specs(parameters, names, group)
     if not any(graph_pass.realises_plan for graph_pass in passes):
         return plan_single(gradients)
-    return plan_buckets(
-        gradients, bucket_cap_mb=config.bucket_cap_mb, first_bucket_cap_mb=config.first_bucket_cap_mb
-    )
+    first_cap_mb = min(config.first_bucket_cap_mb, config.bucket_cap_mb)
+    return plan_buckets(gradients, bucket_cap_mb=config.bucket_cap_mb, first_bucket_cap_mb=first_cap_mb)
 
 
 def _statement(target: _Selection, replica: Replica) -> Statement:
     def describe(tensors: dict[str, Any]) -> list[list[Any]]:
-        return [[name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())] for name, tensor in tensors.items()]
+        return [
+            [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())] for name, tensor in tensors.items()
+        ]
 
     return {
         "dp_compile": version("dp_compile"),
@@ -354,9 +355,7 @@ def _statement(target: _Selection, replica: Replica) -> Statement:
     }
 
 
-def _compare(
-    group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None
-) -> None:
+def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None) -> None:
     """Compare with the other ranks; a rank that found an error itself only tells the others and raises its own."""
     if group.world_size == 1 or group.backend == "fake":
         return
@@ -396,14 +395,18 @@ class _ForwardCheck:
         self.replica = replica
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if _torch.trace_autograd_ops():
-            raise ConfigError(
-                "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and "
-                "no gradient would be reduced. Switch it off and call backward() outside the compiled function."
-            )
+        _refuse_traced_backward()
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[None]]:
         return (_ForwardCheck, (None,))
+
+
+def _refuse_traced_backward() -> None:
+    if _torch.trace_autograd_ops():
+        raise ConfigError(
+            "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
+            "gradient would be reduced. Switch it off and call backward() outside the compiled function."
+        )
 
 
 def _detach(module: nn.Module) -> None:

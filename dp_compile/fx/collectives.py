@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  registers the ops
+import torch.distributed._functional_collectives  # registers the ops
 from torch import fx
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ def sort_stably(
     nodes = list(graph.nodes)
     now = {node: position for position, node in enumerate(nodes)}
     wish = {node: (priority(node) if priority else now[node], now[node]) for node in nodes}
-    follower = dict(zip(chain, chain[1:], strict=False))
+    follower = dict(itertools.pairwise(chain))
     missing = {node: len(node.all_input_nodes) for node in nodes}
     for node in follower.values():
         missing[node] += 1
@@ -99,7 +100,7 @@ def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> bool:
     first = next(iter(graph.nodes))
     if order[0] is not first:
         first.prepend(order[0])
-    for before, node in zip(order, order[1:], strict=False):
+    for before, node in itertools.pairwise(order):
         if before.next is not node:
             before.append(node)
     return True

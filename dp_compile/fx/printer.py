@@ -43,7 +43,7 @@ def op_counts(graph: fx.Graph) -> Mapping[str, int]:
 def _last_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
-        return target.overloadpacket.__name__
+        return str(target.overloadpacket.__name__)
     return op_name(node)
 
 

@@ -59,9 +59,7 @@ def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mappi
     position = edit.positions(graph)
     last = max((reduction.node for _, reduction in members), key=position.__getitem__)
     provenance = edit.Provenance(BucketReductions.name, unit)
-    pieces = [
-        _flat_piece(graph, reduction, member.gradient, provenance, before=last) for member, reduction in members
-    ]
+    pieces = [_flat_piece(graph, reduction, member.gradient, provenance, before=last) for member, reduction in members]
     flat = pieces[0]
     if len(pieces) > 1:
         flat = edit.insert_call(graph, last, aten.cat.default, (pieces,), provenance)

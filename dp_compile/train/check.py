@@ -1,0 +1,71 @@
+"""`--check`: the same training with torch's DistributedDataParallel, and how far the parameters end up apart.
+
+Both sides use SGD with momentum, whose update is linear in the gradient: a difference in a gradient appears in the
+parameter scaled by the learning rate and by nothing else. AdamW divides each gradient by its own size, so where the
+true gradient is zero (the key bias of attention: softmax ignores it) the rounding noise of two correct programs is
+blown up to full steps in different directions.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+TOLERANCE = 1e-4
+WHY_TOLERANCE = (
+    "float32 with SGD and momentum: compiled code sums in another order than eager code, which moves parameters by "
+    "about 1e-6 in 25 steps. A gradient that is not averaged, or averaged twice, moves them by more than 1e-3"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The largest absolute difference of any parameter over all ranks, and how far training moved the parameters."""
+
+    name: str
+    difference: float
+    moved: float
+    steps: int
+
+    @property
+    def passed(self) -> bool:
+        """NaN does not pass."""
+        return self.difference <= TOLERANCE
+
+    def __str__(self) -> str:
+        return (
+            f"check: {'passed' if self.passed else 'FAILED'}, against torch's DistributedDataParallel (eager) after "
+            f"{self.steps} steps on the same batches\n"
+            f"  largest difference of any parameter  {self.difference:.1e}  in {self.name}\n"
+            f"  tolerance                            {TOLERANCE:.1e}  ({WHY_TOLERANCE})\n"
+            f"  training moved parameters by up to   {self.moved:.1e}"
+        )
+
+
+class Twin:
+    """A copy of `model` under torch's DDP, trained by the same loop. Make it before the model is replicated."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.ddp = DistributedDataParallel(copy.deepcopy(model))
+        self._start = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def compare(self, model: nn.Module, steps: int) -> Verdict:
+        """Compare with `model`; the same answer on every rank."""
+        theirs = dict(self.ddp.module.named_parameters())
+        mine = dict(model.named_parameters())
+        differences = torch.stack([_distance(mine[name], theirs[name]) for name in mine])
+        moved = torch.stack([_distance(mine[name], self._start[name]) for name in mine]).max()
+        # Ranks can disagree only if a reduction was wrong; then the worst one counts. Gloo's maximum drops NaN.
+        for value in (differences, moved):
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        worst = int(differences.argmax())
+        return Verdict(list(mine)[worst], float(differences[worst]), float(moved), steps)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return (one.detach() - other.detach()).abs().max().nan_to_num(nan=torch.inf)

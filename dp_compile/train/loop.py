@@ -1,0 +1,242 @@
+"""The training loop of one rank. `train_step` is plain user code; what is around it measures and reports."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from dp_compile.replicate import replicate, report
+from dp_compile.train.check import Twin
+from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
+from dp_compile.train.gpt import GPT, GPTConfig
+from dp_compile.train.options import TrainOptions
+
+COMPILE_STEPS = 2
+"""Steps that may compile, and are left out of step times: the first compiles, the second may still recompile."""
+
+EVALUATE_EVERY = 100
+SHOW_EVERY = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank runs, and whom it is with."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+
+@dataclass(slots=True)
+class Timing:
+    """Seconds of the steps so far, compilation apart from the rest."""
+
+    compile_s: float = 0.0
+    steady_s: float = 0.0
+    steady_steps: int = 0
+    recent: list[float] = field(default_factory=list)
+
+    def add(self, step: int, seconds: float) -> None:
+        if step < COMPILE_STEPS:
+            self.compile_s += seconds
+            return
+        self.steady_s += seconds
+        self.steady_steps += 1
+        self.recent = [*self.recent[1 - SHOW_EVERY :], seconds]
+
+    def describe(self, tokens_per_step: int, *, recent: bool) -> str:
+        """Step time and rate, of the last steps or of all; empty before the first step that counts."""
+        if not self.steady_steps:
+            return ""
+        step_s = sum(self.recent) / len(self.recent) if recent else self.steady_s / self.steady_steps
+        return f"{step_s * 1e3:.1f} ms/step, {tokens_per_step / step_s:,.0f} tokens/s"
+
+
+def train(options: TrainOptions, place: Place) -> bool:
+    """Train on this rank, with the process group up. Rank 0 prints.
+
+    Returns:
+        Whether the check passed; true without one.
+
+    Raises:
+        DPCompileError: see `dp_compile.replicate`.
+    """
+    corpus = load_corpus(options.context)
+    torch.manual_seed(options.seed)
+    sizes = GPTConfig(
+        vocabulary=VOCABULARY,
+        context=options.context,
+        width=options.width,
+        layers=options.layers,
+        heads=options.heads,
+    )
+    model = GPT(sizes).to(place.device)
+    twin = Twin(model) if options.check else None
+    replicate(model, config=options.replicate_config())
+    run = Run(options, place, corpus, model, twin)
+    run.introduce()
+    before, after, timing = run.run()
+    run.conclude(before, after, timing)
+    if twin is None:
+        return True
+    verdict = twin.compare(model, options.steps)
+    run.say(str(verdict))
+    return verdict.passed
+
+
+def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:
+    """One step. Returns the loss of this rank's batch, in nats per token."""
+    inputs, targets = batch
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    """AdamW, or SGD with momentum under `--check`; `check.py` says why."""
+    if options.check:
+        return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=options.lr)
+
+
+class Run:
+    """One training on one rank: steps, evaluations, and what a person sees of them."""
+
+    def __init__(
+        self, options: TrainOptions, place: Place, corpus: Corpus, model: GPT, twin: Twin | None
+    ) -> None:
+        self.options, self.place, self.corpus, self.model, self.twin = options, place, corpus, model, twin
+        self.tokens_per_step = options.batch_size * options.context * place.world_size
+        self._bar: tqdm[Any] | None = None
+        self._held_out = held_out_batches(
+            corpus.held_out,
+            context=options.context,
+            batch_size=options.batch_size,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+
+    def run(self) -> tuple[float, float, Timing]:
+        """All steps. Returns the held-out loss before and after in nats per byte, and the times."""
+        timing = Timing()
+        before = loss = self.evaluate()
+        self.say(f"step {0:>5}  held-out loss {before:.3f}")
+        for step, train_loss in enumerate(self._steps(timing)):
+            done = step + 1
+            self._show(done, train_loss, timing)
+            if done % EVALUATE_EVERY == 0 or done == self.options.steps:
+                loss = self.evaluate()
+                self.say(f"step {done:>5}  held-out loss {loss:.3f}  {self._rate(timing)}".rstrip())
+        if self._bar is not None:
+            self._bar.close()
+        return before, loss, timing
+
+    def evaluate(self) -> float:
+        """Held-out loss over all ranks, in nats per byte."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.place.device)
+        with torch.no_grad():
+            for batch in self._held_out:
+                inputs, targets = (each.to(self.place.device) for each in batch)
+                # The module itself, not its compiled form: no second compilation for a few forward passes.
+                losses = F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten(), reduction="sum")
+                total += torch.tensor([losses.item(), targets.numel()], device=self.place.device)
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def introduce(self) -> None:
+        """Print what is going to be trained on what, and by whom."""
+        options, place = self.options, self.place
+        count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.say(
+            f"model  GPT, {options.layers} layers, width {options.width}, {options.heads} heads, "
+            f"context {options.context}: {count:,} parameters\n"
+            f"data   {self.corpus}\n"
+            f"ranks  {place.world_size} on {place.device.type} ({dist.get_backend()}), {options.batch_size} sequences "
+            f"each: {self.tokens_per_step:,} tokens per step\n"
+        )
+
+    def conclude(self, before: float, after: float, timing: Timing) -> None:
+        """Print what came out, then the plan and what was captured."""
+        rate = timing.describe(self.tokens_per_step, recent=False)
+        self.say(
+            f"\nIn {self.options.steps} steps ({self.options.steps * self.tokens_per_step:,} tokens) the held-out loss "
+            f"went from {before:.3f} to {after:.3f} nats per byte.\n"
+            f"The first {min(COMPILE_STEPS, self.options.steps)} steps took {timing.compile_s:.1f} s with compilation"
+            + (f"; after them {rate}." if rate else ".")
+            + f"\n\n{report(self.model)}"
+        )
+
+    def say(self, text: str) -> None:
+        """Print on rank 0, above the progress bar."""
+        if self.place.rank == 0:
+            tqdm.write(text)
+
+    def _steps(self, timing: Timing) -> Iterator[torch.Tensor]:
+        compiled: Any = torch.compile(self.model)
+        optimizer = make_optimizer(self.model, self.options)
+        their_optimizer = make_optimizer(self.twin.ddp, self.options) if self.twin else None
+        for step, batch in zip(range(self.options.steps), self._batches(), strict=False):
+            # An accelerator works in the background; waiting for it each step would slow it down, never waiting
+            # would time nothing.
+            waits = self.twin is not None or step <= COMPILE_STEPS or (step + 1) % SHOW_EVERY == 0
+            loss, seconds = _timed(lambda: train_step(compiled, optimizer, batch), waits)  # noqa: B023
+            timing.add(step, seconds)
+            if self.twin is not None and their_optimizer is not None:
+                train_step(self.twin.ddp, their_optimizer, batch)
+            yield loss
+
+    def _batches(self) -> Iterator[Batch]:
+        options, place = self.options, self.place
+        for inputs, targets in batches(
+            self.corpus.train,
+            context=options.context,
+            batch_size=options.batch_size,
+            rank=place.rank,
+            world_size=place.world_size,
+            seed=options.seed,
+        ):
+            yield inputs.to(place.device), targets.to(place.device)
+
+    def _rate(self, timing: Timing) -> str:
+        return timing.describe(self.tokens_per_step, recent=True)
+
+    def _show(self, done: int, train_loss: torch.Tensor, timing: Timing) -> None:
+        if self.place.rank != 0:
+            return
+        if done == min(COMPILE_STEPS, self.options.steps):
+            self.say(f"first {done} steps, with compilation: {timing.compile_s:.1f} s")
+            # Only now, so that the time that is left is not guessed from steps that compiled.
+            self._bar = _bar(self.options.steps, done)
+        elif self._bar is not None:
+            self._bar.update()
+            if done % SHOW_EVERY == 0:
+                self._bar.set_postfix_str(f"loss {train_loss.item():.3f}, {self._rate(timing)}")
+
+
+def _timed(work: Callable[[], torch.Tensor], waits: bool) -> tuple[torch.Tensor, float]:
+    start = time.perf_counter()
+    result = work()
+    if waits:
+        result.item()
+    return result, time.perf_counter() - start
+
+
+def _bar(total: int, initial: int) -> tqdm[Any]:
+    return tqdm(
+        total=total,
+        initial=initial,
+        # `None`: no bar where the output is not a terminal.
+        disable=None,
+        bar_format="{n_fmt}/{total_fmt} {bar:24} {elapsed}<{remaining}  {postfix}",
+        leave=False,
+    )

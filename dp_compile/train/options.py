@@ -1,0 +1,75 @@
+"""What `dp-compile train` can be told, and the checks that need neither data nor devices."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.errors import ConfigError
+
+_REPLICATE = ReplicateConfig()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """One training run. Sizes are in tokens, sequences or layers, `timeout_s` in seconds.
+
+    `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
+    the parameters and the batches.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    context: int = 128
+    batch_size: int = 8
+    steps: int = 300
+    ranks: int = 2
+    bucket_cap_mb: float = _REPLICATE.bucket_cap_mb
+    lr: float = 2e-3
+    seed: int = 0
+    ddp_python_hook: bool | None = None
+    check: bool = False
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "width", "heads", "context", "batch_size", "steps", "ranks"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{_flag(name)} must be >= 1, got {getattr(self, name)}.")
+        if self.width % self.heads:
+            raise ConfigError(
+                f"--width must be a multiple of --heads, got width {self.width} and {self.heads} heads. "
+                f"The nearest is --width {max(1, round(self.width / self.heads)) * self.heads}."
+            )
+        for name in ("lr", "timeout_s", "bucket_cap_mb"):
+            self._check_positive(name)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}.")
+        self.replicate_config().uses_python_hook()
+
+    def _check_positive(self, name: str) -> None:
+        value = getattr(self, name)
+        # An infinite cap is meaningful: one bucket for everything.
+        if math.isnan(value) or value <= 0 or (math.isinf(value) and name != "bucket_cap_mb"):
+            raise ConfigError(f"{_flag(name)} must be a number > 0, got {value:g}.")
+
+    def replicate_config(self) -> ReplicateConfig:
+        """How the model of this run is replicated.
+
+        Raises:
+            ConfigError: the environment variable that stands in for an option holds a value that is not allowed.
+        """
+        return ReplicateConfig(
+            ddp_python_hook=self.ddp_python_hook,
+            bucket_cap_mb=self.bucket_cap_mb,
+            # A cap below the first bucket's own should hold for the first bucket too.
+            first_bucket_cap_mb=min(_REPLICATE.first_bucket_cap_mb, self.bucket_cap_mb),
+            timeout_s=self.timeout_s,
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,43 @@
+"""Process groups for the tests: a fake one in this process, and pools of real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, settings
+from ranks import Ranks
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+# No deadlines and no "too slow": the machines that run the tests are shared.
+settings.register_profile(
+    "dp_compile", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("dp_compile")
+
+
+@pytest.fixture(scope="session")
+def fake_group() -> Iterator[dist.ProcessGroup]:
+    """A default process group of two ranks, this one the first, in which every collective returns its input."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def ranks2() -> Iterator[Ranks]:
+    """Two real processes in one gloo group. They start with the first call."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
+def ranks4() -> Iterator[Ranks]:
+    """Four real processes in one gloo group."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.stop()

@@ -1,0 +1,82 @@
+"""Options: what is allowed, and what the environment variable means."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from dp_compile.config import HOOK_VARIABLE, ReplicateConfig
+from dp_compile.errors import ConfigError, DPCompileError
+
+
+def test_defaults() -> None:
+    assert dataclasses.asdict(ReplicateConfig()) == {
+        "ddp_python_hook": None,
+        "bucket_cap_mb": 25.0,
+        "first_bucket_cap_mb": 1.0,
+        "find_unused_parameters": False,
+        "broadcast_buffers": True,
+        "check_reductions": True,
+        "backend": "inductor",
+        "timeout_s": 300.0,
+    }
+
+
+@pytest.mark.parametrize("name", ["bucket_cap_mb", "first_bucket_cap_mb", "timeout_s"])
+@pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", None, True])
+def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*got {value!r}"):
+        ReplicateConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [1, 0.001, 25.0, math.inf])
+def test_allowed_sizes(value: float) -> None:
+    assert ReplicateConfig(bucket_cap_mb=value, first_bucket_cap_mb=value).bucket_cap_mb == value
+
+
+@pytest.mark.parametrize("backend", ["eager", "", None, "Inductor"])
+def test_unknown_backend(backend: Any) -> None:
+    with pytest.raises(ConfigError, match=r"backend must be one of inductor, aot_eager, got"):
+        ReplicateConfig(backend=backend)
+
+
+def test_a_config_error_is_a_value_error() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(ConfigError, DPCompileError)
+
+
+def test_a_config_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ReplicateConfig().bucket_cap_mb = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("option", "environ", "expected"),
+    [
+        (None, {}, True),
+        (None, {HOOK_VARIABLE: "1"}, True),
+        (None, {HOOK_VARIABLE: " Yes "}, True),
+        (None, {HOOK_VARIABLE: "0"}, False),
+        (None, {HOOK_VARIABLE: "OFF"}, False),
+        (True, {HOOK_VARIABLE: "0"}, True),
+        (False, {HOOK_VARIABLE: "1"}, False),
+        (False, {}, False),
+    ],
+)
+def test_who_decides_about_the_hook(option: bool | None, environ: dict[str, str], expected: bool) -> None:
+    assert ReplicateConfig(ddp_python_hook=option).uses_python_hook(environ) is expected
+
+
+def test_the_real_environment_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "no")
+    assert ReplicateConfig().uses_python_hook() is False
+
+
+@pytest.mark.parametrize("text", ["", "2", "maybe"])
+def test_unclear_environment(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"DP_COMPILE_DDP_PYTHON_HOOK must be one of 0, 1, false.*got"):
+        ReplicateConfig().uses_python_hook({HOOK_VARIABLE: text})
+    assert ReplicateConfig(ddp_python_hook=True).uses_python_hook({HOOK_VARIABLE: text}) is True
