@@ -2,6 +2,7 @@
 
 from dp_compile.backward import compiled_backward as compiled_backward
 from dp_compile.config import ReplicateConfig as ReplicateConfig
+from dp_compile.distributed import DistributedDataParallel as DistributedDataParallel
 from dp_compile.errors import ConfigError as ConfigError
 from dp_compile.errors import DesyncError as DesyncError
 from dp_compile.errors import DPCompileError as DPCompileError
@@ -18,6 +19,7 @@ __all__ = [
     "ConfigError",
     "DPCompileError",
     "DesyncError",
+    "DistributedDataParallel",
     "InvalidGraphError",
     "ModuleError",
     "ReductionError",

@@ -20,8 +20,8 @@ try:
     import torch._dynamo.compiled_autograd as _compiled_autograd
     from torch._C._distributed_c10d import Store as Store
     from torch._dynamo import config as _dynamo_config
-    from torch._dynamo.backends.common import aot_autograd as _aot_autograd
     from torch._dynamo import eval_frame as _eval_frame
+    from torch._dynamo.backends.common import aot_autograd as _aot_autograd
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad

@@ -6,16 +6,18 @@ every rank reads. So all ranks go on, or all raise the same error. Traffic on th
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from dp_compile import _torch
 from dp_compile.errors import DesyncError
 
 Statement = Mapping[str, Any]
+_MISSING: Final = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,9 @@ def _judge(table: Table, topic: str, own: Statement) -> str:
     missing: list[int] = []
     complaints: list[str] = []
     for rank in range(table.world_size):
-        # One rank is waited for in full; once somebody is missing the others get a short look only.
-        patience = 1.0 if missing else table.timeout_s
+        # One rank is waited for in full; once somebody is missing the others get a short look only, so that the
+        # verdict comes before the ranks that wait for it give up.
+        patience = max(0.01, min(1.0, table.timeout_s / (2 * table.world_size))) if missing else table.timeout_s
         try:
             table.store.wait([f"{topic}/{rank}"], timedelta(seconds=patience))
         except RuntimeError:
@@ -88,19 +91,15 @@ def _differences(mine: Any, theirs: Any, path: str) -> Iterator[tuple[str, str, 
     if isinstance(mine, dict) and isinstance(theirs, dict):
         for key in [*mine, *(key for key in theirs if key not in mine)]:
             if key not in mine or key not in theirs:
-                yield f"{path}.{key}", _show(mine.get(key)), _show(theirs.get(key))
+                yield f"{path}.{key}", _show(mine.get(key, _MISSING)), _show(theirs.get(key, _MISSING))
             else:
                 yield from _differences(mine[key], theirs[key], f"{path}.{key}")
     elif isinstance(mine, list) and isinstance(theirs, list):
-        for position in range(max(len(mine), len(theirs))):
-            place = f"{path}[{position}]"
-            if position >= len(mine) or position >= len(theirs):
-                yield place, _show(mine[position : position + 1]), _show(theirs[position : position + 1])
-            else:
-                yield from _differences(mine[position], theirs[position], place)
+        for position, (here, there) in enumerate(itertools.zip_longest(mine, theirs, fillvalue=_MISSING)):
+            yield from _differences(here, there, f"{path}[{position}]")
     elif mine != theirs:
         yield path, _show(mine), _show(theirs)
 
 
 def _show(value: Any) -> str:
-    return "missing" if value in (None, []) else json.dumps(value)
+    return "missing" if value is _MISSING else json.dumps(value)

@@ -137,7 +137,8 @@ def _search(outputs: Sequence[Any]) -> _Found:
     compiled = bool(getattr(_scope, "forced", False))
     seen: set[Any] = set()
     stack = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
-    while stack and not (compiled and len(replicas) == len(owners)):
+    all_replicas = len(owners)
+    while stack and not (compiled and len(replicas) == all_replicas):
         node = stack.pop()
         if node is None or node in seen:
             continue

@@ -18,6 +18,7 @@ import itertools
 import logging
 import operator
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -107,9 +108,13 @@ class _HookCall:
 
 @dataclass(frozen=True, slots=True)
 class _Sites:
-    """Where a graph accumulates gradients (positions of the parameters in the inputs) and calls hooks."""
+    """Where a graph accumulates gradients and calls hooks.
+
+    `accumulations` are positions of the tensors in the inputs; `unhooked` those of them that have no hook at all.
+    """
 
     accumulations: tuple[int, ...]
+    unhooked: tuple[int, ...]
     hook_calls: tuple[_HookCall, ...]
 
 
@@ -117,15 +122,41 @@ class _Sites:
 class _Binding:
     """What the sites of a graph mean in one backward. Equal bindings run the same code.
 
-    `accumulated[i]` belongs to `sites.accumulations[i]`, `hooked[i]` to `sites.hook_calls[i]`; `into_existing` tells
-    which hooked parameters had a gradient before, `kept` which parameters without a new gradient have an old one.
+    `hooked[i]` and `into_existing[i]` (did the parameter have a gradient before?) belong to `sites.hook_calls[i]`,
+    `unhooked[i]` to `sites.unhooked[i]`; `kept` are the parameters without a new gradient that have an old one.
     """
 
     code_keys: tuple[tuple[str, bool], ...]
-    accumulated: tuple[Place | None, ...]
+    unhooked: tuple[Place | None, ...]
     hooked: tuple[Place | None, ...]
     into_existing: tuple[bool, ...]
     kept: tuple[Place, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What was met last, and the binding it had. Holds hooks of ours and weak references, so no model."""
+
+    hooks: list[GradHook | None]
+    existing: list[bool]
+    switches: list[tuple[weakref.ref[Replica], bool]]
+    unhooked: list[weakref.ref[torch.Tensor]]
+    binding: _Binding
+
+    def matches(
+        self,
+        hooks: list[GradHook | None],
+        existing: list[bool],
+        replicas: Sequence[Replica],
+        unhooked: Sequence[torch.Tensor],
+    ) -> bool:
+        return (
+            existing == self.existing
+            and len(replicas) == len(self.switches)
+            and all(r is ref() and r.sync == sync for r, (ref, sync) in zip(replicas, self.switches, strict=True))
+            and all(map(operator.is_, hooks, self.hooks))
+            and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
+        )
 
 
 class CapturedBackward:
@@ -135,6 +166,7 @@ class CapturedBackward:
         self._graph_module = graph_module
         self._sites = _find_sites(graph_module.graph)
         self._compiled: dict[_Binding, _CompiledBackward] = {}
+        self._memory: _Memory | None = None
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         backward = _current
@@ -167,29 +199,47 @@ class CapturedBackward:
         return outputs
 
     def _bind(self, replicas: tuple[Replica, ...], inputs: Sequence[Any], hooks: Sequence[Any]) -> _Binding:
+        """What the sites mean this time. Nearly always what they meant last time, which is quick to see."""
+        sites = self._sites
+        mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
+        existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
+        unhooked = [inputs[position] for position in sites.unhooked]
+        memory = self._memory
+        if memory is not None and memory.matches(mine, existing, replicas, unhooked):
+            return memory.binding
+        binding = self._bind_anew(replicas, mine, existing, unhooked)
+        complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
+        if complete:
+            switches = [(weakref.ref(replica), replica.sync) for replica in replicas]
+            self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
+        return binding
+
+    def _bind_anew(
+        self,
+        replicas: tuple[Replica, ...],
+        hooks: Sequence[GradHook | None],
+        existing: Sequence[bool],
+        unhooked: Sequence[torch.Tensor],
+    ) -> _Binding:
         ordinal = {id(replica): position for position, replica in enumerate(replicas)}
-        accumulated: list[Place | None] = []
-        for position in self._sites.accumulations:
-            found = owners.find(inputs[position])
-            accumulated.append((ordinal[id(found[0])], found[1]) if found and id(found[0]) in ordinal else None)
-        hooked: list[Place | None] = []
-        into_existing: list[bool] = []
-        for call in self._sites.hook_calls:
-            hook = hooks[call.hook]
-            ours = type(hook) is GradHook and id(hook.replica) in ordinal
-            hooked.append((ordinal[id(hook.replica)], hook.index) if ours else None)
-            into_existing.append(ours and inputs[call.parameter].grad is not None)
-        kept: tuple[Place, ...] = ()
-        if len(hooked) - hooked.count(None) < sum(len(replica.parameters) for replica in replicas):
-            got = set(hooked)
-            kept = tuple(
+
+        def place(found: tuple[Replica | None, int] | None) -> Place | None:
+            return (ordinal[id(found[0])], found[1]) if found is not None and id(found[0]) in ordinal else None
+
+        hooked = [place((hook.replica, hook.index)) if hook is not None else None for hook in hooks]
+        got = set(hooked)
+        return _Binding(
+            code_keys=tuple((replica.code_key, replica.sync) for replica in replicas),
+            unhooked=tuple(place(owners.find(tensor)) for tensor in unhooked),
+            hooked=tuple(hooked),
+            into_existing=tuple(existing),
+            kept=tuple(
                 (position, index)
                 for position, replica in enumerate(replicas)
                 for index, parameter in enumerate(replica.parameters)
                 if (position, index) not in got and parameter.grad is not None
-            )
-        code_keys = tuple((replica.code_key, replica.sync) for replica in replicas)
-        return _Binding(code_keys, tuple(accumulated), tuple(hooked), tuple(into_existing), kept)
+            ),
+        )
 
     def _check(self, replicas: Sequence[Replica], binding: _Binding, inputs: Sequence[Any]) -> None:
         accumulated = [inputs[position] for position in self._sites.accumulations]
@@ -231,7 +281,9 @@ def _find_sites(graph: fx.Graph) -> _Sites:
         for node in graph.find_nodes(op="call_function", target=_torch.call_hook)
         if node.kwargs.get("hook_type") == "post_acc_grad_hook"
     )
-    return _Sites(accumulations, hook_calls)
+    with_hook = {call.parameter for call in hook_calls}
+    unhooked = tuple(position for position in accumulations if position not in with_hook)
+    return _Sites(accumulations, unhooked, hook_calls)
 
 
 def _position(node: object) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -132,6 +133,7 @@ def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, fir
     launched in the order in which their last member becomes ready.
     """
     filling: dict[BucketKey, list[GradientSpec]] = {}
+    filled: Counter[BucketKey] = Counter()
     closed: list[tuple[int, Bucket]] = []
     past_first: set[BucketKey] = set()
     last_position: dict[BucketKey, int] = {}
@@ -139,14 +141,16 @@ def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, fir
     def close(key: BucketKey, reason: str) -> None:
         closed.append((last_position[key], _layout(key, filling.pop(key), reason)))
         past_first.add(key)
+        del filled[key]
 
     for position, gradient in enumerate(gradients):
         key = gradient.key
         members = filling.setdefault(key, [])
         members.append(gradient)
+        filled[key] += gradient.nbytes
         last_position[key] = position
         cap_mb = bucket_cap_mb if key in past_first else first_bucket_cap_mb
-        if sum(member.nbytes for member in members) >= cap_mb * BYTES_PER_MB:
+        if filled[key] >= cap_mb * BYTES_PER_MB:
             close(key, f"reached the {'' if key in past_first else 'first '}cap of {cap_mb:g} MiB")
     for key in list(filling):
         close(key, "last of its key")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
@@ -21,6 +21,7 @@ from dp_compile.plan import BucketKey, BucketPlan, GradientSpec
 from dp_compile.report import CaptureRecord
 
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
+MAX_UNREAD_FLAGS: Final = 2
 _numbers = itertools.count()
 
 
@@ -77,6 +78,8 @@ class Replica:
     backwards: Counter[str] = field(default_factory=Counter)
     used_without_sync: set[int] = field(default_factory=set)
     """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
+    _flags: tuple[tuple[int, ...], torch.Tensor] | None = None
+    _unread: deque[_HostCopy] = field(default_factory=deque)
 
     def tag(self, index: int, ordinal: int) -> ReductionTag:
         """The constants of the reduction of parameter `index` when this is replica `ordinal` of the backward."""
@@ -97,10 +100,12 @@ class Replica:
         without it a one says "unused here", so that nothing but zeros means that all is well. Both survive averaging
         in any floating dtype.
         """
-        flags = torch.zeros(len(self.parameters), dtype=self.parameters[0].dtype)
-        for index in used if self.config.find_unused_parameters else unused:
-            flags[index] = 1.0
-        return flags.to(self.device)
+        told = tuple(used if self.config.find_unused_parameters else unused)
+        if self._flags is None or self._flags[0] != told:
+            flags = torch.zeros(len(self.parameters), dtype=self.parameters[0].dtype)
+            flags[list(told)] = 1.0
+            self._flags = (told, flags.to(self.device))
+        return self._flags[1]
 
     def settle_unused(self, flags: torch.Tensor, unused: Sequence[int], averages: Sequence[torch.Tensor]) -> None:
         """Act on the reduced flags: hand out averages of gradients that only others produced, or raise.
@@ -111,7 +116,8 @@ class Replica:
             averages: the reduced gradient of each of them.
 
         Raises:
-            ReductionError: a parameter was unused on some rank and `find_unused_parameters` is off.
+            ReductionError: a parameter was unused on some rank and `find_unused_parameters` is off. What only other
+                ranks did not use is reported at once on a CPU, up to `MAX_UNREAD_FLAGS` backwards later on a GPU.
         """
         if self.config.find_unused_parameters:
             with torch.no_grad():
@@ -119,9 +125,18 @@ class Replica:
                     if bool(flags[index]):
                         _set_grad(self.parameters[index], average)
             return
-        if self.config.check_reductions and (unused or bool(flags.any())):
-            elsewhere = [index for index in flags.nonzero().flatten().tolist() if index not in set(unused)]
-            raise ReductionError(self._unused_message(unused, elsewhere))
+        if self.config.check_reductions:
+            self._unread.append(_HostCopy(flags))
+            self._read_flags(unused)
+
+    def _read_flags(self, unused: Sequence[int]) -> None:
+        """Look at the flags that have reached the host. Reading a GPU's at once would stop it once a step."""
+        while self._unread and (unused or self._unread[0].arrived() or len(self._unread) > MAX_UNREAD_FLAGS):
+            flags = self._unread.popleft().read()
+            if unused or bool(flags.any()):
+                elsewhere = [index for index in flags.nonzero().flatten().tolist() if index not in set(unused)]
+                self._unread.clear()
+                raise ReductionError(self._unused_message(unused, elsewhere))
 
     def _unused_message(self, here: Sequence[int], elsewhere: Sequence[int]) -> str:
         parts = []
@@ -183,6 +198,27 @@ def _set_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
         parameter.grad = value
     else:
         parameter.grad.copy_(value)
+
+
+class _HostCopy:
+    """Flags on their way to the host."""
+
+    def __init__(self, flags: torch.Tensor) -> None:
+        self._event: torch.Event | None = None
+        self._flags = flags.detach()
+        if flags.device.type != "cpu":
+            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            self._flags.copy_(flags, non_blocking=True)
+            self._event = torch.Event(flags.device)
+            self._event.record()
+
+    def arrived(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> torch.Tensor:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._flags
 
 
 class Owners:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -166,6 +166,11 @@ def replica_of(module: nn.Module) -> Replica:
     if replica is None:
         raise ModuleError(f"{type(module).__name__} is not replicated. Call dp_compile.replicate(module) first.")
     return replica
+
+
+def share_replica(outer: nn.Module, inner: nn.Module) -> None:
+    """Let `report`, `no_sync` and `unreplicate` find the replica of `inner` through a module that wraps it."""
+    _replica_of[outer] = weakref.ref(replica_of(inner))
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -338,9 +343,10 @@ def _make_plan(
 
 
 def _statement(target: _Selection, replica: Replica) -> Statement:
-    def describe(tensors: dict[str, Any]) -> list[list[Any]]:
+    def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [
-            [name, str(tensor.dtype), list(tensor.shape), list(tensor.stride())] for name, tensor in tensors.items()
+            f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
+            for name, tensor in tensors.items()
         ]
 
     return {

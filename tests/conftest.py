@@ -30,14 +30,16 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(scope="session")
 def ranks2() -> Iterator[Ranks]:
     """Two real processes in one gloo group. They start with the first call."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.stop()
+    yield from _pool(2)
 
 
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four real processes in one gloo group."""
-    ranks = Ranks(4)
+    yield from _pool(4)
+
+
+def _pool(world_size: int) -> Iterator[Ranks]:
+    ranks = Ranks(world_size)
     yield ranks
     ranks.stop()

@@ -85,5 +85,9 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol:
         assert (mine.grad is None) == (other.grad is None), f"{when}: gradient of {name}"
         if mine.grad is not None and other.grad is not None:
             assert mine.grad.stride() == other.grad.stride(), f"{when}: strides of the gradient of {name}"
-            torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: gradient of {n}: {m}")
-        torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: parameter {n}: {m}")
+            torch.testing.assert_close(
+                mine.grad, other.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: gradient of {n}: {m}"
+            )
+        torch.testing.assert_close(
+            mine, other, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: parameter {n}: {m}"
+        )

@@ -32,6 +32,8 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._processes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """Call `function(*args)` on every rank and return the results by rank."""
@@ -54,7 +56,6 @@ class Ranks:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._directory = tempfile.TemporaryDirectory()
-        self._connections: list[Connection] = []
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._directory.name, theirs)
@@ -64,6 +65,7 @@ class Ranks:
             self._connections.append(ours)
 
     def _describe_and_stop(self, results: dict[int, tuple[bool, Any]]) -> str:
+        assert self._directory is not None
         lines = []
         for rank, process in enumerate(self._processes):
             if rank in results:
@@ -82,7 +84,12 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._processes = []
+            process.close()
+        for connection in self._connections:
+            connection.close()
+        if self._directory is not None:
+            self._directory.cleanup()
+        self._processes, self._connections, self._directory = [], [], None
 
 
 def _receive(connection: Connection) -> tuple[bool, Any]:
@@ -95,7 +102,7 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
 
 def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
-    faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack{rank}"), "w"), all_threads=True)  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack{rank}"), "w"), all_threads=True)
     import torch
     import torch.distributed as dist
 

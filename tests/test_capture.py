@@ -10,6 +10,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -337,43 +338,48 @@ def test_nested_backward() -> None:
         expect_half(model, plain)
 
 
-def test_backwards_in_other_threads() -> None:
-    """A second capture at the same time takes the eager way; unrelated backwards stay plain. All are right."""
-    twins = [Twin(mlp(width=8 + number)) for number in range(3)]
+def run_in_threads(*jobs: Callable[[], None]) -> None:
+    """Start all jobs at the same time; raise the first failure."""
     failures: list[BaseException] = []
-    start = threading.Barrier(4)
+    start = threading.Barrier(len(jobs))
 
-    def replicated(twin: Twin, width: int) -> None:
+    def guarded(job: Callable[[], None]) -> None:
         try:
-            start.wait()
-            for seed in range(6):
-                twin.step(batch(seed, width))
+            start.wait(timeout=60)
+            job()
         except BaseException as error:
             failures.append(error)
 
-    def unrelated() -> None:
-        try:
-            model, reference = mlp(width=5), mlp(width=5)
-            reference(batch(1, 5)).sum().backward()
-            start.wait()
-            for _ in range(60):
-                model.zero_grad()
-                model(batch(1, 5)).sum().backward()
-                for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
-                    torch.testing.assert_close(mine.grad, other.grad)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=replicated, args=(twin, 8 + n)) for n, twin in enumerate(twins)]
-    threads.append(threading.Thread(target=unrelated))
+    threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=120)
-    assert not failures, failures
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+def test_backwards_in_other_threads() -> None:
+    """A second capture at the same time takes the eager way; unrelated backwards stay plain. All are right."""
+    twins = [Twin(mlp(width=width)) for width in (8, 9, 10)]
+    plain, reference = mlp(width=5), mlp(width=5)
+    reference(batch(1, 5)).sum().backward()
+
+    def replicated(twin: Twin, width: int) -> None:
+        for seed in range(6):
+            twin.step(batch(seed, width))
+
+    def unrelated() -> None:
+        for _ in range(60):
+            plain.zero_grad()
+            plain(batch(1, 5)).sum().backward()
+            for mine, other in zip(plain.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, other.grad)
+
+    run_in_threads(unrelated, *(partial(replicated, twin, 8 + number) for number, twin in enumerate(twins)))
     for twin in twins:
-        ways = twin.report().backwards
-        assert sum(ways.values()) == 6, ways
+        assert sum(twin.report().backwards.values()) == 6
 
 
 # --- hooks of others, exceptions, breaks ------------------------------------------------------------------------
@@ -489,7 +495,10 @@ def test_parameter_unfrozen_after_replicate_is_named() -> None:
 
 
 def test_tracing_of_backward_by_dynamo_is_refused() -> None:
-    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(dp_compile.ConfigError, match="trace_autograd_ops"):
+    with (
+        torch._dynamo.config.patch(trace_autograd_ops=True),
+        pytest.raises(dp_compile.ConfigError, match="trace_autograd_ops"),
+    ):
         dp_compile.replicate(mlp(), config=CONFIG)
     twin = Twin(mlp())
 

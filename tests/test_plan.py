@@ -47,7 +47,9 @@ def indices(plan: BucketPlan) -> list[list[int]]:
         ([0, 0, 1], 4, 4, [[0, 1, 2]]),
     ],
 )
-def test_buckets_are_filled_in_order(numels: list[int], cap: float, first_cap: float, expected: list[list[int]]) -> None:
+def test_buckets_are_filled_in_order(
+    numels: list[int], cap: float, first_cap: float, expected: list[list[int]]
+) -> None:
     plan = plan_of([gradient(index, numel) for index, numel in enumerate(numels)], cap, first_cap)
     assert indices(plan) == expected
 
@@ -133,7 +135,9 @@ def test_bytes_for_people(nbytes: int, text: str) -> None:
 
 # --- for all gradients and caps ---------------------------------------------------------------------------------
 
-KEYS = st.builds(BucketKey, st.sampled_from("01"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.just("cpu"))
+KEYS = st.builds(
+    BucketKey, st.sampled_from("01"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.just("cpu")
+)
 SIZES_AND_KEYS = st.lists(st.tuples(st.integers(0, 40), KEYS), max_size=25)
 CAPS = st.one_of(st.integers(1, 200), st.just(math.inf))
 

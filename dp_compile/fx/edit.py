@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -14,6 +14,7 @@ from torch.fx.node import map_arg
 from dp_compile.errors import InvalidGraphError
 
 PROVENANCE = "dp_compile"
+_ENDS: Final = {"placeholder": 0, "output": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ def sort_stably(
 ) -> bool:
     """Order topologically; of the nodes that could come next, the one with the least `priority` does.
 
+    What the graph takes stays in front and what it returns stays last, whatever their priority.
+
     Args:
         priority: where a node wants to be, the node's present position if not given; ties keep their order.
         chain: nodes that have to come in this order although no data passes between them.
@@ -73,7 +76,7 @@ def sort_stably(
     """
     nodes = list(graph.nodes)
     now = {node: position for position, node in enumerate(nodes)}
-    wish = {node: (priority(node) if priority else now[node], now[node]) for node in nodes}
+    wish = {node: (_ENDS.get(node.op, 1), priority(node) if priority else now[node], now[node]) for node in nodes}
     follower = dict(itertools.pairwise(chain))
     missing = {node: len(node.all_input_nodes) for node in nodes}
     for node in follower.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,44 +15,46 @@ from dp_compile.fx.collectives import is_collective, waits_of
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFacts:
-    """Shape, dtype and strides of each tensor that a graph returns, as text for comparison."""
+class GraphFacts:
+    """What no pass may change: each returned tensor as text, and the number of waits on each collective by name."""
 
-    tensors: tuple[str, ...]
+    outputs: tuple[str, ...]
+    waits: Mapping[str, int]
 
 
-def output_facts(graph: fx.Graph) -> OutputFacts:
-    facts: list[str] = []
+def facts_of(graph: fx.Graph) -> GraphFacts:
+    outputs: list[str] = []
 
     def note(node: fx.Node) -> fx.Node:
-        facts.append(_describe(node.meta.get("val")))
+        outputs.append(_describe(node.meta.get("val")))
         return node
 
     map_arg(graph.output_node().args[0], note)
-    return OutputFacts(tuple(facts))
+    return GraphFacts(tuple(outputs), {node.name: len(waits_of(node)) for node in graph.nodes if is_collective(node)})
 
 
-def verify(graph: fx.Graph, *, after: str, outputs: OutputFacts) -> None:
-    """Check a graph that the pass `after` left behind.
+def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
+    """Check a graph that the pass `after` left behind against what it was `before` the first pass.
 
     Raises:
-        InvalidGraphError: nodes are used before they are defined, a collective is not waited for exactly once, or
-            what the graph returns has another shape, dtype or stride than `outputs`.
+        InvalidGraphError: nodes are used before they are defined, a new collective is not waited for exactly once,
+            an old one has lost or got a wait, or what the graph returns has another shape, dtype or stride.
     """
     try:
         graph.lint()
     except RuntimeError as error:
         raise InvalidGraphError(f"after pass '{after}': {error}") from error
-    for node in graph.nodes:
-        if is_collective(node) and len(waits_of(node)) != 1:
-            raise InvalidGraphError(f"after pass '{after}': {node.name} has {len(waits_of(node))} waits, expected 1")
-    found = output_facts(graph)
-    if found != outputs:
+    found = facts_of(graph)
+    for name, waits in found.waits.items():
+        expected = before.waits.get(name, 1)
+        if waits != expected:
+            raise InvalidGraphError(f"after pass '{after}': {name} has {waits} waits, expected {expected}")
+    if found.outputs != before.outputs:
         changed = [
             f"output {position}: {was} became {now}"
-            for position, (was, now) in enumerate(zip(outputs.tensors, found.tensors, strict=False))
+            for position, (was, now) in enumerate(zip(before.outputs, found.outputs, strict=False))
             if was != now
-        ] or [f"{len(outputs.tensors)} outputs became {len(found.tensors)}"]
+        ] or [f"{len(before.outputs)} outputs became {len(found.outputs)}"]
         raise InvalidGraphError(f"after pass '{after}': {changed[0]}")
 
 

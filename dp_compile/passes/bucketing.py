@@ -19,7 +19,7 @@ from torch import fx
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
-from dp_compile.grad_reduction import GradReduction
+from dp_compile.grad_reduction import GradReduction, ReductionTag
 from dp_compile.passes.analysis import analyse
 from dp_compile.plan import Bucket, BucketPlan, GradientSpec, Member
 from dp_compile.report import PassResult
@@ -36,22 +36,34 @@ class BucketReductions:
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         analysis = analyse(graph)
-        by_replica: dict[int, dict[int, GradReduction]] = {}
-        for reduction in analysis.reductions:
-            by_replica.setdefault(reduction.tag.replica, {})[reduction.tag.index] = reduction
         launches: list[fx.Node] = []
-        for replica, reductions in sorted(by_replica.items()):
-            if replica >= len(plans):
-                raise InvalidGraphError(
-                    f"{next(iter(reductions.values())).node.name} belongs to replica {replica}, "
-                    f"but there are plans for {len(plans)} only"
-                )
+        for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             for number, bucket in enumerate(plans[replica].buckets):
                 launches.append(_reduce_bucket(graph, bucket, f"{replica}.{number}", reductions))
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.sort_stably(graph, chain=launches)
         return PassResult(changed=bool(launches), refusals=analysis.refusals)
+
+
+def _by_replica(
+    reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]
+) -> dict[int, dict[int, GradReduction]]:
+    """The reductions of a graph by replica and index. Every one of them has to be planned, and only once."""
+    names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
+    found: dict[int, dict[int, GradReduction]] = {}
+    for reduction in reductions:
+        replica, index = reduction.tag.replica, reduction.tag.index
+        if not 0 <= replica < len(plans):
+            raise InvalidGraphError(
+                f"{reduction.node.name} belongs to replica {replica}, but there are plans for {len(plans)} only"
+            )
+        if index not in names[replica]:
+            raise InvalidGraphError(f"gradient {index} of replica {replica} is reduced in the graph, but not planned")
+        if index in found.setdefault(replica, {}):
+            raise InvalidGraphError(f"the gradient of {names[replica][index]} is reduced more than once")
+        found[replica][index] = reduction
+    return found
 
 
 def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction]) -> fx.Node:
@@ -91,8 +103,9 @@ def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradR
     if given != planned:
         raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
     tag = reduction.tag
-    if (tag.group, tag.reduce_op, tag.scale) != (bucket.key.group, bucket.key.reduce_op, gradient.scale):
-        raise InvalidGraphError(f"the gradient of {gradient.name} is reduced as {tag}, the plan says {bucket.key}")
+    wanted = ReductionTag(gradient.index, tag.replica, bucket.key.group, bucket.key.reduce_op, gradient.scale)
+    if tag != wanted:
+        raise InvalidGraphError(f"the gradient of {gradient.name} is reduced as {tag}, the plan says {wanted}")
     return reduction
 
 
@@ -105,8 +118,8 @@ def _flat_piece(
     before: fx.Node,
 ) -> fx.Node:
     """The gradient in the parameter's memory order, one-dimensional and scaled."""
-    piece = reduction.grad
-    order = memory_order(gradient)
+    piece = reduction.node.all_input_nodes[0]  # the gradient, or what has taken its place since the analysis
+    order = memory_order(gradient.stride)
     if order != tuple(range(len(order))):
         piece = edit.insert_call(graph, before, aten.permute.default, (piece, list(order)), provenance)
     if len(gradient.shape) != 1:
@@ -126,18 +139,23 @@ def _view_back(
     before: fx.Node,
 ) -> fx.Node:
     gradient = member.gradient
-    arguments = (reduced, list(gradient.shape), list(gradient.stride), member.offset)
-    view = edit.insert_call(graph, before, aten.as_strided.default, arguments, provenance)
-    promised = reduction.node.meta["val"]
-    if tuple(promised.stride()) == gradient.stride:
-        return view
+    shape, promised = list(gradient.shape), tuple(reduction.node.meta["val"].stride())
+    if _same_layout(gradient.shape, promised, gradient.stride):
+        arguments = (reduced, shape, list(promised), member.offset)
+        return edit.insert_call(graph, before, aten.as_strided.default, arguments, provenance)
     # Somebody was told other strides than the parameter's while the graph was traced: keep that promise.
-    empty_args = (view, list(promised.shape), list(promised.stride()))
-    target = edit.insert_call(graph, before, aten.new_empty_strided.default, empty_args, provenance)
-    return edit.insert_call(graph, before, aten.copy.default, (target, view), provenance)
+    arguments = (reduced, shape, list(gradient.stride), member.offset)
+    view = edit.insert_call(graph, before, aten.as_strided.default, arguments, provenance)
+    turned = edit.insert_call(graph, before, aten.permute.default, (view, list(memory_order(promised))), provenance)
+    flat = edit.insert_call(graph, before, aten.reshape.default, (turned, [gradient.numel]), provenance)
+    return edit.insert_call(graph, before, aten.as_strided.default, (flat, shape, list(promised)), provenance)
 
 
-def memory_order(gradient: GradientSpec) -> tuple[int, ...]:
+def _same_layout(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether two strides mean the same places in memory: a dimension of size one may have any."""
+    return 0 in shape or all(size == 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
+
+
+def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
     """Dimensions from the slowest to the fastest in memory: `(0, 2, 3, 1)` for channels last."""
-    dimensions = range(len(gradient.shape))
-    return tuple(sorted(dimensions, key=lambda dimension: (-gradient.stride[dimension], dimension)))
+    return tuple(sorted(range(len(stride)), key=lambda dimension: (-stride[dimension], dimension)))

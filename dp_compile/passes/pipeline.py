@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import fx
 from dp_compile import _torch
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.printer import op_counts
-from dp_compile.fx.verify import output_facts, verify
+from dp_compile.fx.verify import facts_of, verify
 from dp_compile.graph_pass import GraphPass
 from dp_compile.passes.analysis import accounted
 from dp_compile.plan import BucketPlan
@@ -43,12 +44,12 @@ class Pipeline(_torch.CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         # Accumulation leaves dead allocations behind that would count as users of a gradient.
         graph.eliminate_dead_code()
-        outputs, reductions = output_facts(graph), accounted(graph)
+        facts, reductions = facts_of(graph), accounted(graph)
         records = []
         for graph_pass in self.passes:
             before, start = op_counts(graph), time.perf_counter()
             result = graph_pass(graph, self.plans)
-            verify(graph, after=graph_pass.name, outputs=outputs)
+            verify(graph, after=graph_pass.name, before=facts)
             if accounted(graph) != reductions:
                 changed = (accounted(graph) - reductions) + (reductions - accounted(graph))
                 raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {next(iter(changed))}")
@@ -57,6 +58,11 @@ class Pipeline(_torch.CustomGraphPass):
         self.on_record(tuple(records))
 
     def uuid(self) -> Any:
-        """Changes with our sources, the passes and their options, the plans, and torch."""
-        text = repr((_torch.source_hash(_SOURCES), torch.__version__, self.passes, self.plans))
+        """Changes with our sources and those of the passes, with the passes' options, the plans, and torch."""
+        text = repr((_torch.source_hash(self._sources()), torch.__version__, self.passes, self.plans))
         return hashlib.sha256(text.encode()).hexdigest()
+
+    def _sources(self) -> tuple[str, ...]:
+        modules = (sys.modules.get(type(graph_pass).__module__) for graph_pass in self.passes)
+        files = {file for module in modules if isinstance(file := getattr(module, "__file__", None), str)}
+        return (*_SOURCES, *sorted(files.difference(_SOURCES)))

@@ -3,12 +3,13 @@
 Both sides use SGD with momentum, whose update is linear in the gradient: a difference in a gradient appears in the
 parameter scaled by the learning rate and by nothing else. AdamW divides each gradient by its own size, so where the
 true gradient is zero (the key bias of attention: softmax ignores it) the rounding noise of two correct programs is
-blown up to full steps in different directions.
+blown up to steps in different directions: 2e-4 after 25 steps, in exactly that bias.
 """
 
 from __future__ import annotations
 
 import copy
+import textwrap
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-TOLERANCE = 1e-4
+from dp_compile.train.options import CHECK_TOLERANCE
+
 WHY_TOLERANCE = (
-    "float32 with SGD and momentum: compiled code sums in another order than eager code, which moves parameters by "
-    "about 1e-6 in 25 steps. A gradient that is not averaged, or averaged twice, moves them by more than 1e-3"
+    "compiled float32 code sums in another order than eager code. Measured with the defaults: that makes a difference "
+    "of 3e-7 after 25 steps and, growing with training, 7e-6 after 200; one bias whose gradient is not averaged makes "
+    "one of 1e-2 after 25. The optimizer is SGD with momentum, because AdamW blows rounding noise up where a gradient "
+    "is zero."
 )
 
 
@@ -35,15 +39,16 @@ class Verdict:
     @property
     def passed(self) -> bool:
         """NaN does not pass."""
-        return self.difference <= TOLERANCE
+        return self.difference <= CHECK_TOLERANCE
 
     def __str__(self) -> str:
         return (
-            f"check: {'passed' if self.passed else 'FAILED'}, against torch's DistributedDataParallel (eager) after "
-            f"{self.steps} steps on the same batches\n"
-            f"  largest difference of any parameter  {self.difference:.1e}  in {self.name}\n"
-            f"  tolerance                            {TOLERANCE:.1e}  ({WHY_TOLERANCE})\n"
-            f"  training moved parameters by up to   {self.moved:.1e}"
+            f"check {'passed' if self.passed else 'FAILED'}: parameters after {self.steps} steps, beside torch's "
+            "DistributedDataParallel (eager), same seed and batches\n"
+            f"  largest difference  {self.difference:.1e}  in {self.name}\n"
+            f"  tolerance           {CHECK_TOLERANCE:.1e}\n"
+            f"  largest movement    {self.moved:.1e}  of a parameter from its start\n"
+            f"{textwrap.fill('Why this tolerance: ' + WHY_TOLERANCE, 118, initial_indent='  ', subsequent_indent='  ')}"
         )
 
 

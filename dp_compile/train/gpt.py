@@ -58,7 +58,8 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm_1(x))
-        return x + self.project(F.gelu(self.expand(self.norm_2(x)), approximate="tanh"))
+        out: torch.Tensor = x + self.project(F.gelu(self.expand(self.norm_2(x)), approximate="tanh"))
+        return out
 
 
 class GPT(nn.Module):

@@ -7,16 +7,17 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import parent_process
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from dp_compile.errors import ConfigError, DPCompileError
 from dp_compile.train.data import load_corpus
@@ -45,9 +46,11 @@ def launch(options: TrainOptions) -> int:
     """Run a training. Returns the exit status: 0, or 1 if a rank failed or the check did not pass.
 
     Raises:
-        ConfigError: the options do not fit the data or torchrun's ranks.
+        ConfigError: the options do not fit the data, torchrun's ranks or the environment.
         DPCompileError: under torchrun, what went wrong on this rank.
     """
+    # Everything that can be wrong with the options, before there are processes that would all say so.
+    options.replicate_config().uses_python_hook()
     load_corpus(options.context)
     return _join_torchrun(options) if under_torchrun() else _spawn(options)
 
@@ -58,7 +61,7 @@ def _join_torchrun(options: TrainOptions) -> int:
         raise ConfigError(f"--ranks is {options.ranks}, but torchrun started {world_size}. Leave --ranks out.")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     try:
-        return 0 if _run_rank(options, rank, local_rank, local_world_size, store=None) else 1
+        return 0 if _run_rank(options, rank, local_rank, local_world_size, meet_at="env://") else 1
     except DPCompileError as error:
         raise type(error)(f"rank {rank}: {error}") from None
 
@@ -67,19 +70,19 @@ def _spawn(options: TrainOptions) -> int:
     with tempfile.TemporaryDirectory(prefix="dp_compile_") as directory:
         # A started process inherits an ignored Ctrl-C, so it dies by our hand, not by a traceback amid its imports.
         with _ignoring_interrupts():
-            context = mp.spawn(_rank_main, (options, directory), nprocs=options.ranks, join=False)
+            context = spawn(_rank_main, (options, directory), nprocs=options.ranks, join=False)
         try:
             failed = _first_failure(context.processes)
         finally:
             _stop(context.processes)
         if failed is not None:
-            print(f"\ndp-compile: error: {_describe(failed, context.processes[failed], directory)}", file=sys.stderr)
+            print(f"dp-compile: error: {_describe(failed, context.processes[failed], directory)}", file=sys.stderr)
             return 1
         return 1 if any(process.exitcode == CHECK_FAILED for process in context.processes) else 0
 
 
 @contextmanager
-def _ignoring_interrupts() -> Any:
+def _ignoring_interrupts() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -123,9 +126,11 @@ def _describe(rank: int, process: Any, directory: str) -> str:
 def _rank_main(rank: int, options: TrainOptions, directory: str) -> None:
     # At once and without a traceback, also when torch sends it because the parent is gone.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = parent_process()
+    if parent is not None and not parent.is_alive():
+        sys.exit(1)
     try:
-        store = dist.FileStore(str(Path(directory, "store")), options.ranks)
-        passed = _run_rank(options, rank, rank, options.ranks, store=store)
+        passed = _run_rank(options, rank, rank, options.ranks, meet_at=f"file://{directory}/store")
     except Exception as error:
         text = str(error) if isinstance(error, DPCompileError) else traceback.format_exc()
         Path(directory, f"rank{rank}.error").write_text(text)
@@ -133,10 +138,8 @@ def _rank_main(rank: int, options: TrainOptions, directory: str) -> None:
     sys.exit(0 if passed else CHECK_FAILED)
 
 
-def _run_rank(
-    options: TrainOptions, rank: int, local_rank: int, local_world_size: int, *, store: dist.Store | None
-) -> bool:
-    """Join the group, train, leave it. Without a store the group meets at the address in the environment."""
+def _run_rank(options: TrainOptions, rank: int, local_rank: int, local_world_size: int, *, meet_at: str) -> bool:
+    """Join the group at the URL `meet_at`, train, leave it. Returns whether the check passed."""
     from dp_compile.train.loop import Place, train
 
     uses_gpu = torch.cuda.device_count() >= local_world_size
@@ -147,7 +150,7 @@ def _run_rank(
     torch.set_num_threads(1)
     dist.init_process_group(
         "nccl" if uses_gpu else "gloo",
-        store=store,
+        init_method=meet_at,
         rank=rank,
         world_size=options.ranks,
         timeout=timedelta(seconds=options.timeout_s),

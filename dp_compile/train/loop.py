@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -69,6 +71,8 @@ def train(options: TrainOptions, place: Place) -> bool:
     Raises:
         DPCompileError: see `dp_compile.replicate`.
     """
+    # tqdm's own lock is a system-wide semaphore, which a killed rank would leave behind; no two processes print here.
+    tqdm.set_lock(threading.RLock())
     corpus = load_corpus(options.context)
     torch.manual_seed(options.seed)
     sizes = GPTConfig(
@@ -112,9 +116,7 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
 class Run:
     """One training on one rank: steps, evaluations, and what a person sees of them."""
 
-    def __init__(
-        self, options: TrainOptions, place: Place, corpus: Corpus, model: GPT, twin: Twin | None
-    ) -> None:
+    def __init__(self, options: TrainOptions, place: Place, corpus: Corpus, model: GPT, twin: Twin | None) -> None:
         self.options, self.place, self.corpus, self.model, self.twin = options, place, corpus, model, twin
         self.tokens_per_step = options.batch_size * options.context * place.world_size
         self._bar: tqdm[Any] | None = None
@@ -130,7 +132,7 @@ class Run:
         """All steps. Returns the held-out loss before and after in nats per byte, and the times."""
         timing = Timing()
         before = loss = self.evaluate()
-        self.say(f"step {0:>5}  held-out loss {before:.3f}")
+        self.say(f"step {0:>5}  held-out loss {before:.3f}\n{'':10}  compiling ...")
         for step, train_loss in enumerate(self._steps(timing)):
             done = step + 1
             self._show(done, train_loss, timing)
@@ -158,7 +160,7 @@ class Run:
         options, place = self.options, self.place
         count = sum(parameter.numel() for parameter in self.model.parameters())
         self.say(
-            f"model  GPT, {options.layers} layers, width {options.width}, {options.heads} heads, "
+            f"model  GPT, layers {options.layers}, width {options.width}, heads {options.heads}, "
             f"context {options.context}: {count:,} parameters\n"
             f"data   {self.corpus}\n"
             f"ranks  {place.world_size} on {place.device.type} ({dist.get_backend()}), {options.batch_size} sequences "
@@ -180,6 +182,7 @@ class Run:
         """Print on rank 0, above the progress bar."""
         if self.place.rank == 0:
             tqdm.write(text)
+            sys.stdout.flush()
 
     def _steps(self, timing: Timing) -> Iterator[torch.Tensor]:
         compiled: Any = torch.compile(self.model)
@@ -188,7 +191,8 @@ class Run:
         for step, batch in zip(range(self.options.steps), self._batches(), strict=False):
             # An accelerator works in the background; waiting for it each step would slow it down, never waiting
             # would time nothing.
-            waits = self.twin is not None or step <= COMPILE_STEPS or (step + 1) % SHOW_EVERY == 0
+            shown = (step + 1) % SHOW_EVERY == 0 or step + 1 == self.options.steps
+            waits = shown or step <= COMPILE_STEPS or self.twin is not None
             loss, seconds = _timed(lambda: train_step(compiled, optimizer, batch), waits)  # noqa: B023
             timing.add(step, seconds)
             if self.twin is not None and their_optimizer is not None:
@@ -214,13 +218,13 @@ class Run:
         if self.place.rank != 0:
             return
         if done == min(COMPILE_STEPS, self.options.steps):
-            self.say(f"first {done} steps, with compilation: {timing.compile_s:.1f} s")
+            self.say(f"step {done:>5}  compiled: the first {done} steps took {timing.compile_s:.1f} s")
             # Only now, so that the time that is left is not guessed from steps that compiled.
             self._bar = _bar(self.options.steps, done)
         elif self._bar is not None:
             self._bar.update()
             if done % SHOW_EVERY == 0:
-                self._bar.set_postfix_str(f"loss {train_loss.item():.3f}, {self._rate(timing)}")
+                self._bar.set_postfix_str(f"batch loss {train_loss.item():.3f}, {self._rate(timing)}")
 
 
 def _timed(work: Callable[[], torch.Tensor], waits: bool) -> tuple[torch.Tensor, float]:
@@ -237,6 +241,6 @@ def _bar(total: int, initial: int) -> tqdm[Any]:
         initial=initial,
         # `None`: no bar where the output is not a terminal.
         disable=None,
-        bar_format="{n_fmt}/{total_fmt} {bar:24} {elapsed}<{remaining}  {postfix}",
+        bar_format="{n_fmt}/{total_fmt} {bar:24} {elapsed}<{remaining}{postfix}",
         leave=False,
     )

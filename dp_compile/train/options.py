@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Final
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 
 _REPLICATE = ReplicateConfig()
+
+CHECK_TOLERANCE: Final = 1e-4
+"""Largest absolute difference of a parameter that passes `--check`; `check.py` says why."""
+
+CHECK_STEPS: Final = 25
+CHECK_LR: Final = 0.05
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOptions:
@@ -48,20 +56,17 @@ class TrainOptions:
             self._check_positive(name)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}.")
-        self.replicate_config().uses_python_hook()
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)
-        # An infinite cap is meaningful: one bucket for everything.
-        if math.isnan(value) or value <= 0 or (math.isinf(value) and name != "bucket_cap_mb"):
+        if math.isnan(value) or value <= 0:
             raise ConfigError(f"{_flag(name)} must be a number > 0, got {value:g}.")
+        # An infinite cap is meaningful: one bucket for everything.
+        if math.isinf(value) and name != "bucket_cap_mb":
+            raise ConfigError(f"{_flag(name)} must be a number > 0 and finite, got {value:g}.")
 
     def replicate_config(self) -> ReplicateConfig:
-        """How the model of this run is replicated.
-
-        Raises:
-            ConfigError: the environment variable that stands in for an option holds a value that is not allowed.
-        """
+        """How the model of this run is replicated."""
         return ReplicateConfig(
             ddp_python_hook=self.ddp_python_hook,
             bucket_cap_mb=self.bucket_cap_mb,

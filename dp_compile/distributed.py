@@ -1,0 +1,138 @@
+"""`DistributedDataParallel`: the wrapper class, for code that says `DDP(model)`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.errors import ConfigError
+from dp_compile.replicate import no_sync, replicate, share_replica
+
+_REFUSED = {
+    "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
+    "param_to_hook_all_reduce": "use dp_compile.replicate() with the default schedule",
+    "mixed_precision": "use torch.autocast",
+    "skip_all_reduce_unused_params": "use find_unused_parameters=True",
+    "bucket_cap_mb_list": "use bucket_cap_mb",
+    "batched_grad_copy": "leave it out: gradients are views of their buckets, there are no copies to batch",
+}
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
+
+    Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. What torch's reducer does
+    with `gradient_as_bucket_view` and `static_graph` happens here anyway: gradients are views of their buckets, and
+    a captured backward is static; both are accepted and change nothing in the result.
+
+    Args:
+        module: the module to wrap; also found as `.module`.
+        device_ids: `None`, or one device: inputs are moved there. The module has to be there already.
+        output_device: `None`, or the same device.
+        dim: only 0, the batch dimension.
+        broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
+        init_sync: only `True`: ranks compare and copy their state at the start.
+        process_group: whom to average with.
+        bucket_cap_mb: MiB at which a bucket is closed, 25 by default.
+        find_unused_parameters: see `ReplicateConfig`.
+        check_reduction: without effect, as in torch; see `ReplicateConfig.check_reductions`.
+        device_mesh: a mesh with one dimension, in place of `process_group`.
+        forward_sync_buffers: torch's newer name of `broadcast_buffers`.
+        ddp_python_hook: as in `replicate`.
+        config: all options in one value; an argument given here wins over its field.
+
+    Raises:
+        ConfigError: an option is not supported or has a value that is not allowed.
+        ModuleError, DesyncError: as `replicate`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        device_mesh: DeviceMesh | None = None,
+        forward_sync_buffers: bool | None = None,
+        *,
+        ddp_python_hook: bool | None = None,
+        config: ReplicateConfig | None = None,
+        **unsupported: Any,
+    ) -> None:
+        super().__init__()
+        _refuse(unsupported)
+        if dim != 0:
+            raise ConfigError(f"dim must be 0, got {dim}. Only the batch dimension is split over ranks.")
+        if not init_sync:
+            raise ConfigError("init_sync=False is not supported: ranks always start from the first rank's state.")
+        self.device = _one_device(module, device_ids, output_device)
+        self.module = replicate(
+            module,
+            ddp_python_hook=ddp_python_hook,
+            process_group=process_group,
+            device_mesh=device_mesh,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
+            config=config,
+        )
+        share_replica(self, self.module)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module, with tensors moved to its device if `device_ids` was given."""
+        if self.device is not None:
+            inputs, kwargs = pytree.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
+        return self.module(*inputs, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally inside; the first backward after it reduces the sums."""
+        with no_sync(self.module):
+            yield
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _REFUSED:
+            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{name}'")
+        if value:
+            raise ConfigError(f"{name} is not supported; {_REFUSED[name]}.")
+
+
+def _one_device(
+    module: nn.Module, device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    if device_ids is None and output_device is None:
+        return None
+    if device_ids is None or len(device_ids) != 1:
+        raise ConfigError(f"device_ids must hold one device (output_device the same), got {device_ids}.")
+    device = _as_device(device_ids[0])
+    if output_device is not None and _as_device(output_device) != device:
+        raise ConfigError(f"output_device must be the device of device_ids, {device}, got {output_device}.")
+    for name, parameter in module.named_parameters():
+        if parameter.device != device:
+            raise ConfigError(f"{name} is on {parameter.device}, device_ids says {device}. Call module.to({device}).")
+    return device
+
+
+def _as_device(given: int | torch.device) -> torch.device:
+    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)

@@ -1,0 +1,97 @@
+"""Small graphs for the tests of passes, and the plans that belong to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dp_compile.config import BYTES_PER_MB
+from dp_compile.fx.collectives import is_all_reduce
+from dp_compile.fx.edit import provenance_of
+from dp_compile.grad_reduction import emit
+from dp_compile.passes import DEFAULT_PASSES, GraphPass, Pipeline
+from dp_compile.plan import BucketKey, BucketPlan, GradientSpec, plan_buckets
+from dp_compile.report import PassRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grad:
+    """A gradient that a test graph reduces. `order` are the parameter's dimensions from slow to fast in memory."""
+
+    index: int
+    shape: tuple[int, ...] = (4,)
+    order: tuple[int, ...] | None = None
+    dtype: torch.dtype = torch.float32
+    group: str = "0"
+    reduce_op: str = "sum"
+    scale: float = 0.5
+    replica: int = 0
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        stride, step = [0] * len(self.shape), 1
+        for dimension in reversed(self.order if self.order is not None else range(len(self.shape))):
+            stride[dimension] = step
+            step *= max(self.shape[dimension], 1)
+        return tuple(stride)
+
+    @property
+    def spec(self) -> GradientSpec:
+        dtype = str(self.dtype).removeprefix("torch.")
+        key = BucketKey(self.group, self.reduce_op, dtype, "cpu")
+        name = f"p{self.index}"
+        return GradientSpec(self.index, name, self.shape, self.stride, self.dtype.itemsize, key, self.scale)
+
+    def reduce(self, grad: torch.Tensor) -> torch.Tensor:
+        return emit(grad, self.index, self.replica, self.group, self.reduce_op, self.scale)
+
+    def values(self, seed: int = 0, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+        """Random numbers for the gradient, in the parameter's layout if no strides are given."""
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.empty_strided(self.shape, self.stride if stride is None else stride, dtype=self.dtype)
+        return made.copy_(torch.randn(self.shape, generator=generator))
+
+
+def plan_for(grads: Sequence[Grad], cap: float = float("inf"), first_cap: float | None = None) -> BucketPlan:
+    """A plan in the given order; caps in bytes."""
+    return plan_buckets(
+        [grad.spec for grad in grads],
+        bucket_cap_mb=cap / BYTES_PER_MB,
+        first_bucket_cap_mb=(cap if first_cap is None else first_cap) / BYTES_PER_MB,
+    )
+
+
+def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
+    return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+@dataclass
+class Run:
+    """A pipeline and what it recorded."""
+
+    records: list[tuple[PassRecord, ...]] = field(default_factory=list)
+
+    def __call__(
+        self, module: fx.GraphModule, *plans: BucketPlan, passes: Sequence[GraphPass] = DEFAULT_PASSES
+    ) -> fx.GraphModule:
+        Pipeline(passes, plans, self.records.append)(module.graph)
+        module.recompile()
+        return module
+
+
+def run_passes(
+    module: fx.GraphModule, *plans: BucketPlan, passes: Sequence[GraphPass] = DEFAULT_PASSES
+) -> fx.GraphModule:
+    """Run a pipeline over a traced module, in place."""
+    return Run()(module, *plans, passes=passes)
+
+
+def launches(graph: fx.Graph) -> list[str]:
+    """The buckets in the order in which a graph launches them: `replica.number`."""
+    found = [provenance_of(node) for node in graph.nodes if is_all_reduce(node)]
+    return [provenance.unit for provenance in found if provenance is not None]

@@ -1,0 +1,290 @@
+"""Graph tools: ordering, inserting, checking, printing. No process group, no policy."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from dp_compile.errors import InvalidGraphError
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_all_reduce, is_collective, is_wait, waits_of
+from dp_compile.fx.printer import op_counts, op_name, short
+from dp_compile.fx.verify import facts_of, verify
+
+ops = torch.ops._c10d_functional
+MADE_HERE = edit.Provenance("test", "0")
+
+
+def all_reduced(*inputs: torch.Tensor) -> fx.Graph:
+    """Every input doubled and summed over the ranks."""
+
+    def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(WAIT(ALL_REDUCE(value * 2, "sum", "0")) for value in values)
+
+    return make_fx(function, tracing_mode="fake")(*(inputs or (torch.randn(2, 3),))).graph
+
+
+def only(graph: fx.Graph, target: Any) -> fx.Node:
+    (node,) = graph.find_nodes(op="call_function", target=target)
+    return node
+
+
+# --- order ------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def dags(draw: st.DrawFn) -> tuple[fx.Graph, list[fx.Node]]:
+    """A random valid graph, with placeholders only in front, and its nodes in between."""
+    graph = fx.Graph()
+    nodes = [graph.placeholder(f"x{number}") for number in range(draw(st.integers(1, 3)))]
+    middle = []
+    for _ in range(draw(st.integers(0, 12))):
+        inputs = draw(st.lists(st.sampled_from(nodes), max_size=3))
+        middle.append(graph.call_function(torch.add, tuple(inputs)))
+        nodes.append(middle[-1])
+    graph.output(tuple(draw(st.lists(st.sampled_from(nodes), max_size=4))))
+    return graph, middle
+
+
+def order_of(graph: fx.Graph) -> list[str]:
+    return [node.name for node in graph.nodes]
+
+
+@given(dags())
+def test_nothing_moves_without_a_reason(dag: tuple[fx.Graph, list[fx.Node]]) -> None:
+    graph, _ = dag
+    before = order_of(graph)
+    assert edit.sort_stably(graph) is False
+    assert order_of(graph) == before
+
+
+@given(dags(), st.data())
+def test_any_wish_and_any_chain_give_a_valid_order(dag: tuple[fx.Graph, list[fx.Node]], data: st.DataObject) -> None:
+    graph, middle = dag
+    wish = {node: data.draw(st.integers(-3, 20)) for node in graph.nodes}
+    chain = [node for node in middle if data.draw(st.booleans())]
+    before = order_of(graph)
+    moved = edit.sort_stably(graph, wish.__getitem__, chain=chain)
+    graph.lint()
+    after = order_of(graph)
+    assert sorted(after) == sorted(before)
+    assert moved == (after != before)
+    position = edit.positions(graph)
+    assert [position[node] for node in chain] == sorted(position[node] for node in chain)
+    kinds = [node.op for node in graph.nodes]
+    assert kinds == sorted(kinds, key=["placeholder", "call_function", "output"].index)
+    assert edit.sort_stably(graph, wish.__getitem__, chain=chain) is False
+
+
+@given(dags(), st.randoms(use_true_random=False))
+def test_a_broken_order_is_repaired(dag: tuple[fx.Graph, list[fx.Node]], random: Any) -> None:
+    graph, middle = dag
+    for node in middle:
+        next(iter(graph.nodes)).prepend(node)
+    random.shuffle(middle)
+    edit.sort_stably(graph)
+    graph.lint()
+
+
+@given(dags(), st.data())
+def test_of_two_free_nodes_the_one_with_the_lower_wish_comes_first(
+    dag: tuple[fx.Graph, list[fx.Node]], data: st.DataObject
+) -> None:
+    graph, middle = dag
+    wish = {node: data.draw(st.integers(0, 5)) for node in graph.nodes}
+    edit.sort_stably(graph, wish.__getitem__)
+    for first, second in itertools.pairwise(node for node in graph.nodes if node in middle):
+        if first not in second.all_input_nodes:
+            assert wish[first] <= wish[second]
+
+
+def test_ties_keep_their_order() -> None:
+    graph = all_reduced(torch.randn(2), torch.randn(2))
+    before = order_of(graph)
+    assert edit.sort_stably(graph, lambda node: 0) is False
+    assert order_of(graph) == before
+
+
+def test_a_chain_against_the_data_is_a_circle() -> None:
+    graph = all_reduced()
+    with pytest.raises(InvalidGraphError, match=r"circle: all_reduce, wait_tensor"):
+        edit.sort_stably(graph, chain=[only(graph, WAIT), only(graph, ALL_REDUCE)])
+
+
+# --- edits ------------------------------------------------------------------------------------------------------
+
+
+def test_an_inserted_call_knows_its_value() -> None:
+    graph = all_reduced(torch.randn(2, 3))
+    launch = only(graph, ALL_REDUCE)
+    node = edit.insert_call(graph, launch, torch.ops.aten.permute.default, (launch.args[0], [1, 0]), MADE_HERE)
+    assert node.next is launch
+    value = node.meta["val"]
+    assert value.fake_mode is launch.meta["val"].fake_mode
+    assert (tuple(value.shape), value.stride()) == ((3, 2), (1, 3))
+    assert edit.provenance_of(node) == MADE_HERE
+    assert edit.provenance_of(launch) is None
+
+
+def test_an_inserted_call_may_take_a_list_of_nodes() -> None:
+    graph = all_reduced(torch.randn(2), torch.randn(3))
+    first, second = graph.find_nodes(op="call_function", target=WAIT)
+    output = graph.output_node()
+    node = edit.insert_call(graph, output, torch.ops.aten.cat.default, ([first, second],), MADE_HERE)
+    assert node.meta["val"].shape == (5,)
+
+
+def test_replace() -> None:
+    graph = all_reduced()
+    wait, launch = only(graph, WAIT), only(graph, ALL_REDUCE)
+    edit.replace(wait, launch)
+    assert wait not in list(graph.nodes)
+    assert graph.output_node().all_input_nodes == [launch]
+
+
+# --- collectives ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_a_collective() -> None:
+    graph = all_reduced()
+    wait, launch, mul = only(graph, WAIT), only(graph, ALL_REDUCE), only(graph, torch.ops.aten.mul.Tensor)
+    assert [is_collective(node) for node in (wait, launch, mul)] == [False, True, False]
+    assert [is_wait(node) for node in (wait, launch, mul)] == [True, False, False]
+    assert [is_all_reduce(node) for node in (wait, launch, mul)] == [False, True, False]
+    assert waits_of(launch) == (wait,)
+
+
+def coalesced() -> fx.Graph:
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = ops.all_reduce_coalesced([a, b], "sum", "0")
+        return WAIT(first), WAIT(second)
+
+    return make_fx(function, tracing_mode="fake")(torch.randn(2), torch.randn(3)).graph
+
+
+def test_a_coalesced_collective_has_a_wait_for_each_item() -> None:
+    graph = coalesced()
+    launch = only(graph, ops.all_reduce_coalesced.default)
+    assert is_collective(launch)
+    assert not is_all_reduce(launch)
+    assert len(waits_of(launch)) == 2
+
+
+# --- verify -----------------------------------------------------------------------------------------------------
+
+
+def check(graph: fx.Graph, change: Any) -> None:
+    before = facts_of(graph)
+    change(graph)
+    verify(graph, after="some-pass", before=before)
+
+
+@pytest.mark.parametrize("graph", [all_reduced, coalesced])
+def test_verify_accepts_what_is_unchanged(graph: Any) -> None:
+    check(graph(), lambda graph: None)
+
+
+def test_verify_leaves_collectives_of_others_alone() -> None:
+    """A collective that nobody waits for in this graph is its author's affair, as long as no pass touches it."""
+
+    def function(a: torch.Tensor) -> torch.Tensor:
+        return ALL_REDUCE(a, "sum", "0")
+
+    check(make_fx(function, tracing_mode="fake")(torch.randn(2)).graph, lambda graph: None)
+
+
+def test_verify_wants_a_new_collective_to_be_waited_for() -> None:
+    def launch_only(graph: fx.Graph) -> None:
+        edit.insert_call(graph, graph.output_node(), ALL_REDUCE, (only(graph, WAIT), "sum", "0"), MADE_HERE)
+
+    with pytest.raises(InvalidGraphError, match="after pass 'some-pass': all_reduce_default has 0 waits, expected 1"):
+        check(all_reduced(), launch_only)
+
+
+def test_verify_finds_a_lost_wait() -> None:
+    with pytest.raises(InvalidGraphError, match="after pass 'some-pass': all_reduce has 0 waits, expected 1"):
+        check(all_reduced(), lambda graph: edit.replace(only(graph, WAIT), only(graph, ALL_REDUCE)))
+
+
+def test_verify_finds_a_second_wait() -> None:
+    def wait_again(graph: fx.Graph) -> None:
+        edit.insert_call(graph, graph.output_node(), WAIT, (only(graph, ALL_REDUCE),), MADE_HERE)
+
+    with pytest.raises(InvalidGraphError, match="all_reduce has 2 waits, expected 1"):
+        check(all_reduced(), wait_again)
+
+
+def test_verify_finds_a_use_before_the_definition() -> None:
+    with pytest.raises(InvalidGraphError, match=r"after pass 'some-pass': .*mul.* was used before it has been defined"):
+        check(all_reduced(), lambda graph: only(graph, torch.ops.aten.mul.Tensor).prepend(only(graph, ALL_REDUCE)))
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "text"),
+    [
+        (torch.ops.aten.t.default, (), r"float32\[2, 3\] strides \[3, 1\] became float32\[3, 2\] strides \[1, 3\]"),
+        (
+            torch.ops.aten.as_strided.default,
+            ([2, 3], [1, 2]),
+            r"float32\[2, 3\] strides \[3, 1\] became float32\[2, 3\] strides \[1, 2\]",
+        ),
+        (torch.ops.aten.to.dtype, (torch.bfloat16,), r"float32\[2, 3\] .* became bfloat16\[2, 3\]"),
+    ],
+)
+def test_verify_finds_changed_outputs(target: Any, args: tuple[Any, ...], text: str) -> None:
+    def change(graph: fx.Graph) -> None:
+        output, wait = graph.output_node(), only(graph, WAIT)
+        output.args = ((edit.insert_call(graph, output, target, (wait, *args), MADE_HERE),),)
+
+    with pytest.raises(InvalidGraphError, match=f"after pass 'some-pass': output 0: {text}"):
+        check(all_reduced(torch.randn(2, 3)), change)
+
+
+def test_verify_finds_a_lost_output() -> None:
+    def drop(graph: fx.Graph) -> None:
+        graph.output_node().args = ((only(graph, WAIT),),)
+        graph.output_node().args = ((None,),)
+
+    with pytest.raises(InvalidGraphError, match="1 outputs became 0"):
+        check(all_reduced(), drop)
+
+
+# --- printer ----------------------------------------------------------------------------------------------------
+
+
+def test_short_text() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        first, _ = ops.all_reduce_coalesced([a, b], "sum", "0")
+        return WAIT(first).sum(0, keepdim=True).to(torch.float64), None
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(2, 3), torch.randn(3).bfloat16()).graph
+    assert_expected_inline(
+        short(graph),
+        """\
+a_1: float32[2, 3]
+b_1: bfloat16[3]
+all_reduce_coalesced = _c10d_functional.all_reduce_coalesced([a_1, b_1], sum, 0)
+getitem = getitem(all_reduce_coalesced, 0)
+getitem_1 = getitem(all_reduce_coalesced, 1)
+wait_tensor = _c10d_functional.wait_tensor(getitem)
+sum_1 = aten.sum.dim_IntList(wait_tensor, [0], True)
+_to_copy = aten._to_copy(sum_1, dtype=torch.float64)
+return [_to_copy, None]""",
+    )
+
+
+def test_names_and_counts() -> None:
+    graph = all_reduced(torch.randn(2), torch.randn(2))
+    assert op_counts(graph) == {"mul": 2, "all_reduce": 2, "wait_tensor": 2, "nodes": 9}
+    item = graph.call_function(operator.getitem, (only(all_reduced(), WAIT), 0))
+    assert op_name(item) == "getitem"
+    assert op_name(next(iter(graph.nodes))) == "arg0_1"
