@@ -327,6 +327,7 @@ class _CompiledBackward:
 
     def __init__(self, captured: _Captured, replicas: tuple[Replica, ...]) -> None:
         self.gave_up = False
+        self._has_code = False
         self._captured, self._binding = captured, captured.binding
         self._plans = tuple(replica.plan for replica in replicas)
         self._passes = replicas[0].passes
@@ -351,6 +352,7 @@ class _CompiledBackward:
                 replica.used_without_sync.update(self._used[ordinal])
         inputs.extend(self._extra_inputs(replicas))
         outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
+        self._has_code = True
         self._record(replicas)
         self._settle(replicas, reduced)
         return outputs
@@ -371,6 +373,8 @@ class _CompiledBackward:
         try:
             return self._call(inputs, rest)
         except _torch.CAPTURE_ERRORS as error:
+            if self._has_code or self._log.graphs:
+                raise  # Not from tracing: the code was running, and its inputs are used up.
             logger.warning(
                 "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
                 _first_line(error),
@@ -414,7 +418,8 @@ class _CompiledBackward:
         graph.lint()
         module = fx.GraphModule(self._captured.graph_module, graph, "CapturedBackward")
         _torch.set_locals_to_steal(module, ["inputs"])
-        return torch.compile(module, backend=self._compile_dynamo_graph, fullgraph=whole)
+        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=whole)
 
     def _place_reductions(
         self, graph: fx.Graph, copied: dict[str, fx.Node], replicas: Sequence[Replica]

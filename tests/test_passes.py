@@ -373,6 +373,18 @@ return [neg, as_strided_default_1, log]""",
     )
 
 
+def test_a_launch_comes_when_the_gradient_is_there_although_the_reduction_came_later() -> None:
+    grad = Grad(index=0)
+
+    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gradient, other = a.sin(), b.exp()
+        return grad.reduce(gradient), other
+
+    module = run_passes(trace(backward, grad.values(), torch.randn(3)), plan_for([grad]))
+    position = {node.name: number for number, node in enumerate(module.graph.nodes)}
+    assert position["sin"] < position["all_reduce_default"] < position["exp"] < position["wait_tensor_default"]
+
+
 def test_a_launch_waits_for_the_one_before_it_in_the_plan() -> None:
     grads = [Grad(index=index) for index in range(3)]
     module = run_passes(reduce_all(*grads), plan_for([grads[1], grads[0], grads[2]], cap=1))

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -304,3 +305,30 @@ def two_groups() -> list[float]:
 def test_two_groups_in_one_backward(ranks4: Ranks) -> None:
     for differences in ranks4.run(two_groups):
         assert max(differences) < 1e-6
+
+
+def one_rank_stalls() -> str:
+    """Rank 1 does not come to its second backward. Returns what rank 0 is told."""
+    torch._dynamo.reset()
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = Net()
+    dp_compile.replicate(model, process_group=group, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return ""
+    try:
+        compiled(torch.ones(1, 4)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_collective_that_times_out_says_so() -> None:
+    ranks = Ranks(2)
+    try:
+        first, _ = ranks.run(one_rank_stalls)
+    finally:
+        ranks.stop()
+    assert "timed out" in first.lower()
