@@ -41,6 +41,7 @@ try:
         _resolve_process_group,
     )
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.utils._pytree import tree_map_only as tree_map_only
 
     _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack

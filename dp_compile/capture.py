@@ -1,54 +1,28 @@
-"""From a backward to compiled code: compiled autograd's graph, our reductions in it, one compiled function.
+"""Capture a backward with compiled autograd and run its compiled form.
 
-    compiled autograd's graph               what is compiled
-      accumulate_grad(p, g)                   accumulate_grad(p, g)
-      call_hook(GradHook, p)          ->      reduce_accumulated(p, ...)      in the hook's place
-      ...                                     ...
-      return []                               reduce the gradients that are missing, and the flags
-                                              return [], (reduced flags, reduced missing gradients ...)
-
-Every graph holds one reduction for each gradient of the plan, whatever this rank's backward produced, so every rank
-runs the same collectives.
+Compiled autograd is a switch of the whole process. It is on only while a backward of ours enters the engine; other
+threads' backwards wait for that moment to pass, and at most one backward is captured at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import operator
 import threading
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from dp_compile import _torch
-from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
-from dp_compile.hooks import GradHook, check_gradients_have_hooks, close_round, open_round
-from dp_compile.passes.pipeline import Pipeline
-from dp_compile.replica import Replica, owners
-from dp_compile.report import CaptureRecord, PassRecord
+from dp_compile.binding import Binder, Binding, find_sites
+from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
+from dp_compile.hooks import close_round, open_round
+from dp_compile.replica import Replica
 
 logger = logging.getLogger(__name__)
-
-_code_numbers = itertools.count()
-
-
-class _NotTraced(DPCompileError):
-    """Dynamo did not trace the captured backward; nothing of it has run."""
-
-
-Place = tuple[int, int]
-"""Which gradient: the replica's position in this backward, the parameter's index in the replica."""
-
-
-# --- the window in which compiled autograd is switched on -------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -94,79 +68,14 @@ def wait_for_window() -> None:
             pass
 
 
-# --- one graph of compiled autograd -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _HookCall:
-    """A call of a post-accumulate-grad hook: its node and the positions of hook and parameter in the inputs."""
-
-    node: str
-    hook: int
-    parameter: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sites:
-    """Where a graph accumulates gradients and calls hooks.
-
-    `accumulations` are positions of the tensors in the inputs; `unhooked` those of them that have no hook at all.
-    """
-
-    accumulations: tuple[int, ...]
-    unhooked: tuple[int, ...]
-    hook_calls: tuple[_HookCall, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Binding:
-    """What the sites of a graph mean in one backward. Equal bindings run the same code.
-
-    `hooked[i]` and `into_existing[i]` (did the parameter have a gradient before?) belong to `sites.hook_calls[i]`,
-    `unhooked[i]` to `sites.unhooked[i]`; `kept` are the parameters without a new gradient that have an old one.
-    """
-
-    code_keys: tuple[tuple[str, bool], ...]
-    unhooked: tuple[Place | None, ...]
-    hooked: tuple[Place | None, ...]
-    into_existing: tuple[bool, ...]
-    kept: tuple[Place, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """What was met last, and the binding it had. Holds hooks of ours and weak references, so no model."""
-
-    hooks: list[GradHook | None]
-    existing: list[bool]
-    switches: list[tuple[weakref.ref[Replica], bool]]
-    unhooked: list[weakref.ref[torch.Tensor]]
-    binding: _Binding
-
-    def matches(
-        self,
-        hooks: list[GradHook | None],
-        existing: list[bool],
-        replicas: Sequence[Replica],
-        unhooked: Sequence[torch.Tensor],
-    ) -> bool:
-        return (
-            existing == self.existing
-            and len(replicas) == len(self.switches)
-            and all(r is ref() and r.sync == sync for r, (ref, sync) in zip(replicas, self.switches, strict=True))
-            and all(map(operator.is_, hooks, self.hooks))
-            and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
-        )
-
-
 class CapturedBackward:
     """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
         self._graph_module = graph_module
-        self._sites = _find_sites(graph_module.graph)
-        self._compiled: dict[_Binding, _CompiledBackward] = {}
-        self._memory: _Memory | None = None
+        self._sites = find_sites(graph_module.graph)
+        self._binder = Binder(self._sites)
+        self._compiled: dict[Binding, CompiledBackward] = {}
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         backward = _current
@@ -178,75 +87,24 @@ class CapturedBackward:
             return self._run(backward.replicas, inputs, (sizes, scalars, hooks, packed))
 
     def _run(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        binding = self._bind(replicas, inputs, rest[2])
+        binding = self._binder.bind(replicas, inputs, rest[2])
         compiled = self._compiled.get(binding)
         if compiled is None:
-            self._check(replicas, binding, inputs)
-            captured = _Captured(self._graph_module, self._sites, binding, len(inputs))
-            compiled = self._compiled[binding] = _CompiledBackward(captured, replicas)
+            captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
+            compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
         if compiled.gave_up:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
             outputs = compiled(replicas, inputs, rest)
-        except _NotTraced:
+        except NotTraced:
             # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
             del self._compiled[binding]
             return self._run_uncompiled(replicas, inputs, rest)
         except _torch.RECOMPILE_LIMIT_ERRORS as error:
             compiled.gave_up = True
-            logger.warning("a backward is not compiled any more, it was recompiled too often: %s", _first_line(error))
+            logger.warning("a backward is not compiled any more, it was recompiled too often: %s", first_line(error))
             return self._run_uncompiled(replicas, inputs, rest)
         return outputs
-
-    def _bind(self, replicas: tuple[Replica, ...], inputs: Sequence[Any], hooks: Sequence[Any]) -> _Binding:
-        """What the sites mean this time. Nearly always what they meant last time, which is quick to see."""
-        sites = self._sites
-        mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
-        existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
-        unhooked = [inputs[position] for position in sites.unhooked]
-        memory = self._memory
-        if memory is not None and memory.matches(mine, existing, replicas, unhooked):
-            return memory.binding
-        binding = self._bind_anew(replicas, mine, existing, unhooked)
-        complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
-        if complete:
-            switches = [(weakref.ref(replica), replica.sync) for replica in replicas]
-            self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
-        return binding
-
-    def _bind_anew(
-        self,
-        replicas: tuple[Replica, ...],
-        hooks: Sequence[GradHook | None],
-        existing: Sequence[bool],
-        unhooked: Sequence[torch.Tensor],
-    ) -> _Binding:
-        ordinal = {id(replica): position for position, replica in enumerate(replicas)}
-
-        def place(found: tuple[Replica | None, int] | None) -> Place | None:
-            return (ordinal[id(found[0])], found[1]) if found is not None and id(found[0]) in ordinal else None
-
-        hooked = [place((hook.replica, hook.index)) if hook is not None else None for hook in hooks]
-        got = set(hooked)
-        return _Binding(
-            code_keys=tuple((replica.code_key, replica.sync) for replica in replicas),
-            unhooked=tuple(place(owners.find(tensor)) for tensor in unhooked),
-            hooked=tuple(hooked),
-            into_existing=tuple(existing),
-            kept=tuple(
-                (position, index)
-                for position, replica in enumerate(replicas)
-                for index, parameter in enumerate(replica.parameters)
-                if (position, index) not in got and parameter.grad is not None
-            ),
-        )
-
-    def _check(self, replicas: Sequence[Replica], binding: _Binding, inputs: Sequence[Any]) -> None:
-        accumulated = [inputs[position] for position in self._sites.accumulations]
-        for ordinal, replica in enumerate(replicas):
-            if replica.config.check_reductions and replica.sync:
-                hooked = [place[1] for place in binding.hooked if place is not None and place[0] == ordinal]
-                check_gradients_have_hooks(replica, hooked, accumulated)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""
@@ -270,300 +128,3 @@ def _outside_window() -> Iterator[None]:
         yield
     finally:
         _window.acquire()
-
-
-def _find_sites(graph: fx.Graph) -> _Sites:
-    accumulations = tuple(
-        _position(node.args[0]) for node in graph.find_nodes(op="call_function", target=_torch.call_accumulate_grad)
-    )
-    hook_calls = tuple(
-        _HookCall(node.name, _position(node.args[0]), _position(node.args[1]))
-        for node in graph.find_nodes(op="call_function", target=_torch.call_hook)
-        if node.kwargs.get("hook_type") == "post_acc_grad_hook"
-    )
-    with_hook = {call.parameter for call in hook_calls}
-    unhooked = tuple(position for position in accumulations if position not in with_hook)
-    return _Sites(accumulations, unhooked, hook_calls)
-
-
-def _position(node: object) -> int:
-    """`k` of a node `getitem(placeholder, k)`."""
-    assert isinstance(node, fx.Node)
-    assert node.target is operator.getitem, node
-    position = node.args[1]
-    assert isinstance(position, int)
-    return position
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-# --- its compiled form ------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class _CompileLog:
-    """What happened while code was made; emptied into a `CaptureRecord`."""
-
-    graphs: int = 0
-    reductions: int = 0
-    passes_ran: bool = False
-    passes: tuple[PassRecord, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """A captured graph, what its sites mean in one backward, and how many tensors it takes."""
-
-    graph_module: fx.GraphModule
-    sites: _Sites
-    binding: _Binding
-    input_count: int
-
-
-class _CompiledBackward:
-    """The compiled form of a captured graph for one binding."""
-
-    def __init__(self, captured: _Captured, replicas: tuple[Replica, ...]) -> None:
-        self.gave_up = False
-        self._has_code = False
-        self._captured, self._binding = captured, captured.binding
-        self._plans = tuple(replica.plan for replica in replicas)
-        self._passes = replicas[0].passes
-        self._backend = replicas[0].config.backend
-        self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.sync)
-        got = {place for place in self._binding.hooked if place is not None}
-        self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
-        self._unused = {
-            ordinal: tuple(index for index in range(len(replica.parameters)) if (ordinal, index) not in got)
-            for ordinal, replica in enumerate(replicas)
-        }
-        self._number = next(_code_numbers)
-        self._latest: CaptureRecord | None = None
-        self._log = _CompileLog()
-        makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
-        self._deferred = not makes_buckets
-        self._run = self._compile(replicas, whole=True)
-
-    def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        for ordinal, replica in enumerate(replicas):
-            if not replica.sync:
-                replica.used_without_sync.update(self._used[ordinal])
-        inputs.extend(self._extra_inputs(replicas))
-        outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
-        self._has_code = True
-        self._record(replicas)
-        self._settle(replicas, reduced)
-        return outputs
-
-    def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
-        for ordinal in self._synced:
-            replica, unused = replicas[ordinal], self._unused[ordinal]
-            used = sorted({*self._used[ordinal], *replica.used_without_sync})
-            yield replica.unused_flags(unused, used)
-            for index in unused:
-                if (ordinal, index) in self._binding.kept:
-                    grad = replica.parameters[index].grad
-                    assert grad is not None
-                    yield grad
-
-    def _run_whole_or_broken(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        try:
-            return self._call(inputs, rest)
-        except _torch.CAPTURE_ERRORS as error:
-            if self._has_code or self._log.graphs:
-                raise  # Not from tracing: the code was running, and its inputs are used up.
-            logger.warning(
-                "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
-                _first_line(error),
-            )
-            self._deferred = True
-            self._log = _CompileLog()
-            self._run = self._compile(replicas, whole=False)
-            return self._call(inputs, rest)
-
-    def _call(self, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        try:
-            return self._run(inputs, *rest)
-        except _torch.BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, DPCompileError):
-                raise error.inner_exception from None
-            raise
-
-    def _settle(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
-        remaining = iter(reduced)
-        complaints: list[ReductionError] = []
-        for ordinal in self._synced:
-            replica, unused = replicas[ordinal], self._unused[ordinal]
-            flags, averages = next(remaining), [next(remaining) for _ in unused]
-            replica.used_without_sync.clear()
-            try:
-                replica.settle_unused(flags, unused, averages)
-            except ReductionError as error:
-                complaints.append(error)
-        if complaints:
-            raise complaints[0]
-
-    # --- making the graph
-
-    def _compile(self, replicas: tuple[Replica, ...], *, whole: bool) -> Callable[..., Any]:
-        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-        outputs = graph.graph_copy(self._captured.graph_module.graph, nodes)
-        copied = {old.name: new for old, new in nodes.items()}
-        hooked = self._place_reductions(graph, copied, replicas)
-        reduced = self._add_completion(graph, copied["inputs"], hooked, replicas)
-        graph.output((outputs, tuple(reduced)))
-        graph.lint()
-        module = fx.GraphModule(self._captured.graph_module, graph, "CapturedBackward")
-        _torch.set_locals_to_steal(module, ["inputs"])
-        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=whole)
-
-    def _place_reductions(
-        self, graph: fx.Graph, copied: dict[str, fx.Node], replicas: Sequence[Replica]
-    ) -> dict[Place, tuple[fx.Node, bool]]:
-        """Replace each call of one of our hooks by the reduction itself, or only take it out if all come at the end."""
-        hooked: dict[Place, tuple[fx.Node, bool]] = {}
-        for call, place, existing in zip(
-            self._captured.sites.hook_calls, self._binding.hooked, self._binding.into_existing, strict=True
-        ):
-            if place is None:
-                continue
-            node = copied[call.node]
-            parameter = node.args[1]
-            assert isinstance(parameter, fx.Node)
-            if replicas[place[0]].sync:
-                hooked[place] = (parameter, existing)
-                if not self._deferred:
-                    with graph.inserting_before(node):
-                        graph.call_function(reduce_accumulated, (parameter, existing, *_tag(replicas, place)))
-            node.replace_all_uses_with(parameter)
-            graph.erase_node(node)
-        return hooked
-
-    def _add_completion(
-        self,
-        graph: fx.Graph,
-        inputs: fx.Node,
-        hooked: dict[Place, tuple[fx.Node, bool]],
-        replicas: Sequence[Replica],
-    ) -> list[fx.Node]:
-        """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end."""
-        position = self._captured.input_count
-        start = next(node for node in graph.nodes if node.op != "placeholder")
-        results: list[fx.Node] = []
-        for ordinal in self._synced:
-            replica = replicas[ordinal]
-            sources: dict[int, fx.Node] = {}
-            for index in (len(replica.parameters), *self._unused[ordinal]):
-                if index == len(replica.parameters) or (ordinal, index) in self._binding.kept:
-                    # Early: compiled code empties the list, and if the backward breaks the rest runs after that.
-                    with graph.inserting_before(start):
-                        sources[index] = graph.call_function(operator.getitem, (inputs, position))
-                    position += 1
-                else:
-                    sources[index] = _zeros(graph, replica.parameters[index])
-            done: dict[int, fx.Node] = {}
-            after: fx.Node | None = None
-            for index in (gradient.index for gradient in replica.plan.gradients):
-                tag = _tag(replicas, (ordinal, index))
-                if index in sources:
-                    after = done[index] = graph.call_function(emit, (sources[index], *tag, after))
-                elif self._deferred:
-                    parameter, existing = hooked[ordinal, index]
-                    after = graph.call_function(reduce_accumulated, (parameter, existing, *tag, after))
-                after = after if self._deferred else None
-            results += [done[index] for index in sources]
-        return results
-
-    # --- compiling it
-
-    def _compile_dynamo_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """The backend that Dynamo calls with what it captured, for the whole backward or a piece of it."""
-        found = _reductions_in(graph_module.graph)
-        expected = self._expected_reductions()
-        if expected and not found and not self._deferred:
-            raise _NotTraced("Dynamo skipped the backward and compiles a function inside it")
-        if found != expected and (found or not self._deferred):
-            place = next(iter((expected - found) + (found - expected)))
-            raise ReductionError(
-                f"the captured backward reduces gradient {place[1]} of replica {place[0]} {found[place]} times, "
-                "expected once. Something traced the hooks wrongly; please report it with the model."
-            )
-        self._log.graphs += 1
-        self._log.reductions += sum(found.values())
-        pipeline = Pipeline(self._passes, self._plans, self._note_passes)
-        compile_graph = _torch.inductor if self._backend == "inductor" else _torch.aot_eager
-        return compile_graph(graph_module, example_inputs, pipeline)
-
-    def _expected_reductions(self) -> Counter[Place]:
-        return Counter(
-            (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
-        )
-
-    def _note_passes(self, records: tuple[PassRecord, ...]) -> None:
-        self._log.passes_ran = True
-        self._log.passes += records
-
-    def _record(self, replicas: Sequence[Replica]) -> None:
-        """Note on each replica what it runs; made anew after each compilation."""
-        if self._log.graphs:
-            log, self._log = self._log, _CompileLog()
-            self._latest = CaptureRecord(
-                hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
-                reductions=log.reductions,
-                completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
-                collectives=sum(len(self._plans[ordinal].buckets) for ordinal in self._synced),
-                graphs=log.graphs,
-                deferred=self._deferred,
-                cached=not log.passes_ran,
-                synced=bool(self._synced),
-                passes=log.passes,
-            )
-        if self._latest is not None:
-            for replica in replicas:
-                replica.captures[self._number] = self._latest
-
-
-def reduce_accumulated(
-    parameter: nn.Parameter,
-    existing: bool,
-    index: int,
-    replica: int,
-    group: str,
-    reduce_op: str,
-    scale: float,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Traced in a hook's place: reduce the gradient that was just accumulated. A gradient that existed stays itself."""
-    grad = parameter.grad
-    assert grad is not None
-    reduced = emit(grad, index, replica, group, reduce_op, scale, after)
-    if existing:
-        grad.copy_(reduced)
-    else:
-        parameter.grad = reduced
-    return reduced
-
-
-def _tag(replicas: Sequence[Replica], place: Place) -> tuple[int, int, str, str, float]:
-    tag: ReductionTag = replicas[place[0]].tag(place[1], place[0])
-    return (tag.index, tag.replica, tag.group, tag.reduce_op, tag.scale)
-
-
-def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
-    options: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
-    return graph.call_function(torch.zeros, (list(parameter.shape),), options)
-
-
-def _reductions_in(graph: fx.Graph) -> Counter[Place]:
-    """The reductions in a graph as Dynamo leaves it: index and replica are the op's second and third argument."""
-    found: Counter[Place] = Counter()
-    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-        index, replica = node.args[1:3]
-        assert isinstance(index, int)
-        assert isinstance(replica, int)
-        found[replica, index] += 1
-    return found

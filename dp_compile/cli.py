@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from dp_compile.errors import ConfigError, DPCompileError
+from dp_compile.train.launch import default_ranks, launch
 from dp_compile.train.options import CHECK_LR, CHECK_STEPS, CHECK_TOLERANCE, TrainOptions
 
 Subparsers = Any
@@ -136,8 +137,6 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
 
 
 def _run_train(args: argparse.Namespace) -> int:
-    from dp_compile.train.launch import default_ranks, launch
-
     given = {name: value for name, value in vars(args).items() if name != "run" and value is not None}
     defaults: dict[str, Any] = {"ranks": default_ranks()}
     if args.check:

@@ -59,6 +59,10 @@ class ReplicateConfig:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
             _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
         _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
+        for name in ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):
+                raise ConfigError(f"{name} must be True or False, got {value!r}.")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils import _pytree as pytree
 
+from dp_compile import _torch
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 from dp_compile.replicate import no_sync, replicate, share_replica
@@ -97,7 +97,7 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module, with tensors moved to its device if `device_ids` was given."""
         if self.device is not None:
-            inputs, kwargs = pytree.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
+            inputs, kwargs = _torch.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
     @contextmanager

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile import _torch
@@ -184,7 +183,7 @@ def _round_of_this_backward(replica: Replica) -> ReductionRound:
     return current
 
 
-def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[nn.Parameter]) -> None:
+def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:
     """The guard: every parameter that got a gradient has to be reduced.
 
     Args:

@@ -12,11 +12,13 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dp_compile.config import BYTES_PER_MB
 
 PLAN_VERSION = 1
+UNUSED_FLAGS: Final = "<unused-parameter flags>"
+"""The one member of a plan that is not a gradient: which parameters each rank did not use."""
 
 
 class BucketKey(NamedTuple):
@@ -110,14 +112,10 @@ class BucketPlan:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        lines = [f"plan: {len(self.buckets)} buckets, {len(self.gradients)} gradients, {format_bytes(self.nbytes)}"]
-        for position, bucket in enumerate(self.buckets):
-            first, last = bucket.members[0].gradient.name, bucket.members[-1].gradient.name
-            span = first if len(bucket.members) == 1 else f"{first} .. {last}"
-            lines.append(
-                f"  {position:>3}  {format_bytes(bucket.nbytes):>10}  {len(bucket.members):>5} gradients  "
-                f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}  ({bucket.reason})"
-            )
+        gradients = [gradient for gradient in self.gradients if gradient.name != UNUSED_FLAGS]
+        head = f"plan: {count(len(self.buckets), 'bucket')}, {count(len(gradients), 'gradient')}"
+        lines = [f"{head}, {format_bytes(self.nbytes)}"]
+        lines += [f"  {position:>3}  {_describe(bucket)}" for position, bucket in enumerate(self.buckets)]
         return "\n".join(lines)
 
 
@@ -178,3 +176,19 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
         nbytes /= 1024
     return f"{nbytes:.1f} GiB"
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: `1 bucket`, `2 buckets`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _describe(bucket: Bucket) -> str:
+    names = [member.gradient.name for member in bucket.members]
+    gradients = [name for name in names if name != UNUSED_FLAGS]
+    span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
+    flags = " + flags" if gradients and len(gradients) < len(names) else ""
+    return (
+        f"{format_bytes(bucket.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
+        f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}{flags}  ({bucket.reason})"
+    )

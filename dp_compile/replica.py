@@ -17,10 +17,9 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ModuleError, ReductionError
 from dp_compile.grad_reduction import Averaging, ReductionTag
 from dp_compile.graph_pass import GraphPass
-from dp_compile.plan import BucketKey, BucketPlan, GradientSpec
+from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec
 from dp_compile.report import CaptureRecord
 
-UNUSED_FLAGS: Final = "<unused-parameter flags>"
 MAX_UNREAD_FLAGS: Final = 2
 _numbers = itertools.count()
 

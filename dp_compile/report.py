@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dp_compile.plan import BucketPlan
+from dp_compile.plan import BucketPlan, count
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,10 @@ class CaptureRecord:
 
     def __str__(self) -> str:
         if not self.synced:
-            return f"without synchronisation, {_count(self.graphs, 'graph')}"
+            return f"without synchronisation, {count(self.graphs, 'graph')}"
         head = (
-            f"{_count(self.hooks, 'hook')} fired, {_count(self.reductions, 'reduction')} in, "
-            f"{_count(self.collectives, 'collective')} out, {_count(self.graphs, 'graph')}"
+            f"{count(self.hooks, 'hook')} fired, {count(self.reductions, 'reduction')} in, "
+            f"{count(self.collectives, 'collective')} out, {count(self.graphs, 'graph')}"
         )
         notes = [f"{self.completed} completed with zeros"] if self.completed else []
         notes += ["all reductions at the end of the backward"] if self.deferred else []
@@ -97,11 +97,7 @@ class Report:
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
-        lines = [f"mode: {self.mode}, {self.world_size} ranks, backwards: {ways}", str(self.plan)]
+        lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}", str(self.plan)]
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record}")
         return "\n".join(lines)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -80,3 +80,10 @@ def test_unclear_environment(text: str) -> None:
     with pytest.raises(ConfigError, match=r"DP_COMPILE_DDP_PYTHON_HOOK must be one of 0, 1, false.*got"):
         ReplicateConfig().uses_python_hook({HOOK_VARIABLE: text})
     assert ReplicateConfig(ddp_python_hook=True).uses_python_hook({HOOK_VARIABLE: text}) is True
+
+
+@pytest.mark.parametrize("name", ["find_unused_parameters", "broadcast_buffers", "check_reductions", "ddp_python_hook"])
+@pytest.mark.parametrize("value", ["no", 1])
+def test_switches_are_true_or_false(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be True or False, got {value!r}"):
+        ReplicateConfig(**{name: value})

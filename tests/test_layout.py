@@ -24,6 +24,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("graph_pass", "grad_reduction", "agreement", "replica"),
     ("passes", "hooks"),
+    ("binding",),
+    ("compilation",),
     ("capture",),
     ("backward",),
     ("replicate",),

@@ -117,10 +117,10 @@ def test_text() -> None:
         str(plan_of(gradients, cap=1000, first_cap=4)),
         """\
 plan: 4 buckets, 4 gradients, 587.5 KiB
-    0         4 B      1 gradients  float32 cpu sum  p0  (reached the first cap of 3.8147e-06 MiB)
-    1   585.9 KiB      1 gradients  bfloat16 cpu sum  p1  (reached the first cap of 3.8147e-06 MiB)
-    2     1.6 KiB      1 gradients  float32 cpu sum  p2  (reached the cap of 0.000953674 MiB)
-    3        36 B      1 gradients  float32 cpu sum  p3  (last of its key)""",
+    0         4 B      1 gradient  float32 cpu sum  p0  (reached the first cap of 3.8147e-06 MiB)
+    1   585.9 KiB      1 gradient  bfloat16 cpu sum  p1  (reached the first cap of 3.8147e-06 MiB)
+    2     1.6 KiB      1 gradient  float32 cpu sum  p2  (reached the cap of 0.000953674 MiB)
+    3        36 B      1 gradient  float32 cpu sum  p3  (last of its key)""",
     )
     assert str(plan_of([], 1, 1)) == "plan: 0 buckets, 0 gradients, 0 B"
 

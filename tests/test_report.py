@@ -76,8 +76,8 @@ def test_report() -> None:
         text,
         """\
 mode: python hooks, 8 ranks, backwards: 12 captured, 1 eager hooks
-plan: 1 buckets, 1 gradients, 64 B
-    0        64 B      1 gradients  bfloat16 cuda avg  head.weight  (no bucketing)
+plan: 1 bucket, 1 gradient, 64 B
+    0        64 B      1 gradient  bfloat16 cuda avg  head.weight  (no bucketing)
 captured backward 0: 4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
 captured backward 1: without synchronisation, 1 graph""",
     )

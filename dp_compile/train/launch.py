@@ -21,6 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 from dp_compile.errors import ConfigError, DPCompileError
 from dp_compile.train.data import load_corpus
+from dp_compile.train.loop import Place, train
 from dp_compile.train.options import TrainOptions
 
 CHECK_FAILED: Final = 4
@@ -140,7 +141,6 @@ def _rank_main(rank: int, options: TrainOptions, directory: str) -> None:
 
 def _run_rank(options: TrainOptions, rank: int, local_rank: int, local_world_size: int, *, meet_at: str) -> bool:
     """Join the group at the URL `meet_at`, train, leave it. Returns whether the check passed."""
-    from dp_compile.train.loop import Place, train
 
     uses_gpu = torch.cuda.device_count() >= local_world_size
     device = torch.device("cuda", local_rank) if uses_gpu else torch.device("cpu")
