@@ -178,7 +178,8 @@ def test_two_ranks_train_and_end_where_torch_does() -> None:
     capture = re.search(r"(\d+) reductions in, (\d+) collectives out, 1 graph", out)
     assert plan is not None, out
     assert capture is not None, out
-    assert (plan[1], plan[2]) == (capture[2], capture[1])
+    assert plan[1] == capture[2]
+    assert int(capture[1]) == int(plan[2]) + 1  # and the flags
     assert 1 < int(plan[1]) < int(plan[2])
     assert "check passed" in out
 

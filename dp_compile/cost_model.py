@@ -1,0 +1,286 @@
+"""What an all-reduce costs: formulas as sympy expressions, their closed forms, a fit to samples, the bound.
+
+Two levels. A `Formula` knows the algorithm: a symbolic expression over latency, bandwidth, ranks and bytes. For a
+given group it is a straight line in the bytes, an `AllReduceCost`, and that line is all that a planner needs.
+
+Units: `_s` seconds, `_us` microseconds, `busbw` bytes per second in the meaning of nccl-tests (time of a large
+all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per second.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import sympy  # type: ignore[import-untyped]
+from sympy.codegen.cfunctions import log2  # type: ignore[import-untyped]
+
+from dp_compile.errors import ConfigError
+
+COST_VERSION: Final = 1
+
+_alpha, _beta, _nbytes, _busbw = sympy.symbols("alpha beta nbytes busbw", positive=True)
+_alpha_0, _alpha_hop = sympy.symbols("alpha_0 alpha_hop", positive=True)
+_alpha_intra, _alpha_inter, _busbw_intra, _busbw_inter = sympy.symbols(
+    "alpha_intra alpha_inter busbw_intra busbw_inter", positive=True
+)
+_n, _n_intra, _n_inter = sympy.symbols("n n_intra n_inter", positive=True, integer=True)
+
+
+def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
+    """Raises:
+    ConfigError: `value` is not a finite number above zero (or zero, if that is allowed).
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, got {value!r}.")
+    if value < 0 or (value == 0 and not zero_allowed):
+        raise ConfigError(f"{name} must be {'>=' if zero_allowed else '>'} 0, got {value!r}.")
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """`alpha_s + beta_s_per_byte * nbytes` seconds: what one collective costs on one group.
+
+    Raises:
+        ConfigError: a value is negative or not finite.
+    """
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        for name in ("alpha_s", "beta_s_per_byte"):
+            check_number(name, getattr(self, name), zero_allowed=True)
+
+    def seconds(self, nbytes: float) -> float:
+        return self.alpha_s + self.beta_s_per_byte * nbytes
+
+    def scaled(self, factor: float) -> AllReduceCost:
+        """The cost on a network that is `factor` times as slow as believed."""
+        return AllReduceCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
+
+    def __str__(self) -> str:
+        rate = f"{1e-9 / self.beta_s_per_byte:.4g} GB/s" if self.beta_s_per_byte else "no time per byte"
+        return f"{self.alpha_s * 1e6:.4g} us + nbytes / ({rate})"
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A symbolic expression with its source. Evaluated through a compiled function, which the instance keeps."""
+
+    name: str
+    expression: sympy.Expr
+    source: str
+    _compiled: dict[sympy.Expr, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        return tuple(sorted(symbol.name for symbol in self.expression.free_symbols))
+
+    def evaluate(self, **values: Any) -> Any:
+        """The value for numbers or numpy arrays, one for each of `symbols`.
+
+        Raises:
+            ConfigError: a symbol is missing, unknown, or has a value that is not positive.
+        """
+        return self._evaluate(self.expression, values)
+
+    def cost(self, **values: float) -> AllReduceCost:
+        """The straight line in the bytes: `alpha` at zero bytes, `beta` the slope.
+
+        Raises:
+            ConfigError: as in `evaluate`.
+        """
+        line = values | {"nbytes": 1.0}
+        return AllReduceCost(
+            float(self._evaluate(self.expression.subs(_nbytes, 0), line)),
+            float(self._evaluate(sympy.diff(self.expression, _nbytes), line)),
+        )
+
+    def _evaluate(self, expression: sympy.Expr, values: Mapping[str, Any]) -> Any:
+        names = self.symbols
+        if set(values) != set(names):
+            raise ConfigError(f"{self.name} needs values for {', '.join(names)}, got {', '.join(sorted(values))}.")
+        for name, value in values.items():
+            _check_positive(name, value)
+        if expression not in self._compiled:
+            symbols = sorted(self.expression.free_symbols, key=lambda symbol: symbol.name)
+            self._compiled[expression] = sympy.lambdify(symbols, expression, modules="numpy")
+        return self._compiled[expression](*(values[name] for name in names))
+
+    def __str__(self) -> str:
+        return f"{self.name} = {sympy.sstr(self.expression)}"
+
+
+RING: Final = Formula(
+    "ring all-reduce",
+    _alpha_0 + 2 * (_n - 1) * _alpha_hop + 2 * (_n - 1) / _n * _nbytes / _busbw,
+    "Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009: reduce-scatter and all-gather, n-1 steps "
+    "each; alpha_0 is paid once (launch and rendezvous)",
+)
+TREE: Final = Formula(
+    "double binary tree all-reduce",
+    _alpha_0 + 2 * sympy.ceiling(log2(_n)) * _alpha_hop + 2 * _nbytes / _busbw,
+    "Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009: up and down, "
+    "pipelined, each rank sends every byte twice",
+)
+TWO_LEVEL: Final = Formula(
+    "two-level all-reduce",
+    _alpha_0
+    + 2 * (_n_intra - 1) * (_alpha_intra + _nbytes / (_n_intra * _busbw_intra))
+    + 2 * (_n_inter - 1) * (_alpha_inter + _nbytes / (_n_intra * _n_inter * _busbw_inter)),
+    "reduce-scatter inside the node, ring all-reduce of 1/n_intra of the bytes between nodes, all-gather inside; the "
+    "three one after the other (pipelined, the largest bandwidth term alone remains)",
+)
+ROOFLINE: Final = Formula(
+    "compute node",
+    sympy.Max(sympy.Symbol("flops", positive=True) / sympy.Symbol("flops_per_s", positive=True), _nbytes / _busbw),
+    "Williams, Waterman, Patterson, Roofline, CACM 2009; busbw is the memory's bytes per second here",
+)
+
+
+@functools.cache
+def crossover_size() -> Formula:
+    """Bytes at which latency and transfer take the same time."""
+    return _solved("crossover size", _alpha - _beta * _nbytes, _nbytes)
+
+
+@functools.cache
+def efficient_size() -> Formula:
+    """Bytes at which the share `efficiency` of the time is transfer."""
+    efficiency = sympy.Symbol("efficiency", positive=True)
+    share = _beta * _nbytes / (_alpha + _beta * _nbytes)
+    return _solved("size for an efficiency", share - efficiency, _nbytes)
+
+
+@functools.cache
+def bucket_count() -> Formula:
+    """How many equal buckets are best when communication takes longer than the backward.
+
+    m buckets finish at backward/m (the first is ready) + m*alpha + beta*bytes; the derivative is zero at the answer.
+    """
+    count, backward = sympy.symbols("count backward", positive=True)
+    finish = backward / count + count * _alpha + _beta * _nbytes
+    return _solved("best number of equal buckets", sympy.diff(finish, count), count)
+
+
+@functools.cache
+def hidden_bucket_count() -> Formula:
+    """The most equal buckets whose communication still fits into the backward, when it does: m*alpha + beta*bytes."""
+    count, backward = sympy.symbols("count backward", positive=True)
+    return _solved("most equal buckets", count * _alpha + _beta * _nbytes - backward, count)
+
+
+def _solved(name: str, equation: sympy.Expr, unknown: sympy.Symbol) -> Formula:
+    (solution,) = sympy.solve(equation, unknown)
+    return Formula(name, sympy.factor(solution), f"solution of {sympy.sstr(equation)} = 0 for {unknown}")
+
+
+@dataclass(frozen=True, slots=True)
+class CostFit:
+    """A cost fitted to measurements. `residual` is the mean of |fitted - measured| / measured over the sizes."""
+
+    cost: AllReduceCost
+    residual: float
+    smallest_nbytes: int
+    largest_nbytes: int
+
+    def to_json(self) -> str:
+        return json.dumps({"version": COST_VERSION} | asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> CostFit:
+        """What `to_json` wrote.
+
+        Raises:
+            ConfigError: not JSON, of another version, a field is missing, unknown or not allowed.
+        """
+        try:
+            data = dict(json.loads(text))
+            version = data.pop("version")
+            if version != COST_VERSION:
+                raise ConfigError(
+                    f"this cost file is of version {version!r}, readable is {COST_VERSION}. Calibrate again."
+                )
+            return CostFit(**data | {"cost": AllReduceCost(**data["cost"])})
+        except (ValueError, KeyError, TypeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"not a cost file of dp_compile: {error!r}. Calibrate again.") from error
+
+
+def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
+    """The line with the least sum of relative deviations from `(nbytes, seconds)` samples.
+
+    Several samples of a size count as their median. Relative, so that small messages fix alpha and large ones beta;
+    absolute values, not squares, so that a minority of outliers changes little. The best line passes through two of
+    the points, or through one with alpha = 0, so trying all of them is exact (least absolute deviations, a linear
+    programme whose optimum is a vertex).
+
+    Raises:
+        ConfigError: fewer than two sizes, a value that is not finite and positive, or times that do not grow.
+    """
+    times: dict[int, list[float]] = defaultdict(list)
+    for nbytes, seconds in samples:
+        check_number("nbytes of a sample", nbytes, zero_allowed=False)
+        check_number("seconds of a sample", seconds, zero_allowed=False)
+        times[nbytes].append(seconds)
+    if len(times) < 2:
+        raise ConfigError(f"a fit needs samples of at least 2 sizes, got {len(times)}.")
+    x = np.array(sorted(times), dtype=float)
+    y = np.array([np.median(times[int(size)]) for size in x])
+    first, second = np.array(list(itertools.combinations(range(len(x)), 2))).T
+    slopes = np.concatenate([(y[second] - y[first]) / (x[second] - x[first]), y / x])
+    offsets = np.concatenate([y[first], y]) - slopes * np.concatenate([x[first], x])
+    offsets[-len(x) :] = 0.0
+    allowed = (slopes > 0) & (offsets >= 0)
+    slopes, offsets = slopes[allowed], offsets[allowed]
+    deviations = np.abs((offsets[:, None] + slopes[:, None] * x) / y - 1).mean(axis=1)
+    best = int(deviations.argmin())
+    if len(x) > 1 and float(np.abs(np.median(y) / y - 1).mean()) <= float(deviations[best]):
+        raise ConfigError("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
+    cost = AllReduceCost(float(offsets[best]), float(slopes[best]))
+    return CostFit(cost, float(deviations[best]), int(x[0]), int(x[-1]))
+
+
+def release_time_bound(
+    ready_s: Sequence[float],
+    nbytes: Sequence[int],
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    keys: Sequence[Hashable] | None = None,
+) -> float:
+    """No plan can finish earlier than this, in seconds after the start of the backward.
+
+    max(backward, max over k of r_k + alpha + beta * bytes of all gradients that are ready at r_k or later): those
+    cannot be on the wire before r_k, and at least one collective carries them. With `keys`, gradients of different
+    keys never share a collective, so alpha counts once for each key among them.
+
+    Source: release-time bound of a single machine; design.md, section 5.
+    """
+    check_number("backward_s", backward_s, zero_allowed=True)
+    for ready in ready_s:
+        check_number("ready_s", ready, zero_allowed=True)
+    bound, sent, seen = backward_s, 0, set[Hashable]()
+    order = sorted(range(len(ready_s)), key=lambda position: ready_s[position], reverse=True)
+    for position in order:
+        sent += nbytes[position]
+        seen.add(keys[position] if keys is not None else None)
+        bound = max(bound, ready_s[position] + len(seen) * cost.alpha_s + cost.beta_s_per_byte * sent)
+    return bound
+
+
+def _check_positive(name: str, value: Any) -> None:
+    array = np.asarray(value, dtype=float)
+    if not bool(np.all(np.isfinite(array) & (array > 0))):
+        raise ConfigError(f"{name} must be > 0 and finite, got {value!r}.")
+    if name in ("n", "n_intra", "n_inter") and not bool(np.all(array == np.floor(array))):
+        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")
