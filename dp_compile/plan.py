@@ -128,7 +128,8 @@ def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, fir
         first_bucket_cap_mb: the same for the first bucket of each key.
 
     Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key. Buckets are
-    launched in the order in which their last member becomes ready.
+    launched in the order in which their last member becomes ready. The flags go with the gradient before them: they
+    never cost a collective of their own.
     """
     filling: dict[BucketKey, list[GradientSpec]] = {}
     filled: Counter[BucketKey] = Counter()
@@ -148,11 +149,16 @@ def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, fir
         filled[key] += gradient.nbytes
         last_position[key] = position
         cap_mb = bucket_cap_mb if key in past_first else first_bucket_cap_mb
-        if filled[key] >= cap_mb * BYTES_PER_MB:
+        if filled[key] >= cap_mb * BYTES_PER_MB and not _flags_follow(gradients, position):
             close(key, f"reached the {'' if key in past_first else 'first '}cap of {cap_mb:g} MiB")
     for key in list(filling):
         close(key, "last of its key")
     return BucketPlan(tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0])))
+
+
+def _flags_follow(gradients: Sequence[GradientSpec], position: int) -> bool:
+    following = gradients[position + 1 : position + 2]
+    return bool(following) and following[0].name == UNUSED_FLAGS and following[0].key == gradients[position].key
 
 
 def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.config import BYTES_PER_MB
-from dp_compile.plan import BucketKey, BucketPlan, GradientSpec, format_bytes, plan_buckets, plan_single
+from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, format_bytes, plan_buckets, plan_single
 
 FLOAT32 = BucketKey("0", "sum", "float32", "cpu")
 BFLOAT16 = BucketKey("0", "sum", "bfloat16", "cpu")
@@ -205,3 +205,18 @@ def test_the_signature_sees_the_buckets() -> None:
     gradients = [gradient(0, 4), gradient(1, 4), gradient(2, 4)]
     signatures = {plan_of(gradients, *caps).signature() for caps in [(1, 1), (32, 1), (32, 32), (64, 64)]}
     assert len(signatures) == 4
+
+
+def test_flags_never_cost_a_collective() -> None:
+    """The last gradient fills its bucket exactly; the flags go with it all the same."""
+    key = BucketKey("0", "sum", "float32", "cpu")
+    gradients = [
+        GradientSpec(1, "b", (256, 1024), (1024, 1), 4, key, 0.5),
+        GradientSpec(0, "a", (256, 1024), (1024, 1), 4, key, 0.5),
+        GradientSpec(2, UNUSED_FLAGS, (2,), (1,), 4, key, 0.5),
+    ]
+    plan = plan_buckets(gradients, bucket_cap_mb=1, first_bucket_cap_mb=1)
+    assert [[member.gradient.name for member in bucket.members] for bucket in plan.buckets] == [
+        ["b"],
+        ["a", UNUSED_FLAGS],
+    ]
