@@ -1,6 +1,7 @@
 """Data-parallel training under `torch.compile`, fast and safe. Start with `dp_compile.replicate(model)`."""
 
 from dp_compile.backward import compiled_backward as compiled_backward
+from dp_compile.calibration import calibrate as calibrate
 from dp_compile.config import ReplicateConfig as ReplicateConfig
 from dp_compile.distributed import DistributedDataParallel as DistributedDataParallel
 from dp_compile.errors import ConfigError as ConfigError
@@ -25,6 +26,7 @@ __all__ = [
     "ReductionError",
     "ReplicateConfig",
     "UnsupportedTorchError",
+    "calibrate",
     "compiled_backward",
     "no_sync",
     "replicate",

@@ -110,7 +110,7 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         type=float,
         default=default.bucket_cap_mb,
         metavar="X",
-        help="MiB at which a bucket of gradients is closed (%(default)g; inf: one bucket)",
+        help="close a bucket of gradients at this many MiB instead of planning (inf: one bucket)",
     )
     group.add_argument(
         "--no-ddp-python-hook",

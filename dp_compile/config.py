@@ -11,11 +11,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 BACKENDS: Final = ("inductor", "aot_eager")
+STRATEGIES: Final = ("fixed", "per_module", "optimal", "explicit")
 BYTES_PER_MB: Final = 2**20
+DEFAULT_CAP_MB: Final = 25.0
+DEFAULT_FIRST_CAP_MB: Final = 1.0
 
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -33,11 +37,18 @@ class ReplicateConfig:
     """One Python hook per parameter, traced with the backward. `None`: the environment variable
     `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
 
-    bucket_cap_mb: float = 25.0
-    """A bucket is closed when it holds at least this many MiB. `math.inf`: one bucket per key."""
+    strategy: str | None = None
+    """Where buckets end: `fixed`, `per_module`, `optimal` or `explicit`, see `dp_compile.strategies`. `None`: what the
+    other options ask for (`fixed` with a cap, `per_module` with a policy, `explicit` with a plan), else `optimal`."""
 
-    first_bucket_cap_mb: float = 1.0
-    """The same for the first bucket of each key, if it is less: small, so that communication starts early."""
+    bucket_cap_mb: float | None = None
+    """For `fixed`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one bucket."""
+
+    first_bucket_cap_mb: float | None = None
+    """The same for the first bucket of each key, 1 by default, if it is less: communication then starts early."""
+
+    cost: AllReduceCost | None = None
+    """For `optimal`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal link."""
 
     find_unused_parameters: bool = False
     """`False`: a parameter without a gradient is an error on every rank. `True`: as torch's DDP, gradients that no
@@ -57,14 +68,47 @@ class ReplicateConfig:
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
-            _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
         _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
         for name in ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}.")
+        if self.cost is not None and not isinstance(self.cost, AllReduceCost):
+            raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
+
+    def caps_mb(self) -> tuple[float, float]:
+        """The caps of `fixed` in MiB: of any bucket, and of the first of its key."""
+        cap_mb = DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
+        first_cap_mb = DEFAULT_FIRST_CAP_MB if self.first_bucket_cap_mb is None else self.first_bucket_cap_mb
+        return cap_mb, min(first_cap_mb, cap_mb)
+
+    def chosen_strategy(self, *, has_policy: bool, has_plan: bool) -> str:
+        """The strategy that the options ask for.
+
+        Raises:
+            ConfigError: options of different strategies are given, or one that the chosen strategy does not read.
+        """
+        given = {
+            "bucket_cap_mb": ("fixed", self.bucket_cap_mb is not None or self.first_bucket_cap_mb is not None),
+            "bucket_policy": ("per_module", has_policy),
+            "plan": ("explicit", has_plan),
+            "cost": ("optimal", self.cost is not None),
+        }
+        asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
+        chosen = self.strategy or next(iter(asked.values()), "optimal")
+        for option, strategy in asked.items():
+            if strategy != chosen:
+                raise ConfigError(f"{option} belongs to strategy '{strategy}', but the strategy is '{chosen}'.")
+        if chosen in ("per_module", "explicit") and chosen not in asked.values():
+            wanted = "bucket_policy" if chosen == "per_module" else "plan"
+            raise ConfigError(f"strategy '{chosen}' needs {wanted}. Pass it to replicate().")
+        return chosen
 
     def uses_python_hook(self, environ: Mapping[str, str] = os.environ) -> bool:
         """The value of `ddp_python_hook` after the environment variable was asked.

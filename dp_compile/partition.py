@@ -1,114 +1,26 @@
-"""Which neighbours share a bucket: the partition of gradients in launch order that finishes first. Pure numbers.
+"""Which gradients share a bucket: the partition, in launch order, whose last bucket finishes first. Pure numbers.
 
-The model: one network that carries one bucket at a time. A bucket starts when its last member is ready and the
-bucket before it has finished, and lasts alpha + beta * bytes (`AllReduceCost`). Buckets of different keys (group,
-reduce op, dtype, device) share the network, never a bucket. A bucket is launched where its last member stands.
-
-Source: MG-WFBP (arXiv 1912.09268) for the model. The programme here needs linear time, see `_OneKey`.
+The model is that of `timeline`. Source: MG-WFBP (arXiv 1912.09268), which solves it in quadratic time; here a prefix
+is solved in constant time on average, see `_OneKey`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Final, NamedTuple
+from typing import Final
 
 from dp_compile.cost_model import AllReduceCost, check_number
+from dp_compile.timeline import Buckets, Job, ReadyGradient, finish_time, in_launch_order, release_times
 
 MAX_ROUNDS: Final = 4
-SLACK: Final = 1e-12
+MANY: Final = 4000
+"""From so many gradients on, several keys are solved from one starting order instead of two: to stay below a second."""
+
+SLACK: Final = 1e-10
 """Times that differ by this share are the same time: sums of floats in another order."""
-
-Buckets = tuple[tuple[int, ...], ...]
-"""Positions of gradients, bucket by bucket in launch order, ascending in each."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyGradient:
-    """A gradient, or a piece of one, at its place in launch order.
-
-    `ready_s` is when it is ready on the compute stream without communication. `produced_s` is how long its producer
-    takes, if that could hand out pieces one after the other; zero: it appears as a whole. Piece `piece` of `pieces`.
-
-    Raises:
-        ConfigError: a time or a size is negative or not finite.
-    """
-
-    nbytes: int
-    ready_s: float
-    key: Hashable = None
-    produced_s: float = 0.0
-    piece: int = 0
-    pieces: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("nbytes", "ready_s", "produced_s"):
-            check_number(name, getattr(self, name), zero_allowed=True)
-
-
-class Launch(NamedTuple):
-    """One bucket on the network; times in seconds after the start of the backward."""
-
-    ready_s: float
-    start_s: float
-    finish_s: float
-
-
-class Job(NamedTuple):
-    """A bucket as the network sees it: the position of its last member, when it may start, how long it lasts."""
-
-    position: int
-    ready_s: float
-    seconds: float
-
-
-def release_times(gradients: Sequence[ReadyGradient]) -> list[float]:
-    """When each gradient can be launched: launches keep their order, so never before an earlier one is ready."""
-    return list(accumulate((gradient.ready_s for gradient in gradients), max))
-
-
-def jobs_of(gradients: Sequence[ReadyGradient], buckets: Buckets, cost: AllReduceCost) -> list[Job]:
-    released = release_times(gradients)
-    return [
-        Job(bucket[-1], released[bucket[-1]], cost.seconds(sum(gradients[position].nbytes for position in bucket)))
-        for bucket in buckets
-    ]
-
-
-def launches(jobs: Sequence[Job], *, slower: float = 1.0) -> Iterator[Launch]:
-    """What the network does, if it is `slower` times as slow as the jobs say."""
-    free = 0.0
-    for job in jobs:
-        start = max(job.ready_s, free)
-        free = start + job.seconds * slower
-        yield Launch(job.ready_s, start, free)
-
-
-def finish_time(jobs: Sequence[Job], *, slower: float = 1.0) -> float:
-    """When the last bucket has arrived, in seconds after the start of the backward."""
-    free = 0.0
-    for job in jobs:
-        free = max(job.ready_s, free) + job.seconds * slower
-    return free
-
-
-def fixed_partition(gradients: Sequence[ReadyGradient], *, cap_nbytes: float, first_cap_nbytes: float) -> Buckets:
-    """A bucket is closed when it holds its cap: the rule of torch's DDP, as in `plan.plan_buckets`."""
-    filling: dict[Hashable, list[int]] = {}
-    filled: dict[Hashable, int] = defaultdict(int)
-    past_first: set[Hashable] = set()
-    closed: list[tuple[int, ...]] = []
-    for position, gradient in enumerate(gradients):
-        key = gradient.key
-        filling.setdefault(key, []).append(position)
-        filled[key] += gradient.nbytes
-        if filled[key] >= (cap_nbytes if key in past_first else first_cap_nbytes):
-            closed.append(tuple(filling.pop(key)))
-            past_first.add(key)
-            del filled[key]
-    return _in_launch_order([*closed, *map(tuple, filling.values())])
 
 
 def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float = 0.0) -> Buckets:
@@ -124,8 +36,13 @@ def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost
     if not gradients:
         return ()
     problem = _Keys(gradients, cost)
-    best = min((problem.descend(order) for order in problem.orders()), key=problem.finish)
+    best = problem.best()
     return problem.thinned(best, max(problem.finish(best), backward_s))
+
+
+def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Buckets:
+    """As `optimal_partition`, but each bucket as early as it can be, not as few as possible: room for delays."""
+    return _Keys(gradients, cost).best() if gradients else ()
 
 
 class _Keys:
@@ -135,18 +52,31 @@ class _Keys:
         self.gradients = gradients
         self.cost = cost
         self.released = release_times(gradients)
+        self.sizes = [gradient.nbytes for gradient in gradients]
         self.positions: dict[Hashable, list[int]] = defaultdict(list)
         for position, gradient in enumerate(gradients):
             self.positions[gradient.key].append(position)
 
     def orders(self) -> list[list[Hashable]]:
         """Largest key first, and smallest first."""
-        size = {key: sum(self.gradients[p].nbytes for p in positions) for key, positions in self.positions.items()}
+        size = {key: self._nbytes(positions) for key, positions in self.positions.items()}
         keys = sorted(size, key=lambda key: -size[key])
-        return [keys, keys[::-1]] if len(keys) > 1 else [keys]
+        return [keys, keys[::-1]] if len(keys) > 1 and len(self.sizes) < MANY else [keys]
 
     def finish(self, buckets: Buckets) -> float:
-        return finish_time(jobs_of(self.gradients, buckets, self.cost))
+        return finish_time(self._jobs(buckets))
+
+    def _nbytes(self, positions: Sequence[int]) -> int:
+        return sum(map(self.sizes.__getitem__, positions))
+
+    def _jobs(self, buckets: Buckets) -> tuple[Job, ...]:
+        """As `timeline.jobs_of`, with what is computed only once here."""
+        return tuple(
+            Job(bucket[-1], self.released[bucket[-1]], self.cost.seconds(self._nbytes(bucket))) for bucket in buckets
+        )
+
+    def best(self) -> Buckets:
+        return min((self.descend(order) for order in self.orders()), key=self.finish)
 
     def descend(self, order: Sequence[Hashable]) -> Buckets:
         best: Buckets = ()
@@ -163,16 +93,19 @@ class _Keys:
     def thinned(self, buckets: Buckets, deadline_s: float) -> Buckets:
         """Fewer buckets that still finish by the deadline."""
         for key in self.positions:
-            buckets = self._replaced(buckets, key, lambda solver: solver.fewest(deadline_s * (1 + SLACK)))
+            fewer = self._replaced(buckets, key, lambda solver: solver.fewest(deadline_s * (1 + SLACK)))
+            if len(fewer) < len(buckets) and self.finish(fewer) <= deadline_s * (1 + 2 * SLACK):
+                buckets = fewer
         return buckets
 
     def _replaced(self, buckets: Buckets, key: Hashable, solve: Callable[[_OneKey], Buckets]) -> Buckets:
         others = tuple(bucket for bucket in buckets if self.gradients[bucket[0]].key != key)
-        jobs = tuple(jobs_of(self.gradients, others, self.cost))
         released = [self.released[position] for position in self.positions[key]]
-        sizes = [self.gradients[position].nbytes for position in self.positions[key]]
-        solver = _OneKey(self.positions[key], released, list(accumulate(sizes, initial=0)), self.cost, jobs)
-        return _in_launch_order([*others, *solve(solver)])
+        sizes = map(self.sizes.__getitem__, self.positions[key])
+        solver = _OneKey(
+            self.positions[key], released, list(accumulate(sizes, initial=0)), self.cost, self._jobs(others)
+        )
+        return in_launch_order([*others, *solve(solver)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,31 +211,3 @@ def _last_free(times: Sequence[float], low: int, ready_s: float) -> int:
     while low + 1 < len(times) and times[low + 1] <= ready_s:
         low += 1
     return low
-
-
-def _in_launch_order(buckets: Sequence[tuple[int, ...]]) -> Buckets:
-    return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
-
-
-def split_large(gradients: Sequence[ReadyGradient], *, above_nbytes: int) -> tuple[ReadyGradient, ...]:
-    """Cut each gradient of more than `above_nbytes` into pieces of equal bytes, none larger than that.
-
-    A piece is ready when its share of `produced_s` is over. With `produced_s == 0` all pieces are ready together, and
-    then pieces never finish earlier than the whole: moving them all into the bucket of the first one delays nothing
-    and saves latencies. So this helps only where the producer itself can be cut.
-
-    Raises:
-        ConfigError: the limit is not positive.
-    """
-    check_number("above_nbytes", above_nbytes, zero_allowed=False)
-    return tuple(piece for gradient in gradients for piece in _pieces(gradient, -(-gradient.nbytes // above_nbytes)))
-
-
-def _pieces(gradient: ReadyGradient, count: int) -> Iterator[ReadyGradient]:
-    if count <= 1 or gradient.pieces > 1:
-        yield gradient
-        return
-    for piece in range(count):
-        first, last = gradient.nbytes * piece // count, gradient.nbytes * (piece + 1) // count
-        ready_s = max(0.0, gradient.ready_s - gradient.produced_s * (count - 1 - piece) / count)
-        yield replace(gradient, nbytes=last - first, ready_s=ready_s, piece=piece, pieces=count)

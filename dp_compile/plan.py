@@ -138,7 +138,7 @@ def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, fir
     last_position: dict[BucketKey, int] = {}
 
     def close(key: BucketKey, reason: str) -> None:
-        closed.append((last_position[key], _layout(key, filling.pop(key), reason)))
+        closed.append((last_position[key], lay_out(key, filling.pop(key), reason)))
         past_first.add(key)
         del filled[key]
 
@@ -163,10 +163,11 @@ def _flags_follow(gradients: Sequence[GradientSpec], position: int) -> bool:
 
 def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
     """Each gradient for itself, in the given order: what runs when no pass makes buckets."""
-    return BucketPlan(tuple(_layout(gradient.key, [gradient], "no bucketing") for gradient in gradients))
+    return BucketPlan(tuple(lay_out(gradient.key, [gradient], "no bucketing") for gradient in gradients))
 
 
-def _layout(key: BucketKey, gradients: Sequence[GradientSpec], reason: str) -> Bucket:
+def lay_out(key: BucketKey, gradients: Sequence[GradientSpec], reason: str) -> Bucket:
+    """A bucket with its members one after the other."""
     members: list[Member] = []
     offset = 0
     for gradient in gradients:

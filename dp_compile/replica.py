@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile.certificate import Certificate
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ModuleError, ReductionError
 from dp_compile.grad_reduction import Averaging, ReductionTag
@@ -65,6 +66,7 @@ class Replica:
     config: ReplicateConfig
     plan: BucketPlan
     passes: tuple[GraphPass, ...]
+    certificate: Certificate | None = None
     code_key: str = field(init=False)
     """Replicas with equal keys can share compiled code: the model itself is never part of it."""
     number: int = field(default_factory=lambda: next(_numbers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,8 @@ from dp_compile.grad_reduction import averaging_for
 from dp_compile.graph_pass import GraphPass
 from dp_compile.hooks import install_hooks
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.plan import BucketPlan, plan_buckets, plan_single
+from dp_compile.plan import BucketPlan
+from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
 from dp_compile.replica import Group, Replica, gradient_specs, owners
 from dp_compile.report import Report
 
@@ -48,6 +50,8 @@ def replicate(
     broadcast_buffers: bool | None = None,
     check_reductions: bool | None = None,
     passes: Iterable[GraphPass] | None = None,
+    bucket_policy: BucketPolicy | None = None,
+    plan: BucketPlan | str | os.PathLike[str] | None = None,
     config: ReplicateConfig | None = None,
 ) -> ModuleT:
     """Average the gradients of `module` over a process group in every backward. Returns the same object.
@@ -64,11 +68,14 @@ def replicate(
         process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
         device_mesh: a mesh with one dimension, in place of `process_group`.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
-        bucket_cap_mb: MiB at which a bucket is closed, 25 by default.
+        bucket_cap_mb: asks for buckets of a fixed size: MiB at which a bucket is closed.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
         broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
         check_reductions: check after each backward that every gradient was reduced exactly once.
         passes: passes over the captured backward instead of the default ones; `()` for none.
+        bucket_policy: asks for buckets that end where modules end: a set of module classes, or a function of a module's
+            fully qualified name and the module that returns whether it is a unit.
+        plan: asks for exactly these buckets: a plan (`report(model).plan`), or the path of a plan file.
         config: all options in one value; an argument given here wins over its field.
 
     Raises:
@@ -94,7 +101,8 @@ def replicate(
         target = _select(unwrap(module), frozenset(ignored_modules or ()))
         _check_selection(target)
         chosen = _check_passes(DEFAULT_PASSES if passes is None else tuple(passes))
-        replica = _make_replica(target, group, options, chosen)
+        bucketed = any(graph_pass.realises_plan for graph_pass in chosen)
+        replica = _make_replica(target, group, PlanRequest(options, bucket_policy, plan, bucketed), chosen)
     except DPCompileError as error:
         _compare(group, {"error": str(error)}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
         raise
@@ -132,9 +140,9 @@ def report(module: nn.Module) -> Report:
         mode = "torch's C++ reducer"
     else:
         mode = "not decided, no backward yet"
-    return Report(
-        mode, replica.group.world_size, replica.plan, tuple(replica.captures.values()), dict(replica.backwards)
-    )
+    promise = "" if replica.certificate is None else "\n".join(str(replica.certificate).splitlines()[:2])
+    captures = tuple(replica.captures.values())
+    return Report(mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
@@ -306,8 +314,10 @@ def _check_passes(passes: tuple[GraphPass, ...]) -> tuple[GraphPass, ...]:
 # --- putting it together ----------------------------------------------------------------------------------------
 
 
-def _make_replica(target: _Selection, group: Group, config: ReplicateConfig, passes: tuple[GraphPass, ...]) -> Replica:
+def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes: tuple[GraphPass, ...]) -> Replica:
+    config = request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
+    planned = make_plan(target.module, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -315,31 +325,18 @@ def _make_replica(target: _Selection, group: Group, config: ReplicateConfig, pas
         buffers=tuple(target.buffers.values()),
         group=group,
         config=config,
-        plan=_make_plan(parameters, names, group, config, passes),
+        plan=planned.plan,
+        certificate=planned.certificate,
         passes=passes,
     )
     replica.make_reducer = lambda: _torch.TorchReducer(
         target.module,
         target.ignored,
         process_group=group.process_group,
-        bucket_cap_mb=config.bucket_cap_mb,
+        bucket_cap_mb=config.caps_mb()[0],
         find_unused_parameters=config.find_unused_parameters,
     )
     return replica
-
-
-def _make_plan(
-    parameters: tuple[nn.Parameter, ...],
-    names: tuple[str, ...],
-    group: Group,
-    config: ReplicateConfig,
-    passes: tuple[GraphPass, ...],
-) -> BucketPlan:
-    gradients = gradient_specs(parameters, names, group)
-    if not any(graph_pass.realises_plan for graph_pass in passes):
-        return plan_single(gradients)
-    first_cap_mb = min(config.first_bucket_cap_mb, config.bucket_cap_mb)
-    return plan_buckets(gradients, bucket_cap_mb=config.bucket_cap_mb, first_bucket_cap_mb=first_cap_mb)
 
 
 def _statement(target: _Selection, replica: Replica) -> Statement:

@@ -15,8 +15,10 @@ from dp_compile.errors import ConfigError, DPCompileError
 def test_defaults() -> None:
     assert dataclasses.asdict(ReplicateConfig()) == {
         "ddp_python_hook": None,
-        "bucket_cap_mb": 25.0,
-        "first_bucket_cap_mb": 1.0,
+        "strategy": None,
+        "bucket_cap_mb": None,
+        "first_bucket_cap_mb": None,
+        "cost": None,
         "find_unused_parameters": False,
         "broadcast_buffers": True,
         "check_reductions": True,
@@ -26,7 +28,7 @@ def test_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["bucket_cap_mb", "first_bucket_cap_mb", "timeout_s"])
-@pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", None, True])
+@pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", True])
 def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*got {value!r}"):
         ReplicateConfig(**{name: value})

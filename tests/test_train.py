@@ -127,8 +127,8 @@ def test_a_bad_environment_variable_is_refused_before_ranks_start(
 
 
 def test_a_small_cap_holds_for_the_first_bucket_too() -> None:
-    assert TrainOptions(bucket_cap_mb=0.25).replicate_config().first_bucket_cap_mb == 0.25
-    assert TrainOptions().replicate_config().first_bucket_cap_mb == 1.0
+    assert TrainOptions(bucket_cap_mb=0.25).replicate_config().caps_mb() == (0.25, 0.25)
+    assert TrainOptions(bucket_cap_mb=4).replicate_config().caps_mb() == (4, 1.0)
 
 
 def test_step_times_leave_out_compilation() -> None:

@@ -36,7 +36,7 @@ class TrainOptions:
     batch_size: int = 8
     steps: int = 300
     ranks: int = 2
-    bucket_cap_mb: float = _REPLICATE.bucket_cap_mb
+    bucket_cap_mb: float | None = None
     lr: float = 2e-3
     seed: int = 0
     ddp_python_hook: bool | None = None
@@ -59,6 +59,8 @@ class TrainOptions:
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)
+        if value is None:
+            return
         if math.isnan(value) or value <= 0:
             raise ConfigError(f"{_flag(name)} must be a number > 0, got {value:g}.")
         # An infinite cap is meaningful: one bucket for everything.
@@ -70,8 +72,6 @@ class TrainOptions:
         return ReplicateConfig(
             ddp_python_hook=self.ddp_python_hook,
             bucket_cap_mb=self.bucket_cap_mb,
-            # A cap below the first bucket's own should hold for the first bucket too.
-            first_bucket_cap_mb=min(_REPLICATE.first_bucket_cap_mb, self.bucket_cap_mb),
             timeout_s=self.timeout_s,
         )
 

@@ -1,0 +1,145 @@
+"""How a module's gradients are put into buckets: `fixed`, `per_module`, `optimal`, `explicit`. Pure.
+
+| strategy     | a bucket ends                                                              | wants           |
+|--------------|----------------------------------------------------------------------------|-----------------|
+| `fixed`      | at a size, as in torch's DDP                                               | `bucket_cap_mb` |
+| `per_module` | where the module that a policy names ends                                  | `bucket_policy` |
+| `optimal`    | where the predicted end of the step is earliest, also if speeds are off 2x | `cost`          |
+| `explicit`   | where a plan file says                                                     | `plan`          |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+from typing import Any, Final
+
+from dp_compile.certificate import Certificate, robust_partition
+from dp_compile.config import ReplicateConfig
+from dp_compile.cost_model import AllReduceCost
+from dp_compile.errors import ConfigError
+from dp_compile.links import link
+from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS, BucketPlan, GradientSpec, lay_out, plan_buckets
+from dp_compile.timeline import ReadyGradient
+
+RANKS_OF_A_NODE: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it promises if it was made from a cost."""
+
+    plan: BucketPlan
+    certificate: Certificate | None = None
+
+
+def plan_fixed(gradients: Sequence[GradientSpec], config: ReplicateConfig) -> Planned:
+    """Buckets by size, closed as torch's DDP closes them."""
+    cap_mb, first_cap_mb = config.caps_mb()
+    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb))
+
+
+def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> Planned:
+    """One bucket, for each key, for each stretch of gradients of one unit.
+
+    Args:
+        gradients: in launch order.
+        unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
+    """
+    last = [gradient for gradient in gradients if gradient.name != UNUSED_FLAGS][-1]
+    units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
+    units[UNUSED_FLAGS] = units[last.name]
+    buckets = []
+    for unit, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
+        members = list(stretch)
+        for key in dict.fromkeys(gradient.key for gradient in members):
+            of_key = [gradient for gradient in members if gradient.key == key]
+            buckets.append(lay_out(key, of_key, f"end of {unit or 'the outermost module'}"))
+    return Planned(BucketPlan(tuple(buckets)))
+
+
+def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost) -> Planned:
+    """The partition that is best in the worst case over speeds that are off by 0.5x to 2x.
+
+    Nothing has been measured when a plan is made, and it must be the same on every rank. So the work behind a
+    gradient is taken as proportional to its elements (exact for dense layers: 4 FLOPs a token and element), and the
+    backward as long as the communication: the case in which the buckets matter most.
+
+    Args:
+        gradients: in launch order.
+        cost: what one collective costs on the group.
+    """
+    backward_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
+    work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
+    total = sum(work) or 1
+    ready = [
+        ReadyGradient(gradient.nbytes, backward_s * done / total, gradient.key)
+        for gradient, done in zip(gradients, accumulate(work), strict=True)
+    ]
+    choice = robust_partition(ready, cost=cost, backward_s=backward_s)
+    buckets = tuple(
+        lay_out(gradients[bucket[0]].key, [gradients[position] for position in bucket], reason)
+        for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True)
+    )
+    return Planned(BucketPlan(buckets), choice.certificate)
+
+
+def nominal_cost(backend: str, world_size: int) -> AllReduceCost:
+    """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo."""
+    if backend != "nccl":
+        return link("loopback").cost(world_size)
+    return link("nvlink4" if world_size <= RANKS_OF_A_NODE else "infiniband-ndr").cost(world_size)
+
+
+def plan_to_json(plan: BucketPlan) -> str:
+    """A plan file: for each bucket its members in order, the rest for the reader."""
+    return json.dumps(plan.to_dict(), indent=1)
+
+
+def plan_explicit(gradients: Sequence[GradientSpec], text: str) -> Planned:
+    """The plan of a file, for these gradients; only the names of the members are taken from the file.
+
+    Raises:
+        ConfigError: not a plan file, of another version, names unknown gradients, misses one or has one twice, or
+            puts gradients of different keys into one bucket.
+    """
+    by_name = {gradient.name: gradient for gradient in gradients}
+    listed = _names(text)
+    counts = Counter(name for names in listed for name in names)
+    complaints = {
+        "names gradients that the module does not have": [name for name in counts if name not in by_name],
+        "misses": [name for name in by_name if name not in counts],
+        "names more than once": [name for name, times in counts.items() if times > 1],
+    }
+    for complaint, names in complaints.items():
+        if names:
+            raise ConfigError(f"the plan file {complaint}: {', '.join(names[:5])}. Save report(model).plan anew.")
+    buckets = []
+    for number, names in enumerate(listed):
+        members = [by_name[name] for name in names]
+        odd = [gradient for gradient in members if gradient.key != members[0].key]
+        if odd:
+            raise ConfigError(
+                f"the plan file mixes keys in bucket {number}: {members[0].name} is {members[0].key}, {odd[0].name} "
+                f"is {odd[0].key}. Put them into different buckets."
+            )
+        buckets.append(lay_out(members[0].key, members, "as the plan file says"))
+    return Planned(BucketPlan(tuple(buckets)))
+
+
+def _names(text: str) -> list[list[str]]:
+    try:
+        data: Mapping[str, Any] = json.loads(text)
+        version, buckets = data["version"], data["buckets"]
+        names = [[str(member["gradient"]["name"]) for member in bucket["members"]] for bucket in buckets]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"not a plan file of dp_compile: {error!r}. Save one with plan_to_json.") from error
+    if version != PLAN_VERSION:
+        raise ConfigError(f"the plan file is of version {version!r}, readable is {PLAN_VERSION}. Save it anew.")
+    empty = [number for number, members in enumerate(names) if not members]
+    if empty:
+        raise ConfigError(f"bucket {empty[0]} of the plan file is empty. Take it out.")
+    return names
