@@ -17,7 +17,7 @@ from dp_compile.timeline import Buckets, Job, ReadyGradient, finish_time, in_lau
 
 MAX_ROUNDS: Final = 4
 MANY: Final = 4000
-"""From so many gradients on, several keys are solved from one starting order instead of two: to stay below a second."""
+"""From so many gradients on, several keys are solved from one starting order and in two rounds, to save time."""
 
 SLACK: Final = 1e-10
 """Times that differ by this share are the same time: sums of floats in another order."""
@@ -81,7 +81,8 @@ class _Keys:
     def descend(self, order: Sequence[Hashable]) -> Buckets:
         best: Buckets = ()
         finish = float("inf")
-        for _ in range(MAX_ROUNDS if len(order) > 1 else 1):
+        most = MAX_ROUNDS if len(self.sizes) < MANY else 2
+        for _ in range(most if len(order) > 1 else 1):
             buckets = best
             for key in order:
                 buckets = self._replaced(buckets, key, _OneKey.earliest)
@@ -169,15 +170,15 @@ class _OneKey:
 
         finish(k) = alpha + beta * bytes(..k) + min over i < k of [max(free(i), r_k) - beta * bytes(..i)], where free(i)
         is when the network has sent the prefix i and all other keys' jobs since. free grows with i and r with k, so
-        of all i with free(i) <= r_k only the last, `low`, counts, now and later; the others are all shifted alike by
-        jobs, so the least of free(i) - beta * bytes(..i) among them is kept in a deque. Each i enters and leaves once.
+        of all i with free(i) <= r_k only the last, `low`, counts, now and later. Of the others only the first counts:
+        jobs shift them all alike, and from one to the next free grows by at least beta times the bytes between, for
+        a bucket that ends later starts no earlier. So there are two choices for each k.
         """
         alpha, beta = self.cost.alpha_s, self.cost.beta_s_per_byte
         taken = self.taken
         finishes, starts = [0.0], [0]
         shifted = [0.0]  # free(i) - shift
         shift, low = 0.0, 0
-        window: deque[int] = deque()
         waiting = deque(self.others)
         for count, (position, ready_s) in enumerate(zip(self.positions, self.released, strict=True), start=1):
             while waiting and waiting[0].position < position:
@@ -186,19 +187,12 @@ class _OneKey:
                 shifted[low] = max(shifted[low], job.ready_s - shift)
                 shift += job.seconds
             low = _last_free(shifted, low, ready_s - shift)
-            while window and window[0] <= low:
-                window.popleft()
             start, base = low, max(shifted[low] + shift, ready_s) - beta * taken[low]
-            if window and (rest := shifted[window[0]] + shift - beta * taken[window[0]]) < base:
-                start, base = window[0], rest
-            finish = base + alpha + beta * taken[count]
-            finishes.append(finish)
+            if low + 1 < count and (later := shifted[low + 1] + shift - beta * taken[low + 1]) < base:
+                start, base = low + 1, later
+            finishes.append(base + alpha + beta * taken[count])
             starts.append(start)
-            shifted.append(finish - shift)
-            key = shifted[count] - beta * taken[count]
-            while window and shifted[window[-1]] - beta * taken[window[-1]] > key:
-                window.pop()
-            window.append(count)
+            shifted.append(finishes[-1] - shift)
         return finishes, starts
 
     def _cut(self, cuts: Sequence[int]) -> Buckets:

@@ -153,7 +153,7 @@ def summary_table(cells: Sequence[Cell]) -> Iterator[str]:
 
 def open_table(cells: Sequence[Cell], n_ranks: int) -> Iterator[str]:
     """The cells where even the optimum is above the goal, and what it pays for there."""
-    yield "| model | busbw GB/s | alpha us | optimal | robust | 25 MiB, first 1 | buckets | in a row | above the bound |"
+    yield "| model | busbw GB/s | alpha us | optimal | robust | 25 MiB, first 1 | buckets | in a row | over the bound |"
     yield "|---|---|---|---|---|---|---|---|---|"
     for each in cells:
         if each.n_ranks == n_ranks and each.ratios["optimal"] > GOAL:

@@ -31,6 +31,7 @@ from dp_compile.plan import BucketPlan
 from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
 from dp_compile.replica import Group, Replica, gradient_specs, owners
 from dp_compile.report import Report
+from dp_compile.strategies import ASSUMPTION
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -140,7 +141,7 @@ def report(module: nn.Module) -> Report:
         mode = "torch's C++ reducer"
     else:
         mode = "not decided, no backward yet"
-    promise = "" if replica.certificate is None else "\n".join(str(replica.certificate).splitlines()[:2])
+    promise = "" if replica.certificate is None else "\n".join([*str(replica.certificate).splitlines()[:2], ASSUMPTION])
     captures = tuple(replica.captures.values())
     return Report(mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
 

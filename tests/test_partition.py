@@ -12,20 +12,21 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from expecttest import assert_expected_inline
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dp_compile.certificate import CAPS_MB, ERROR_BAND, FIRST_CAP_MB, certify, robust_partition, worst_ratio
 from dp_compile.config import BYTES_PER_MB
 from dp_compile.cost_model import AllReduceCost, release_time_bound
 from dp_compile.errors import ConfigError
-from dp_compile.partition import earliest_partition, optimal_partition
+from dp_compile.partition import _Keys, _OneKey, earliest_partition, optimal_partition
 from dp_compile.plan import BucketKey, GradientSpec, plan_buckets
 from dp_compile.timeline import (
     Buckets,
     ReadyGradient,
     finish_time,
     fixed_partition,
+    in_launch_order,
     jobs_of,
     launches,
     release_times,
@@ -137,6 +138,20 @@ def test_several_keys_stay_near_brute_force(gradients: list[ReadyGradient], cost
     ours, earliest = finish(gradients, buckets, cost), brute_force(gradients, cost)[0]
     assert earliest * (1 - CLOSE) <= ours <= earliest * 1.05
     assert ours >= bound(gradients, cost) * (1 - CLOSE)
+
+
+@given(gradient_lists(most=8, keys=2), costs, st.integers(0, 127))
+@settings(max_examples=500)
+def test_one_key_is_exact_while_the_others_are_fixed(
+    gradients: list[ReadyGradient], cost: AllReduceCost, which: int
+) -> None:
+    ours, others = ([place for place, each in enumerate(gradients) if each.key == key] for key in (0, 1))
+    assume(ours and others)
+    fixed = list(cuts(others))[which % 2 ** (len(others) - 1)]
+    problem = _Keys(gradients, cost)
+    solved = problem.finish(problem._replaced(fixed, 0, _OneKey.earliest))
+    best = min(problem.finish(in_launch_order([*fixed, *part])) for part in cuts(ours))
+    assert solved == pytest.approx(best, rel=CLOSE)
 
 
 def test_how_often_several_keys_are_exact() -> None:
