@@ -30,9 +30,13 @@ try:
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as _inductor_config
+    from torch._inductor import ir as _inductor_ir
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
     from torch._inductor.custom_graph_pass import get_hash_for_files
+    from torch._inductor.lowering import lowerings as _lowerings
+    from torch._inductor.lowering import register_lowering as register_lowering
+    from torch._inductor.virtualized import V as _inductor_state
     from torch.autograd import graph as _autograd_graph
     from torch.distributed._composable.contract import _get_registry
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
@@ -160,6 +164,20 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
 
     backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
     return backend(gm, inputs)
+
+
+inductor_ir: Any = _inductor_ir
+"""The kinds of kernels, buffers and views that a lowering puts together."""
+
+
+def inductor_graph() -> Any:
+    """The graph that Inductor is lowering right now. Only valid inside a lowering."""
+    return _inductor_state.graph
+
+
+def lower_multiplication(value: Any, factor: float) -> Any:
+    """`value * factor` among Inductor's tensors, computed by whoever reads it."""
+    return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
 
 
 class ChainedPass(CustomGraphPass):

@@ -28,9 +28,10 @@ from dp_compile import _torch
 from dp_compile.binding import Binding, Place, Sites
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
+from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.replica import Replica
-from dp_compile.report import CaptureRecord, PassRecord
+from dp_compile.report import CaptureRecord, PassRecord, Placement
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class CompileLog:
     reductions: int = 0
     passes_ran: bool = False
     passes: tuple[PassRecord, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +237,8 @@ class CompiledBackward:
         self._log.reductions += sum(found.values())
         pipeline = Pipeline(self._passes, self._plans, self._note_passes)
         compile_graph = _torch.inductor if self._backend == "inductor" else _torch.aot_eager
-        return compile_graph(graph_module, example_inputs, pipeline)
+        with observing(self._note_written):
+            return compile_graph(graph_module, example_inputs, pipeline)
 
     def _expected_reductions(self) -> Counter[Place]:
         return Counter(
@@ -245,6 +248,11 @@ class CompiledBackward:
     def _note_passes(self, records: tuple[PassRecord, ...]) -> None:
         self._log.passes_ran = True
         self._log.passes += records
+
+    def _note_written(self, written: Written) -> None:
+        replica, number = map(int, written.unit.split("."))
+        gradient = self._plans[replica].buckets[number].members[written.position].gradient
+        self._log.placements += (Placement(gradient.name, gradient.nbytes, written.copied),)
 
     def _record(self, replicas: Sequence[Replica]) -> None:
         """Note on each replica what it runs; made anew after each compilation."""
@@ -260,6 +268,7 @@ class CompiledBackward:
                 cached=not log.passes_ran,
                 synced=bool(self._synced),
                 passes=log.passes,
+                placements=log.placements,
             )
         if self._latest is not None:
             for replica in replicas:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dp_compile.plan import BucketPlan, count
+from dp_compile.plan import BucketPlan, count, format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,23 @@ class PassRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """How compiled code fills a gradient's place in its bucket: where it is computed, or `copied`, with the reason."""
+
+    gradient: str
+    nbytes: int
+    copied: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class CaptureRecord:
     """One captured backward that was compiled.
 
     `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
     without a gradient. `collectives` come out. `deferred`: all reductions stand at the end of the backward, because
     it broke into several graphs or no pass makes buckets. `cached`: the code came from a compiler's cache, so the
-    passes did not run. Without `synced` it is a backward inside `no_sync()`, with nothing to reduce.
+    passes did not run. Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements`
+    are of the gradients that share a bucket, as far as code for them was generated.
     """
 
     hooks: int
@@ -64,6 +74,7 @@ class CaptureRecord:
     cached: bool
     synced: bool
     passes: tuple[PassRecord, ...] = ()
+    placements: tuple[Placement, ...] = ()
 
     def __str__(self) -> str:
         if not self.synced:
@@ -82,7 +93,7 @@ class CaptureRecord:
             for record in self.passes
             for refusal in record.result.refusals
         ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *_describe_placements(self.placements)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +118,20 @@ class Report:
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record}")
         return "\n".join(lines)
+
+
+def _describe_placements(placements: Sequence[Placement]) -> list[str]:
+    total = sum(each.nbytes for each in placements)
+    if not total:
+        return []
+    reasons: dict[str, list[Placement]] = {}
+    for each in placements:
+        if each.copied is not None:
+            reasons.setdefault(each.copied, []).append(each)
+    copied = sum(each.nbytes for group in reasons.values() for each in group)
+    lines = [f"  computed in their buckets: {1 - copied / total:.1%} of {format_bytes(total)}"]
+    for reason, group in reasons.items():
+        names = group[0].gradient if len(group) == 1 else f"{group[0].gradient} .. {group[-1].gradient}"
+        size = format_bytes(sum(each.nbytes for each in group))
+        lines.append(f"  copied {count(len(group), 'gradient')}, {size}, {names}: {reason}")
+    return lines

@@ -24,7 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan", "partition"),
     ("certificate", "report", "model_shapes"),
     ("strategies",),
-    ("graph_pass", "grad_reduction", "agreement", "replica"),
+    ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
     ("passes", "hooks", "planning"),
     ("binding",),
     ("compilation",),
@@ -44,7 +44,7 @@ INSIDE_A_ROW = {
 # Inside the packages, from low to high; files of one step do not know each other.
 INSIDE_A_PACKAGE = {
     "fx": (("collectives",), ("edit", "printer", "verify")),
-    "passes": (("analysis",), ("bucketing", "overlap", "pipeline"), ("__init__",)),
+    "passes": (("analysis", "producers"), ("bucketing", "overlap", "pipeline"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.

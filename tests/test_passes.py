@@ -30,6 +30,7 @@ from dp_compile.fx.printer import short
 from dp_compile.fx.verify import facts_of
 from dp_compile.grad_reduction import REDUCE_GRAD
 from dp_compile.graph_pass import GraphPass
+from dp_compile.lowering import FLAT_BUCKET
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, Pipeline, ScheduleCollectives
 from dp_compile.passes.analysis import accounted, analyse
 from dp_compile.passes.bucketing import memory_order
@@ -69,11 +70,8 @@ arg0_1: float32[4]
 arg1_1: float32[2, 3]
 sin = aten.sin(arg0_1)
 sin_1 = aten.sin(arg1_1)
-mul_tensor = aten.mul.Tensor(sin, 0.5)
-reshape_default = aten.reshape(sin_1, [6])
-mul_tensor_1 = aten.mul.Tensor(reshape_default, 0.5)
-cat_default = aten.cat([mul_tensor, mul_tensor_1])
-all_reduce_default = _c10d_functional.all_reduce(cat_default, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin, sin_1], [0.5, 0.5], [1, 3, 1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
 as_strided_default_1 = aten.as_strided(wait_tensor_default, [2, 3], [3, 1], 4)
@@ -106,16 +104,16 @@ arg0_1: float32[4]
 arg1_1: float32[4]
 arg2_1: float32[4]
 sin = aten.sin(arg0_1)
-mul_tensor_1 = aten.mul.Tensor(sin, 0.5)
+flat_bucket_default_1 = dp_compile.flat_bucket([sin], [0.5], [1])
 sin_1 = aten.sin(arg1_1)
-mul_tensor_2 = aten.mul.Tensor(sin_1, 0.5)
+flat_bucket_default_2 = dp_compile.flat_bucket([sin_1], [0.5], [1])
 sin_2 = aten.sin(arg2_1)
-mul_tensor = aten.mul.Tensor(sin_2, 0.5)
-all_reduce_default = _c10d_functional.all_reduce(mul_tensor, sum, 0)
-all_reduce_default_1 = _c10d_functional.all_reduce(mul_tensor_1, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin_2], [0.5], [1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
+all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
 as_strided_default_1 = aten.as_strided(wait_tensor_default_1, [4], [1], 0)
-all_reduce_default_2 = _c10d_functional.all_reduce(mul_tensor_2, sum, 0)
+all_reduce_default_2 = _c10d_functional.all_reduce(flat_bucket_default_2, sum, 0)
 wait_tensor_default_2 = _c10d_functional.wait_tensor(all_reduce_default_2)
 as_strided_default_2 = aten.as_strided(wait_tensor_default_2, [4], [1], 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
@@ -134,12 +132,8 @@ arg0_1: float32[2, 3, 4, 5]
 arg1_1: float32[4]
 sin = aten.sin(arg0_1)
 sin_1 = aten.sin(arg1_1)
-permute_default = aten.permute(sin, [0, 2, 3, 1])
-reshape_default = aten.reshape(permute_default, [120])
-mul_tensor = aten.mul.Tensor(reshape_default, 0.5)
-mul_tensor_1 = aten.mul.Tensor(sin_1, 0.5)
-cat_default = aten.cat([mul_tensor, mul_tensor_1])
-all_reduce_default = _c10d_functional.all_reduce(cat_default, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin, sin_1], [0.5, 0.5], [60, 1, 15, 3, 1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3, 4, 5], [60, 1, 15, 3], 0)
 as_strided_default_1 = aten.as_strided(wait_tensor_default, [4], [1], 120)
@@ -161,14 +155,13 @@ def test_a_gradient_in_another_layout_than_its_parameter_keeps_the_traced_promis
         """\
 value_1: float32[2, 3]
 sin = aten.sin(value_1)
-reshape_default = aten.reshape(sin, [6])
-mul_tensor = aten.mul.Tensor(reshape_default, 0.5)
-all_reduce_default = _c10d_functional.all_reduce(mul_tensor, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [3, 1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
 permute_default = aten.permute(as_strided_default, [1, 0])
-reshape_default_1 = aten.reshape(permute_default, [6])
-as_strided_default_1 = aten.as_strided(reshape_default_1, [2, 3], [1, 2])
+reshape_default = aten.reshape(permute_default, [6])
+as_strided_default_1 = aten.as_strided(reshape_default, [2, 3], [1, 2])
 return [as_strided_default_1]""",
     )
 
@@ -183,13 +176,106 @@ def test_strides_of_single_rows_do_not_cost_a_copy() -> None:
         """\
 value_1: float32[2, 3, 1, 1]
 sin = aten.sin(value_1)
-reshape_default = aten.reshape(sin, [6])
-mul_tensor = aten.mul.Tensor(reshape_default, 0.5)
-all_reduce_default = _c10d_functional.all_reduce(mul_tensor, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [3, 1, 1, 1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3, 1, 1], [3, 1, 3, 3], 0)
 return [as_strided_default]""",
     )
+
+
+def test_what_computes_a_gradient_takes_the_factor_and_the_layout() -> None:
+    """A product and its views, a sum and its views, scattered rows."""
+    shapes: list[tuple[int, ...]] = [(2, 3), (3, 2), (2,), (5, 3)]
+    grads = [Grad(index=index, shape=shape, order=(1, 0) if index == 1 else None) for index, shape in enumerate(shapes)]
+
+    def backward(a: torch.Tensor, b: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scattered = torch.zeros(5, 3).index_put((rows,), b.sin(), accumulate=True)
+        total = a.exp().sum(0, keepdim=True).view(2)
+        products = a.t() @ b, (a.t() @ b.cos()).permute(1, 0)
+        return tuple(grad.reduce(g) for grad, g in zip(grads, (*products, total, scattered), strict=True))
+
+    a, b, rows = torch.randn(4, 2), torch.randn(4, 3), torch.tensor([1, 0, 4, 1])
+    module = trace(backward, a, b, rows)
+    expected = module(a, b, rows)
+    run_passes(module, plan_for(grads), passes=ONLY_BUCKETS)
+    assert_expected_inline(
+        short(module.graph).replace("], [", "],\n["),
+        """\
+a_1: float32[4, 2]
+b_1: float32[4, 3]
+rows_1: int64[4]
+zeros = aten.zeros([5, 3], device=cpu, pin_memory=False)
+sin = aten.sin(b_1)
+mul_tensor = aten.mul.Tensor(sin, 0.5)
+index_put = aten.index_put(zeros, [rows_1], mul_tensor, True)
+exp = aten.exp(a_1)
+sum_1 = aten.sum.dim_IntList(exp, [0], True)
+t = aten.t(a_1)
+select_int = aten.select.int(b_1, 0, 0)
+mm = aten.addmm(select_int, t, b_1, beta=0, alpha=0.5)
+t_1 = aten.t(a_1)
+cos = aten.cos(b_1)
+select_int_1 = aten.select.int(cos, 0, 0)
+mm_1 = aten.addmm(select_int_1, t_1, cos, beta=0, alpha=0.5)
+flat_bucket_default = dp_compile.flat_bucket([mm, mm_1, sum_1, index_put],
+[1.0, 1.0, 0.5, 1.0],
+[3, 1, 3, 1, 2, 1, 3, 1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
+wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
+as_strided_default = aten.as_strided(wait_tensor_default, [2, 3],
+[3, 1], 0)
+as_strided_default_1 = aten.as_strided(wait_tensor_default, [3, 2],
+[1, 3], 6)
+as_strided_default_2 = aten.as_strided(wait_tensor_default, [2],
+[1], 12)
+as_strided_default_3 = aten.as_strided(wait_tensor_default, [5, 3],
+[3, 1], 14)
+return [as_strided_default, as_strided_default_1, as_strided_default_2, as_strided_default_3]""",
+    )
+    for was, now in zip(expected, module(a, b, rows), strict=True):
+        assert torch.equal(was, now)
+
+
+def test_a_product_that_is_used_elsewhere_stays_what_it_is() -> None:
+    grad = Grad(index=0, shape=(2, 3))
+
+    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = a.t() @ b
+        return grad.reduce(product), product.sum()
+
+    module = trace(backward, torch.randn(4, 2), torch.randn(4, 3))
+    run_passes(module, plan_for([grad]), passes=ONLY_BUCKETS)
+    assert "flat_bucket([mm], [0.5], [3, 1])" in short(module.graph)
+
+
+@pytest.mark.parametrize(("rows", "folds"), [(4, True), (0, False)])
+def test_a_product_of_nothing_has_no_row_to_borrow(rows: int, folds: bool) -> None:
+    grad = Grad(index=0, shape=(2, 3))
+    module = trace(lambda a, b: (grad.reduce(a.t() @ b),), torch.randn(rows, 2), torch.randn(rows, 3))
+    run_passes(module, plan_for([grad]), passes=ONLY_BUCKETS)
+    assert ("addmm" in short(module.graph)) == folds
+
+
+def test_products_that_are_added_to_something_and_products_of_a_batch_take_the_factor() -> None:
+    shapes: list[tuple[int, ...]] = [(2, 3), (5, 2, 3), (5, 2, 3)]
+    grads = [Grad(index=index, shape=shape) for index, shape in enumerate(shapes)]
+
+    def backward(a: torch.Tensor, b: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        added = torch.addmm(old, a[0], b[0], alpha=3)
+        products = added, torch.bmm(a, b), torch.baddbmm(old, a, b, beta=2)
+        return tuple(grad.reduce(product) for grad, product in zip(grads, products, strict=True))
+
+    values = torch.randn(5, 2, 4), torch.randn(5, 4, 3), torch.randn(2, 3)
+    module = trace(backward, *values)
+    expected = module(*values)
+    run_passes(module, plan_for(grads), passes=ONLY_BUCKETS)
+    text = short(module.graph)
+    assert "beta=0.5, alpha=1.5" in text
+    assert "beta=1.0, alpha=0.5" in text
+    assert "beta=0, alpha=0.5" in text
+    for was, now in zip(expected, module(*values), strict=True):
+        torch.testing.assert_close(was, now)
 
 
 def test_a_reduced_gradient_may_be_used_before_its_bucket_is_full() -> None:
@@ -209,10 +295,8 @@ a_1: float32[4]
 b_1: float32[4]
 sin = aten.sin(a_1)
 cos = aten.cos(b_1)
-mul_tensor = aten.mul.Tensor(sin, 0.5)
-mul_tensor_1 = aten.mul.Tensor(cos, 0.5)
-cat_default = aten.cat([mul_tensor, mul_tensor_1])
-all_reduce_default = _c10d_functional.all_reduce(cat_default, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin, cos], [0.5, 0.5], [1, 1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
 sum_1 = aten.sum(as_strided_default)
@@ -357,11 +441,11 @@ def test_launches_are_early_and_waits_late() -> None:
 a_1: float32[4]
 b_1: float32[4]
 sin = aten.sin(a_1)
-mul_tensor = aten.mul.Tensor(sin, 0.5)
-all_reduce_default = _c10d_functional.all_reduce(mul_tensor, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 cos = aten.cos(b_1)
-mul_tensor_1 = aten.mul.Tensor(cos, 0.5)
-all_reduce_default_1 = _c10d_functional.all_reduce(mul_tensor_1, sum, 0)
+flat_bucket_default_1 = dp_compile.flat_bucket([cos], [0.5], [1])
+all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
 neg = aten.neg(as_strided_default)
@@ -395,14 +479,14 @@ arg0_1: float32[4]
 arg1_1: float32[4]
 arg2_1: float32[4]
 sin = aten.sin(arg0_1)
-mul_tensor_1 = aten.mul.Tensor(sin, 0.5)
+flat_bucket_default_1 = dp_compile.flat_bucket([sin], [0.5], [1])
 sin_1 = aten.sin(arg1_1)
-mul_tensor = aten.mul.Tensor(sin_1, 0.5)
-all_reduce_default = _c10d_functional.all_reduce(mul_tensor, sum, 0)
-all_reduce_default_1 = _c10d_functional.all_reduce(mul_tensor_1, sum, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin_1], [0.5], [1])
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
+all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
 sin_2 = aten.sin(arg2_1)
-mul_tensor_2 = aten.mul.Tensor(sin_2, 0.5)
-all_reduce_default_2 = _c10d_functional.all_reduce(mul_tensor_2, sum, 0)
+flat_bucket_default_2 = dp_compile.flat_bucket([sin_2], [0.5], [1])
+all_reduce_default_2 = _c10d_functional.all_reduce(flat_bucket_default_2, sum, 0)
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 wait_tensor_default_2 = _c10d_functional.wait_tensor(all_reduce_default_2)
@@ -572,11 +656,11 @@ def change_reduce_op(graph: fx.Graph) -> None:
 
 
 def launch_before_concatenation(graph: fx.Graph) -> None:
-    first(graph, torch.ops.aten.cat.default).prepend(first(graph, ALL_REDUCE))
+    first(graph, FLAT_BUCKET).prepend(first(graph, ALL_REDUCE))
 
 
 def drop_collective(graph: fx.Graph) -> None:
-    edit.replace(first(graph, WAIT), first(graph, torch.ops.aten.cat.default))
+    edit.replace(first(graph, WAIT), first(graph, FLAT_BUCKET))
     graph.erase_node(first(graph, ALL_REDUCE))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from dp_compile.plan import BucketKey, GradientSpec, plan_single
-from dp_compile.report import CaptureRecord, PassRecord, PassResult, Refusal, Report
+from dp_compile.report import CaptureRecord, PassRecord, PassResult, Placement, Refusal, Report
 
 BUCKETING = PassRecord(
     "bucket-reductions",
@@ -50,6 +50,24 @@ def test_capture_record() -> None:
   bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms)
   schedule-collectives: moved nodes (0.1 ms)
   refused reduce_grad_7: the gradient is not a node but 1.0""",
+    )
+
+
+def test_capture_record_with_placements() -> None:
+    placements = (
+        Placement("head.weight", 3 << 20, None),
+        Placement("conv_2.weight", 1 << 20, "aten.convolution_backward.default allocates its result itself"),
+        Placement("conv_1.weight", 1 << 10, "aten.convolution_backward.default allocates its result itself"),
+        Placement("flags", 8, "an input of the backward"),
+    )
+    assert_expected_inline(
+        str(capture(placements=placements)).replace(": aten", ":\n    aten"),
+        """\
+4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
+  computed in their buckets: 75.0% of 4.0 MiB
+  copied 2 gradients, 1.0 MiB, conv_2.weight .. conv_1.weight:
+    aten.convolution_backward.default allocates its result itself
+  copied 1 gradient, 8 B, flags: an input of the backward""",
     )
 
 

@@ -1,11 +1,12 @@
 """Apply a plan: the reductions of a bucket become one all-reduce. The only pass that creates or erases nodes.
 
-    reduce_grad(a)  reduce_grad(b)   ->   cat(flat(a) * scale, flat(b) * scale) -> all_reduce -> wait
-                                                                         |-> as_strided: reduced a
-                                                                         '-> as_strided: reduced b
+    reduce_grad(a)  reduce_grad(b)   ->   flat_bucket(a, b) -> all_reduce -> wait
+                                                                              |-> as_strided: reduced a
+                                                                              '-> as_strided: reduced b
 
-The scale is a factor of what is concatenated anyway, so the average costs no pass over the bytes of its own. What
-is handed back are views of the bucket: no copy out. A bucket keeps the memory order of its parameters.
+Gradients are computed in their places in the bucket (`dp_compile/lowering.py`), each in its parameter's memory order.
+What is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed
+anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch import fx
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.grad_reduction import GradReduction, ReductionTag
+from dp_compile.lowering import FLAT_BUCKET
 from dp_compile.passes.analysis import analyse
+from dp_compile.passes.producers import fold_factor, is_view, without_views
 from dp_compile.plan import Bucket, BucketPlan, GradientSpec, Member
 from dp_compile.report import PassResult
 
@@ -71,11 +74,8 @@ def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mappi
     position = edit.positions(graph)
     last = max((reduction.node for _, reduction in members), key=position.__getitem__)
     provenance = edit.Provenance(BucketReductions.name, unit)
-    pieces = [_flat_piece(graph, reduction, member.gradient, provenance, before=last) for member, reduction in members]
-    flat = pieces[0]
-    if len(pieces) > 1:
-        flat = edit.insert_call(graph, last, aten.cat.default, (pieces,), provenance)
     names = tuple(f"{r.tag.index}/{r.tag.replica}/{r.tag.scale!r}" for _, r in members)
+    flat = _flat_bucket(graph, members, provenance, before=last)
     launch = edit.insert_call(
         graph,
         last,
@@ -88,8 +88,16 @@ def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mappi
         view = _view_back(graph, reduced, member, reduction, provenance, before=last)
         reduction.node.replace_all_uses_with(view)
     for _, reduction in members:
-        graph.erase_node(reduction.node)
+        _erase(reduction.node)
     return launch
+
+
+def _erase(node: fx.Node) -> None:
+    """Erase a reduction, and the views that nobody but it was made for."""
+    inputs = node.all_input_nodes[:1]
+    node.graph.erase_node(node)
+    if inputs and not inputs[0].users and is_view(inputs[0]):
+        _erase(inputs[0])
 
 
 def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradReduction]) -> GradReduction:
@@ -109,23 +117,34 @@ def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradR
     return reduction
 
 
-def _flat_piece(
-    graph: fx.Graph,
-    reduction: GradReduction,
-    gradient: GradientSpec,
-    provenance: edit.Provenance,
-    *,
-    before: fx.Node,
+def _flat_bucket(
+    graph: fx.Graph, members: Sequence[tuple[Member, GradReduction]], provenance: edit.Provenance, *, before: fx.Node
 ) -> fx.Node:
-    """The gradient in the parameter's memory order, one-dimensional and scaled."""
-    piece = reduction.node.all_input_nodes[0]  # the gradient, or what has taken its place since the analysis
+    """The members one after the other, each scaled and in its parameter's memory order."""
+    sources: list[fx.Node] = []
+    scales: list[float] = []
+    strides: list[int] = []
+    for member, reduction in members:
+        gradient = reduction.node.all_input_nodes[0]  # what has taken the gradient's place since the analysis
+        source, stride = without_views(gradient, member.gradient.stride)
+        folded = fold_factor(source, reduction.tag.scale, provenance)
+        sources.append(source)
+        scales.append(1.0 if folded else reduction.tag.scale)
+        strides.extend(stride)
+    if len(members) == 1 and scales == [1.0]:
+        return _flattened(graph, members[0][1].node.all_input_nodes[0], members[0][0].gradient, provenance, before)
+    return edit.insert_call(graph, before, FLAT_BUCKET, (sources, scales, strides), provenance)
+
+
+def _flattened(
+    graph: fx.Graph, piece: fx.Node, gradient: GradientSpec, provenance: edit.Provenance, before: fx.Node
+) -> fx.Node:
+    """A gradient alone in its bucket is its own bucket, if need be in another memory order."""
     order = memory_order(gradient.stride)
     if order != tuple(range(len(order))):
         piece = edit.insert_call(graph, before, aten.permute.default, (piece, list(order)), provenance)
     if len(gradient.shape) != 1:
         piece = edit.insert_call(graph, before, aten.reshape.default, (piece, [gradient.numel]), provenance)
-    if reduction.tag.scale != 1.0:
-        piece = edit.insert_call(graph, before, aten.mul.Tensor, (piece, reduction.tag.scale), provenance)
     return piece
 
 

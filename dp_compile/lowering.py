@@ -1,0 +1,219 @@
+"""The op that fills a bucket, and how Inductor turns it into memory that producers write into.
+
+    flat_bucket([a, b], scales, strides)  ->  one flat tensor: a * scale, then b * scale, each in its memory order
+
+In eager mode the op copies. Compiled, the bucket is allocated before its members are computed: a matrix product gets
+its part of the bucket as `out=`, generated code stores there, the factor included. Nothing is left to be copied, but
+for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_compile import _torch
+from dp_compile.fx import edit
+
+ir = _torch.inductor_ir
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define("flat_bucket(Tensor[] gradients, float[] scales, int[] strides) -> Tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How compiled code fills the place of one member. `copied` says why it costs a pass of its own, else `None`."""
+
+    unit: str
+    position: int
+    copied: str | None
+
+
+Observer = Callable[[Written], None]
+_observer: ContextVar[Observer | None] = ContextVar("dp_compile_observer", default=None)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every member of every bucket that is lowered inside, in this thread."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a member lies in its bucket."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+def _places(shapes: Sequence[Sequence[int]], strides: Sequence[int]) -> tuple[list[_Place], int]:
+    """The members' places one after the other, and the size of the bucket. `strides` of all members in one list."""
+    places: list[_Place] = []
+    offset = first = 0
+    for each in shapes:
+        shape = tuple(int(size) for size in each)
+        numel = 1
+        for size in shape:
+            numel *= size
+        places.append(_Place(shape, tuple(strides[first : first + len(shape)]), offset, numel))
+        offset += numel
+        first += len(shape)
+    return places, offset
+
+
+# --- eager ------------------------------------------------------------------------------------------------------
+
+
+def _fill(gradients: Sequence[torch.Tensor], scales: Sequence[float], strides: Sequence[int]) -> torch.Tensor:
+    places, numel = _places([gradient.shape for gradient in gradients], strides)
+    bucket = gradients[0].new_empty(numel)
+    for gradient, scale, place in zip(gradients, scales, places, strict=True):
+        part = bucket.as_strided(place.shape, place.stride, place.offset)
+        if scale == 1.0:
+            part.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=part)
+    return bucket
+
+
+def _shape_of_bucket(gradients: Sequence[torch.Tensor], scales: Sequence[float], strides: Sequence[int]) -> Any:
+    return gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+
+
+_library.impl("flat_bucket", _fill, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::flat_bucket", _shape_of_bucket, lib=_library)
+
+FLAT_BUCKET = torch.ops.dp_compile.flat_bucket.default
+
+
+# --- compiled ---------------------------------------------------------------------------------------------------
+
+
+def _lower(gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[int]) -> Any:
+    places, numel = _places([gradient.get_size() for gradient in gradients], strides)
+    device, dtype = gradients[0].get_device(), gradients[0].get_dtype()
+    bucket = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
+    storage = ir.StorageBox(bucket)
+    node = _torch.inductor_graph().current_node
+    for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
+        if place.numel:
+            layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
+            part = ir.ReinterpretView(data=storage, layout=layout)
+            own = _is_own(node, position, _storage_of(gradient))
+            if scale == 1.0 and own and _can_be_moved(gradient, part):
+                bucket.inputs.append(_move(gradient, part))
+                _tell(node, position, None)
+            else:
+                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale), part))
+                _tell(node, position, _why_copied(gradient, own=own))
+    bucket.name = _torch.inductor_graph().register_buffer(bucket)
+    bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
+    _torch.inductor_graph().register_operation(bucket)
+    return ir.TensorBox(storage)
+
+
+_torch.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
+
+
+def _can_be_moved(gradient: Any, part: Any) -> bool:
+    """Whether what computes a gradient can be told to write it into its part of the bucket."""
+    if not isinstance(gradient.data, ir.StorageBox):
+        return False
+    gradient.realize()
+    return ir.ConcatKernel.can_realize_into_without_copy(gradient.data, part) or _writes_as_given(gradient, part)
+
+
+def _writes_as_given(gradient: Any, part: Any) -> bool:
+    """Whether a library's kernel has fixed strides that happen to be those of the part."""
+    buffer = gradient.data.data
+    if not isinstance(buffer, ir.ExternKernelOut) or type(buffer.layout) is not ir.FixedLayout or buffer.layout.offset:
+        return False
+    strides = zip(buffer.get_size(), buffer.get_stride(), part.get_stride(), strict=True)
+    return all(size == 1 or one == other for size, one, other in strides)
+
+
+def _move(gradient: Any, part: Any) -> Any:
+    gradient.data.data.layout = ir.NonOwningLayout(part)
+    return gradient.data.data
+
+
+def _scaled(gradient: Any, scale: float) -> Any:
+    """A gradient times `scale`, computed by whoever reads it."""
+    if scale != 1.0:
+        return _torch.lower_multiplication(gradient, scale)
+    return ir.Pointwise.create(
+        device=gradient.get_device(),
+        dtype=gradient.get_dtype(),
+        inner_fn=gradient.make_loader(),
+        ranges=gradient.get_size(),
+    )
+
+
+def _why_copied(gradient: Any, *, own: bool) -> str | None:
+    """Why reading a gradient is not a part of the kernel that computes it; `None` if it is."""
+    buffer = _storage_of(gradient).data
+    if not isinstance(buffer, ir.Buffer):
+        return None  # Not in memory yet: whoever reads it computes it.
+    if isinstance(buffer, ir.InputBuffer):
+        return "an input of the backward"
+    if isinstance(buffer, (ir.ExternKernelAlloc, ir.MultiOutput)):
+        return f"{_operator(buffer)} allocates its result itself"
+    if buffer.get_name() in _torch.inductor_graph().mutated_buffers:
+        return "filled in several steps"
+    if isinstance(buffer, ir.ComputedBuffer):
+        return None  # Generated code, which the reading is fused with.
+    if not own:
+        return f"the result of {_operator(buffer)} is used in another place too"
+    return f"{_operator(buffer)} writes with other strides, or does not take a factor"
+
+
+def _operator(buffer: Any) -> str:
+    while isinstance(buffer, ir.MultiOutput):
+        buffer = buffer.inputs[0]
+    return str(getattr(buffer, "op_overload", None) or getattr(buffer, "python_kernel_name", None) or "a kernel")
+
+
+def _storage_of(value: Any) -> Any:
+    """The storage behind a tensor of Inductor's, and behind its views."""
+    inner = value.data
+    return inner.unwrap_view() if isinstance(inner, ir.BaseView) else inner
+
+
+def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
+    """Whether the storage of a member serves nobody but the bucket, and only once.
+
+    The collective overwrites the bucket, so nobody else may look for a gradient there. Operations may return what
+    they were given (an update in place, a change of nothing): those are followed back to who made the storage.
+    """
+    members = bucket.args[0]
+    assert isinstance(members, Sequence)
+    node = members[position]
+    assert isinstance(node, fx.Node)
+    if members.count(node) > 1 or set(node.users) != {bucket}:
+        return False
+    while node not in storage.data.origins:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node) or set(source.users) != {node}:
+            return False
+        node = source
+    return True
+
+
+def _tell(node: fx.Node, position: int, copied: str | None) -> None:
+    observer, provenance = _observer.get(), edit.provenance_of(node)
+    if observer is not None and provenance is not None:
+        observer(Written(provenance.unit, position, copied))

@@ -1,0 +1,271 @@
+"""Buckets without copies, read off the generated code, and what must not be shared with a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from generated import Backward
+from graphs import Grad, plan_for, trace
+from ranks import Ranks
+from torch import fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
+
+import dp_compile
+from dp_compile import _torch
+from dp_compile.lowering import FLAT_BUCKET, observing
+from dp_compile.passes import DEFAULT_PASSES, Pipeline
+from dp_compile.report import Placement
+from dp_compile.train.gpt import Block, GPTConfig
+
+# --- the op by itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_op_puts_members_one_after_the_other_in_their_memory_order() -> None:
+    image = Grad(index=0, shape=(2, 3, 4, 5), order=(0, 2, 3, 1))
+    members = [image.values(), torch.tensor(3.0), torch.ones(0, 2), torch.arange(6.0).view(2, 3)]
+    bucket = FLAT_BUCKET(members, [1.0, 0.5, 1.0, 2.0], [*image.stride, 2, 1, 1, 2])
+    assert torch.equal(bucket[:120].view(2, 4, 5, 3).permute(0, 3, 1, 2), members[0])
+    assert bucket[120:].tolist() == [1.5, 0.0, 6.0, 2.0, 8.0, 4.0, 10.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_op_keeps_its_promise_to_the_tracer(dtype: torch.dtype) -> None:
+    members = [torch.randn(4, 3, dtype=dtype), torch.randn(2, dtype=dtype)]
+    torch.library.opcheck(FLAT_BUCKET, (members, [1.0, 0.5], [1, 4, 1]))
+
+
+# --- what is copied, and what it costs ------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 96)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((x + self.second(F.relu(self.norm(self.first(x))))).mean((2, 3)))
+
+
+def block() -> tuple[nn.Module, torch.Tensor]:
+    return Block(GPTConfig(width=64, heads=2)), torch.randn(3, 10, 64)
+
+
+def residual() -> tuple[nn.Module, torch.Tensor]:
+    return Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The backward of a model with and without reductions, and what the report says of the buckets."""
+
+    reduced: Backward
+    local: Backward
+    placements: tuple[Placement, ...]
+    text: str
+
+
+def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: float) -> Compiled:
+    torch._dynamo.reset()
+    model, x = make()
+    dp_compile.replicate(model, bucket_cap_mb=cap_mb, config=dp_compile.ReplicateConfig(first_bucket_cap_mb=cap_mb))
+    run = torch.compile(model)
+
+    def step(sync: bool) -> None:
+        model.zero_grad()
+        with nullcontext() if sync else dp_compile.no_sync(model):
+            run(x).square().mean().backward()
+
+    with inductor_config.patch(fx_graph_cache=False):
+        local, reduced = (run_and_get_code(step, sync)[1][-1] for sync in (False, True))
+    report = dp_compile.report(model)
+    dp_compile.unreplicate(model)
+    return Compiled(Backward(reduced), Backward(local), report.captures[-1].placements, str(report))
+
+
+@pytest.fixture(scope="module")
+def transformer(fake_group: dist.ProcessGroup) -> Compiled:
+    return compile_both(block, 0.1)
+
+
+@pytest.fixture(scope="module")
+def convolutions(fake_group: dist.ProcessGroup) -> Compiled:
+    return compile_both(residual, 25)
+
+
+def test_a_transformer_block_copies_nothing(transformer: Compiled) -> None:
+    code = transformer.reduced
+    assert len(code.buckets) == 2
+    assert code.copied() == 0
+    assert code.total() == sum(parameter.numel() for parameter in block()[0].parameters()) + 12
+    products = [each.numel for each in code.filled if each.call == "extern_kernels.addmm"]
+    assert sorted(products) == [64 * 64, 64 * 192, 64 * 256, 64 * 256]
+
+
+def test_a_launch_comes_before_the_rest_of_the_backward(transformer: Compiled) -> None:
+    before, between, after = transformer.reduced.order.split("A")
+    assert set(before) == set(between) == {"k"}
+    assert after == "WW"
+
+
+def test_reductions_cost_no_kernel(transformer: Compiled, convolutions: Compiled) -> None:
+    """One for each bucket at most: the flags come in, or results of kernels with memory of their own."""
+    for compiled in (transformer, convolutions):
+        assert compiled.reduced.kernels <= compiled.local.kernels + len(compiled.reduced.buckets)
+
+
+def test_gradients_of_convolutions_are_copied_once_in_one_kernel(convolutions: Compiled) -> None:
+    copied = [each for each in convolutions.reduced.filled if each.copied]
+    assert [each.numel for each in copied] == [16 * 16 * 9] * 2
+    assert len({each.call for each in copied}) == 1
+
+
+def test_the_report_says_what_is_copied_and_why(transformer: Compiled, convolutions: Compiled) -> None:
+    for compiled in (transformer, convolutions):
+        said = sum(each.nbytes for each in compiled.placements if each.copied and "flags" not in each.gradient)
+        assert said == 4 * compiled.reduced.copied()
+        assert sum(each.nbytes for each in compiled.placements) == 4 * compiled.reduced.total()
+    assert "computed in their buckets: 100.0% of" in transformer.text
+    assert (
+        "copied 2 gradients, 18.0 KiB, second.weight .. first.weight: "
+        "aten.convolution_backward.default allocates its result itself" in convolutions.text
+    )
+
+
+# --- what must not be shared ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Gradients from every kind of producer, some of which are looked at again after they were reduced."""
+
+    scale: float
+    reduce_op: str = "sum"
+
+    def grads(self) -> list[Grad]:
+        kinds: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = [
+            ((6, 5), None),  # 0: a product
+            ((5, 6), (1, 0)),  # 1: a product, the parameter lies transposed
+            ((6, 5), None),  # 2: the transpose of a product
+            ((6, 5), None),  # 3: a product that is used later
+            ((6, 5), None),  # 4: a product for two parameters
+            ((6, 5), None),  # 5: the same
+            ((9, 6), None),  # 6: pointwise, used later
+            ((20, 5), None),  # 7: scattered rows
+            ((), None),  # 8: a number
+            ((0, 6), None),  # 9: nothing
+            ((9, 6), None),  # 10: an input
+            ((2, 6, 5), None),  # 11: products of a batch
+            ((4, 3, 3, 3), (0, 2, 3, 1)),  # 12: a convolution's kernel in channels_last
+            ((1, 6), None),  # 13: a sum over rows, with a dimension that is only there in the parameter
+            ((6, 5), None),  # 14: rows of something larger
+            ((6, 5), None),  # 15: what was there before, and a product
+        ]
+        return [
+            Grad(index=index, shape=shape, order=order, scale=self.scale, reduce_op=self.reduce_op)
+            for index, (shape, order) in enumerate(kinds)
+        ]
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, image: torch.Tensor) -> Any:
+        twice = (x * 2).t() @ y
+        shared, seen = (x + 1).t() @ y, x.sin()
+        gradients = [
+            x.t() @ y,
+            y.t() @ x,
+            (y.t() @ (x * 3)).t(),
+            shared,
+            twice,
+            twice,
+            seen,
+            y.new_zeros(20, 5).index_put((rows,), y.cos(), accumulate=True),
+            x.sum(),
+            x[:0],
+            x,
+            torch.stack([x, x * 5]).transpose(1, 2) @ torch.stack([y, y]),
+            self._kernel(image),
+            x.exp().sum(0).unsqueeze(0),
+            torch.cat([x, x]).t().contiguous()[:, 3:8],
+            torch.addmm(x[:6, :5], x.t(), y),
+        ]
+        reduced = [grad.reduce(gradient) for grad, gradient in zip(self.grads(), gradients, strict=True)]
+        return (*reduced, reduced[3].abs() - shared, reduced[6].abs() - seen)
+
+    @staticmethod
+    def _kernel(image: torch.Tensor) -> torch.Tensor:
+        weight, options = image.new_ones(4, 3, 3, 3), ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        output = image.new_ones(2, 4, 6, 6) * image.sum()
+        gradient: torch.Tensor = torch.ops.aten.convolution_backward.default(
+            output, image, weight, *options, [False, True, False]
+        )[1]
+        return gradient
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, y = torch.randn(9, 6, generator=generator), torch.randn(9, 5, generator=generator)
+    rows = torch.randint(0, 20, (9,), generator=generator)
+    return [x, y, rows, torch.randn(2, 3, 6, 6, generator=generator)]
+
+
+def run_sources(scale: float) -> dict[int, str]:
+    """Compiled and not: the same numbers on this rank. Returns what was copied, by gradient."""
+    sources, written = Sources(scale), []
+    module = trace(sources, *inputs())
+    expected = module(*inputs())
+    pipeline = Pipeline(DEFAULT_PASSES, (plan_for(sources.grads()),), lambda records: None)
+    with observing(written.append), inductor_config.patch(fx_graph_cache=False), torch.no_grad():
+        found = _torch.inductor(module, inputs(), pipeline)(*inputs())
+    for position, (one, other) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda m, p=position: f"result {p}: {m}")
+    return {each.position: each.copied for each in written if each.copied is not None}
+
+
+@pytest.mark.parametrize("scale", [1.0, 1 / 3])
+def test_a_bucket_is_right_whatever_its_members_are(ranks2: Ranks, scale: float) -> None:
+    """The collective overwrites the bucket: a gradient that is looked at later has to lie somewhere else."""
+    for copied in ranks2.run(run_sources, scale):
+        assert copied == {
+            3: "the result of aten.mm.out is used in another place too",
+            4: "the result of aten.mm.out is used in another place too",
+            5: "the result of aten.mm.out is used in another place too",
+            10: "an input of the backward",
+            12: "aten.convolution_backward.default allocates its result itself",
+        }
+
+
+# --- a defect of torch ------------------------------------------------------------------------------------------------
+
+
+class Probe(Pipeline):
+    """Notes a setting while Inductor compiles."""
+
+    def __init__(self) -> None:
+        super().__init__((), (), lambda records: None)
+        self.seen: list[bool] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append(inductor_config.triton.mix_order_reduction)
+
+
+@pytest.fixture
+def mix_order_reductions_allowed() -> Iterator[None]:
+    with inductor_config.patch({"triton.mix_order_reduction": True, "fx_graph_cache": False}):
+        yield
+
+
+@pytest.mark.usefixtures("mix_order_reductions_allowed")
+def test_reductions_of_mixed_order_are_off_where_buckets_are_made() -> None:
+    """pytorch#193061: on GPUs they forget the part of a concatenation that a sum should be written to."""
+    probe = Probe()
+    _torch.inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)
+    assert probe.seen == [False]
+    assert inductor_config.triton.mix_order_reduction
