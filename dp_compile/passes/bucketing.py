@@ -11,6 +11,7 @@ anyway: the `alpha` of a matrix product, the values that are scattered; else `fl
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -124,7 +125,9 @@ def _flat_bucket(
     sources: list[fx.Node] = []
     scales: list[float] = []
     strides: list[int] = []
-    for member, reduction in members:
+    offsets = itertools.accumulate((member.gradient.numel for member, _ in members), initial=0)
+    for offset, (member, reduction) in zip(offsets, members, strict=False):
+        assert member.offset == offset, "flat_bucket leaves no gaps"
         gradient = reduction.node.all_input_nodes[0]  # what has taken the gradient's place since the analysis
         source, stride = without_views(gradient, member.gradient.stride)
         folded = fold_factor(source, reduction.tag.scale, provenance)
