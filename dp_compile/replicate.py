@@ -99,6 +99,7 @@ def replicate(
         )
         if options.uses_python_hook():
             _refuse_traced_backward()
+        _refuse_python_reducer()
         target = _select(unwrap(module), frozenset(ignored_modules or ()))
         _check_selection(target)
         chosen = _check_passes(DEFAULT_PASSES if passes is None else tuple(passes))
@@ -403,6 +404,14 @@ class _ForwardCheck:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[None]]:
         return (_ForwardCheck, (None,))
+
+
+def _refuse_python_reducer() -> None:
+    if _torch.python_reducer_mode():
+        raise ConfigError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own beside "
+            "its reducer. Leave it at its default, True."
+        )
 
 
 def _refuse_traced_backward() -> None:

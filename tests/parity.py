@@ -80,7 +80,13 @@ def _backward(case: Case, model: Any, batch: Batch) -> None:
 
 
 def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol: float) -> None:
-    """Gradients, parameters and buffers, by name; also the layout of the gradients."""
+    """Gradients, parameters and buffers, by name; also the layout of the gradients.
+
+    Buffers on the first rank only, whose buffers count: torch's DDP hands them to the others one forward later.
+    """
+    if dist.get_rank() == 0:
+        for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: {n}: {m}")
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None), f"{when}: gradient of {name}"
         if mine.grad is not None and other.grad is not None:

@@ -511,6 +511,14 @@ def test_tracing_of_backward_by_dynamo_is_refused() -> None:
         torch.compile(train_step, backend="aot_eager", fullgraph=True)(batch())
 
 
+def test_torch_s_python_reducer_is_refused() -> None:
+    with (
+        torch._dynamo.config.patch(optimize_ddp="python_reducer"),
+        pytest.raises(dp_compile.ConfigError, match="python_reducer"),
+    ):
+        dp_compile.replicate(mlp(), config=CONFIG)
+
+
 # --- nothing is left behind -------------------------------------------------------------------------------------
 
 

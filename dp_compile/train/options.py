@@ -9,8 +9,6 @@ from typing import Final
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 
-_REPLICATE = ReplicateConfig()
-
 CHECK_TOLERANCE: Final = 1e-4
 """Largest absolute difference of a parameter that passes `--check`; `check.py` says why."""
 
