@@ -45,10 +45,12 @@ try:
         _resolve_process_group,
     )
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
+    _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
@@ -166,6 +168,11 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
     return backend(gm, inputs)
 
 
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number that two tensors share if they share memory, fake tensors included. Valid while both are alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 inductor_ir: Any = _inductor_ir
 """The kinds of kernels, buffers and views that a lowering puts together."""
 
@@ -236,6 +243,17 @@ def broadcast_state(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, b
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
         _sync_params_and_buffers(group, list(tensors), bucket_bytes, 0)
+
+
+def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+    """torch's own rule for the buckets of its DDP, as lists of indices.
+
+    Args:
+        parameters: in the order in which the buckets are filled.
+        caps_bytes: the cap of the first bucket, of the second and so on; the last one counts from there on.
+        order: the indices of `parameters`, or nothing for the rule before the first backward.
+    """
+    return _assign_by_size(list(parameters), list(caps_bytes), [], list(order))[0]
 
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:

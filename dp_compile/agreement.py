@@ -2,6 +2,7 @@
 
 Two rounds: every rank posts its statement; the first rank of the group reads them all and posts one verdict that
 every rank reads. So all ranks go on, or all raise the same error. Traffic on the store is linear in the ranks.
+What only one rank has to know the others read from it: `decide`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,48 @@ def agree(table: Table, topic: str, statement: Statement) -> None:
     verdict = table.store.get(f"{topic}/verdict").decode()
     if verdict:
         raise DesyncError(f"{topic}: {verdict}")
+
+
+def decide(table: Table, topic: str, value: Any) -> Any:
+    """What rank 0 of the table says on `topic`. It does not wait for the others.
+
+    Args:
+        table: where to meet.
+        topic: unique for this decision on this table.
+        value: plain JSON data; only rank 0's counts.
+
+    Raises:
+        DesyncError: rank 0 has not said anything after `table.timeout_s`.
+    """
+    if table.rank == 0:
+        table.store.set(f"{topic}/decision", json.dumps(value))
+    try:
+        table.store.wait([f"{topic}/decision"], timedelta(seconds=table.timeout_s))
+    except RuntimeError as error:
+        raise DesyncError(
+            f"{topic}: rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same "
+            "backwards as this rank?"
+        ) from error
+    return json.loads(table.store.get(f"{topic}/decision"))
+
+
+def collect(table: Table, topic: str, value: Any) -> list[Any]:
+    """On rank 0 what each rank says on `topic`, by rank; nothing on the others, which do not wait.
+
+    Raises:
+        DesyncError: on rank 0, if a rank has not said anything after `table.timeout_s`.
+    """
+    table.store.set(f"{topic}/{table.rank}", json.dumps(value))
+    if table.rank:
+        return []
+    said = []
+    for rank in range(table.world_size):
+        try:
+            table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
+        except RuntimeError as error:
+            raise DesyncError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
+        said.append(json.loads(table.store.get(f"{topic}/{rank}")))
+    return said
 
 
 def _judge(table: Table, topic: str, own: Statement) -> str:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,10 +26,12 @@ from dp_compile import _torch
 from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, install_hooks, open_round
-from dp_compile.replica import Replica, owners
+from dp_compile.replica import Replica, Revision, owners
+from dp_compile.settling import revise_if_due, settle
 
 logger = logging.getLogger(__name__)
 BROADCAST_BYTES = 250 * 2**20
+FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
 _CAPTURE_PATIENCE_S = 600.0
 
 _scope = threading.local()
@@ -81,6 +83,9 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
     if not found.replicas:
         _remove_entry_if_idle()
         return call.run()
+    synced = [replica for replica in found.replicas if replica.sync]
+    for replica in synced:
+        revise_if_due(replica)
     by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
     obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
     if not by_hooks:
@@ -93,8 +98,9 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
                 result = _run_captured(by_hooks, backward, call)
         if backward is None:
             result = _run_eagerly(by_hooks, "another backward is captured at the moment", call)
-    for replica in found.replicas:
-        if replica.sync and replica.config.broadcast_buffers:
+    for replica in synced:
+        replica.synced_backwards += 1
+        if replica.config.broadcast_buffers:
             _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
     return result
 
@@ -190,6 +196,8 @@ def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
     """Why this backward cannot be captured, or `None`."""
     if not found.compiled:
         return "its forward was not compiled"
+    if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
+        return FIRST_AS_DDP
     if create_graph:
         return "create_graph=True"
     if torch.is_anomaly_enabled():
@@ -216,10 +224,11 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
-        if not replica.backwards["eager hooks"]:
+        if not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
             logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.sync]
+    settle(synced)
     rounds = [open_round(replica) for replica in synced]
     try:
         result = call.run()

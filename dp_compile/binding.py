@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import fx
 
 from dp_compile import _torch
 from dp_compile.hooks import GradHook, check_gradients_have_hooks
+from dp_compile.plan import BucketPlan
 from dp_compile.replica import Replica
 
 Place = tuple[int, int]
@@ -57,6 +58,12 @@ class Binding:
     into_existing: tuple[bool, ...]
     kept: tuple[Place, ...]
 
+    def without_plans(self) -> Binding:
+        return replace(self, code_keys=tuple(("", sync) for _, sync in self.code_keys))
+
+    def with_plans_of(self, replicas: Sequence[Replica]) -> Binding:
+        return replace(self, code_keys=_code_keys(replicas))
+
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
@@ -64,7 +71,7 @@ class _Memory:
 
     hooks: list[GradHook | None]
     existing: list[bool]
-    switches: list[tuple[weakref.ref[Replica], bool]]
+    switches: list[tuple[weakref.ref[Replica], bool, BucketPlan]]
     unhooked: list[weakref.ref[torch.Tensor]]
     binding: Binding
 
@@ -78,7 +85,10 @@ class _Memory:
         return (
             existing == self.existing
             and len(replicas) == len(self.switches)
-            and all(r is ref() and r.sync == sync for r, (ref, sync) in zip(replicas, self.switches, strict=True))
+            and all(
+                replica is ref() and replica.sync == sync and replica.plan is plan
+                for replica, (ref, sync, plan) in zip(replicas, self.switches, strict=True)
+            )
             and all(map(operator.is_, hooks, self.hooks))
             and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
         )
@@ -107,7 +117,7 @@ class Binder:
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
         if complete:
-            switches = [(weakref.ref(replica), replica.sync) for replica in replicas]
+            switches = [(weakref.ref(replica), replica.sync, replica.plan) for replica in replicas]
             self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
         return binding
 
@@ -125,8 +135,11 @@ def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existin
         for index, parameter in enumerate(replica.parameters)
         if (position, index) not in got and parameter.grad is not None
     )
-    code_keys = tuple((replica.code_key, replica.sync) for replica in replicas)
-    return Binding(code_keys, hooked, tuple(existing), kept)
+    return Binding(_code_keys(replicas), hooked, tuple(existing), kept)
+
+
+def _code_keys(replicas: Sequence[Replica]) -> tuple[tuple[str, bool], ...]:
+    return tuple((replica.code_key, replica.sync) for replica in replicas)
 
 
 def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:

@@ -21,6 +21,7 @@ from dp_compile.binding import Binder, Binding, find_sites
 from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
 from dp_compile.hooks import close_round, open_round
 from dp_compile.replica import Replica
+from dp_compile.settling import Shares, settle
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,8 @@ class CapturedBackward:
         self._sites = find_sites(graph_module.graph)
         self._binder = Binder(self._sites)
         self._compiled: dict[Binding, CompiledBackward] = {}
+        self._shares: dict[Binding, dict[int, Shares]] = {}
+        """What is known of ready times, by binding without the plans."""
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         backward = _current
@@ -88,6 +91,9 @@ class CapturedBackward:
 
     def _run(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         binding = self._binder.bind(replicas, inputs, rest[2])
+        if (shares := self._shares.get(binding.without_plans())) is not None:
+            settle([replica for replica in replicas if replica.sync], shares)
+            binding = self._binder.bind(replicas, inputs, rest[2])
         compiled = self._compiled.get(binding)
         if compiled is None:
             captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
@@ -104,11 +110,17 @@ class CapturedBackward:
             compiled.gave_up = True
             logger.warning("a backward is not compiled any more, it was recompiled too often: %s", first_line(error))
             return self._run_uncompiled(replicas, inputs, rest)
+        if compiled.shares:
+            # The plans were settled from its graph: what was compiled is the code of another binding.
+            self._shares.setdefault(binding.without_plans(), compiled.shares)
+            del self._compiled[binding]
+            self._compiled[binding.with_plans_of(replicas)] = compiled
         return outputs
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""
         synced = [replica for replica in replicas if replica.sync]
+        settle(synced)
         rounds = [open_round(replica) for replica in synced]
         try:
             outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)

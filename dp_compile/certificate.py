@@ -25,6 +25,9 @@ from dp_compile.timeline import (
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 """How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
 
+MEASURED_BAND: Final = (1.0, 0.9, 1.1)
+"""The same for speeds that were measured: what is left is noise."""
+
 LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
 
@@ -37,7 +40,7 @@ class Certificate:
     """What a partition promises, all in seconds after the start of the backward.
 
     `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
-    the largest makespan over bound in `ERROR_BAND`. `reasons`: for each bucket, why it ends where it ends.
+    the largest makespan over bound in `band`. `reasons`: for each bucket, why it ends where it ends.
     """
 
     strategy: str
@@ -46,6 +49,7 @@ class Certificate:
     makespan_s: float
     bound_s: float
     worst_ratio: float
+    band: tuple[float, ...]
     reasons: tuple[str, ...]
 
     @property
@@ -56,7 +60,8 @@ class Certificate:
         lines = [
             f"{self.strategy}: {len(self.reasons)} buckets, all-reduce = {self.cost}",
             f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}, bound {_ms(self.bound_s)}, "
-            f"ratio {self.ratio:.4f}, at most {self.worst_ratio:.4f} with speeds off by 0.5x to 2x",
+            f"ratio {self.ratio:.4f}, at most {self.worst_ratio:.4f} with speeds off by "
+            f"{min(self.band):g}x to {max(self.band):g}x",
         ]
         return "\n".join([*lines, *(f"  {number:>3}  {reason}" for number, reason in enumerate(self.reasons))])
 
@@ -79,7 +84,13 @@ class _Candidate:
 
 
 def certify(
-    gradients: Sequence[ReadyGradient], buckets: Buckets, *, cost: AllReduceCost, backward_s: float, strategy: str
+    gradients: Sequence[ReadyGradient],
+    buckets: Buckets,
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    strategy: str,
+    band: tuple[float, ...] = ERROR_BAND,
 ) -> Certificate:
     """What given buckets promise."""
     jobs = jobs_of(gradients, buckets, cost)
@@ -89,15 +100,21 @@ def certify(
         backward_s,
         max(backward_s, finish_time(jobs)),
         _bound(gradients, cost, backward_s),
-        worst_ratio(jobs, _bounds(gradients, cost, backward_s), backward_s),
+        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band),
+        band,
         tuple(_reasons(gradients, buckets, jobs)),
     )
 
 
 def robust_partition(
-    gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float, split_above: int | None = None
+    gradients: Sequence[ReadyGradient],
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    split_above: int | None = None,
+    band: tuple[float, ...] = ERROR_BAND,
 ) -> Choice:
-    """Of the optimal partitions for each speed in `ERROR_BAND` and of fixed caps, the one with the least worst ratio.
+    """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
 
     Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
     it ends some percent later than the optimum if the belief was right (docs/plan_table.md).
@@ -107,45 +124,49 @@ def robust_partition(
         cost: of the collective that carries a bucket.
         backward_s: how long the backward takes without communication.
         split_above: cut gradients of more bytes into pieces, if that makes the worst case better.
+        band: how much slower the network may be, compared with the backward, than was believed.
 
     Raises:
         ConfigError: a number is not allowed.
     """
     whole = tuple(gradients)
-    candidates = list(_candidates(whole, cost, backward_s, ""))
+    candidates = list(_candidates(whole, cost, backward_s, band, ""))
     if split_above is not None and (pieces := split_large(whole, above_nbytes=split_above)) != whole:
-        candidates += _candidates(pieces, cost, backward_s, ", large gradients in pieces")
-    bounds = _bounds(whole, cost, backward_s)
-    ratios = [worst_ratio(candidate.jobs, bounds, backward_s) for candidate in candidates]
+        candidates += _candidates(pieces, cost, backward_s, band, ", large gradients in pieces")
+    bounds = _bounds(whole, cost, backward_s, band)
+    ratios = [worst_ratio(candidate.jobs, bounds, backward_s, band) for candidate in candidates]
     least = min(ratios) * (1 + SLACK)
     equal = [candidate for candidate, ratio in zip(candidates, ratios, strict=True) if ratio <= least]
     best = min(equal, key=lambda candidate: (len(candidate.gradients), len(candidate.buckets)))
     certificate = certify(
-        best.gradients, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})"
+        best.gradients, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})", band=band
     )
     return Choice(best.gradients, best.buckets, certificate)
 
 
-def worst_ratio(jobs: Sequence[Job], bounds: Sequence[float], backward_s: float) -> float:
+def worst_ratio(
+    jobs: Sequence[Job], bounds: Sequence[float], backward_s: float, band: Sequence[float] = ERROR_BAND
+) -> float:
     """The largest makespan over bound when the network is slower or faster than the jobs say.
 
     Args:
         jobs: the buckets at the believed speed.
-        bounds: the bound for each speed in `ERROR_BAND`.
+        bounds: the bound for each speed in `band`.
         backward_s: how long the backward takes.
+        band: the speeds.
     """
-    makespans = [max(backward_s, finish_time(jobs, slower=slower)) for slower in ERROR_BAND]
+    makespans = [max(backward_s, finish_time(jobs, slower=slower)) for slower in band]
     return max(makespan / bound if bound else 1.0 for makespan, bound in zip(makespans, bounds, strict=True))
 
 
 def _candidates(
-    gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, note: str
+    gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float], note: str
 ) -> Iterator[_Candidate]:
     found: dict[Buckets, str] = {}
-    for slower in ERROR_BAND:
+    for slower in band:
         buckets = optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
         found.setdefault(buckets, f"optimal for a network {slower:.2g}x as slow" if slower != 1 else "optimal")
-    for latency, slower in itertools.product(LATENCIES if len(gradients) < MANY else LATENCIES[2:3], ERROR_BAND):
+    for latency, slower in itertools.product(LATENCIES if len(gradients) < MANY else LATENCIES[2:3], band):
         assumed = AllReduceCost(cost.alpha_s * slower * latency, cost.beta_s_per_byte * slower)
         buckets = earliest_partition(gradients, cost=assumed)
         found.setdefault(buckets, f"earliest for a network {slower:.2g}x as slow, latency {latency:g}x")
@@ -167,8 +188,10 @@ def _bound(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: 
     )
 
 
-def _bounds(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> list[float]:
-    return [_bound(gradients, cost.scaled(slower), backward_s) for slower in ERROR_BAND]
+def _bounds(
+    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
+) -> list[float]:
+    return [_bound(gradients, cost.scaled(slower), backward_s) for slower in band]
 
 
 def _reasons(gradients: Sequence[ReadyGradient], buckets: Buckets, jobs: Sequence[Job]) -> Iterator[str]:

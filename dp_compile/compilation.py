@@ -13,6 +13,7 @@ runs the same collectives.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import operator
@@ -28,10 +29,13 @@ from dp_compile import _torch
 from dp_compile.binding import Binding, Place, Sites
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
+from dp_compile.launch_clock import LaunchClock
 from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.replica import Replica
+from dp_compile.passes.ready_times import ready_shares
+from dp_compile.replica import Replica, Revision
 from dp_compile.report import CaptureRecord, PassRecord, Placement
+from dp_compile.settling import Shares, settle
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +87,10 @@ class CompiledBackward:
         self._number = next(_code_numbers)
         self._latest: CaptureRecord | None = None
         self._log = CompileLog()
+        self._clock: LaunchClock | None = None
+        self._settling: tuple[Replica, ...] = ()
+        self.shares: dict[int, Shares] = {}
+        """What the graph says of ready times, by the replica's position."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
         self._run = self._compile(replicas, whole=True)
@@ -92,11 +100,28 @@ class CompiledBackward:
             if not replica.sync:
                 replica.used_without_sync.update(self._used[ordinal])
         inputs.extend(self._extra_inputs(replicas))
-        outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
+        self._clock = self._clock_for(replicas)
+        self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
+        try:
+            outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
+            self._keep_time()
+        finally:
+            self._clock, self._settling = None, ()
         self._has_code = True
         self._record(replicas)
         self._settle(replicas, reduced)
         return outputs
+
+    def _clock_for(self, replicas: Sequence[Replica]) -> LaunchClock | None:
+        """A clock if this backward is to be measured. With several modules it is not told whose compute is whose."""
+        if not self._has_code or self._deferred or len(replicas) > 1 or not self._synced:
+            return None
+        return LaunchClock(replicas[0].device) if replicas[0].awaits(Revision.FROM_LAUNCHES) else None
+
+    def _keep_time(self) -> None:
+        seen = None if self._clock is None else self._clock.result()
+        if seen is not None and not self._log.graphs:  # else it has the time of a compilation in it
+            self._settling[0].seen_launches.append(seen)
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
@@ -235,10 +260,31 @@ class CompiledBackward:
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())
+        if found:
+            self._settle_plans(graph_module.graph)
         pipeline = Pipeline(self._passes, self._plans, self._note_passes)
         compile_graph = _torch.inductor if self._backend == "inductor" else _torch.aot_eager
         with observing(self._note_written):
-            return compile_graph(graph_module, example_inputs, pipeline)
+            return self._timed(compile_graph(graph_module, example_inputs, pipeline))
+
+    def _settle_plans(self, graph: fx.Graph) -> None:
+        """The plans of a first backward, from its graph. Where all reductions stand at the end it says nothing."""
+        shares: dict[int, dict[int, float]] = {}
+        if not self._deferred:
+            for (ordinal, index), share in ready_shares(graph).items():
+                shares.setdefault(self._synced.index(ordinal), {})[index] = share
+        self.shares.update(shares)
+        settle(self._settling, self.shares)
+        plans = dict(zip(self._synced, (replica.plan for replica in self._settling), strict=True))
+        self._plans = tuple(plans.get(ordinal, plan) for ordinal, plan in enumerate(self._plans))
+
+    def _timed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with self._clock or contextlib.nullcontext():
+                return compiled(*args)
+
+        run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
+        return run
 
     def _expected_reductions(self) -> Counter[Place]:
         return Counter(

@@ -16,7 +16,7 @@ from dp_compile.errors import ConfigError
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 BACKENDS: Final = ("inductor", "aot_eager")
-STRATEGIES: Final = ("fixed", "per_module", "optimal", "explicit")
+STRATEGIES: Final = ("fixed", "per_module", "optimal", "ddp", "explicit")
 BYTES_PER_MB: Final = 2**20
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
@@ -38,17 +38,24 @@ class ReplicateConfig:
     `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
 
     strategy: str | None = None
-    """Where buckets end: `fixed`, `per_module`, `optimal` or `explicit`, see `dp_compile.strategies`. `None`: what the
-    other options ask for (`fixed` with a cap, `per_module` with a policy, `explicit` with a plan), else `optimal`."""
+    """Where buckets end: `fixed`, `per_module`, `optimal`, `ddp` or `explicit`, see `dp_compile.strategies`. `None`:
+    what the other options ask for (`fixed` with a cap, `per_module` with a policy, `explicit` with a plan), else
+    `optimal`."""
 
     bucket_cap_mb: float | None = None
-    """For `fixed`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one bucket."""
+    """For `fixed` and `ddp`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one
+    bucket."""
 
     first_bucket_cap_mb: float | None = None
-    """The same for the first bucket of each key, 1 by default, if it is less: communication then starts early."""
+    """For `fixed`: the same for the first bucket of each key, 1 by default, if it is less: communication then starts
+    early."""
 
     cost: AllReduceCost | None = None
     """For `optimal`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal link."""
+
+    replan_after: int | None = None
+    """For `optimal`: measure so many backwards, the first one not counted, and then plan once more, from measured
+    ready times and, without `cost`, a measured link. The backward is compiled once more then. `None`: never."""
 
     find_unused_parameters: bool = False
     """`False`: a parameter without a gradient is an error on every rank. `True`: as torch's DDP, gradients that no
@@ -79,6 +86,8 @@ class ReplicateConfig:
             raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}.")
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
+        if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
+            raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
 
@@ -95,10 +104,12 @@ class ReplicateConfig:
             ConfigError: options of different strategies are given, or one that the chosen strategy does not read.
         """
         given = {
-            "bucket_cap_mb": ("fixed", self.bucket_cap_mb is not None or self.first_bucket_cap_mb is not None),
+            "bucket_cap_mb": ("ddp" if self.strategy == "ddp" else "fixed", self.bucket_cap_mb is not None),
+            "first_bucket_cap_mb": ("fixed", self.first_bucket_cap_mb is not None),
             "bucket_policy": ("per_module", has_policy),
             "plan": ("explicit", has_plan),
             "cost": ("optimal", self.cost is not None),
+            "replan_after": ("optimal", self.replan_after is not None),
         }
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
         chosen = self.strategy or next(iter(asked.values()), "optimal")

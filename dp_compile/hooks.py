@@ -21,6 +21,7 @@ from dp_compile.errors import ReductionError
 from dp_compile.grad_reduction import REDUCE_OPS
 from dp_compile.plan import Bucket, Member
 from dp_compile.replica import Replica
+from dp_compile.settling import revise_if_due, settle
 
 
 class GradHook:
@@ -92,7 +93,8 @@ class ReductionRound:
     replica: Replica
     graph_task: int | None = None
     """The engine's number of the backward, if its end is seen by the engine only."""
-    arrived: set[int] = field(default_factory=set)
+    arrived: dict[int, None] = field(default_factory=dict)
+    """Parameters in the order in which their gradients were completed."""
     flights: list[_Flight] = field(default_factory=list)
 
     def arrive(self, index: int) -> None:
@@ -106,7 +108,7 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
-        self.arrived.add(index)
+        self.arrived[index] = None
         buckets = self.replica.plan.buckets
         while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
             self._launch(buckets[len(self.flights)], None)
@@ -121,7 +123,7 @@ class ReductionRound:
         replica = self.replica
         try:
             unused = [index for index in range(len(replica.parameters)) if index not in self.arrived]
-            used = sorted(self.arrived | replica.used_without_sync)
+            used = sorted({*self.arrived, *replica.used_without_sync})
             flags = replica.unused_flags(unused, used)
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
@@ -136,8 +138,10 @@ class ReductionRound:
                     assert grad is not None
                     grad.copy_(averages[index])
             replica.used_without_sync.clear()
+            replica.arrivals = replica.arrivals or tuple(self.arrived)
             replica.settle_unused(averages[len(replica.parameters)], unused, [averages[index] for index in unused])
         finally:
+            replica.synced_backwards += self.graph_task is not None  # else whoever saw the end counts
             close_round(replica)
 
     def _is_complete(self, bucket: Bucket) -> bool:
@@ -178,6 +182,8 @@ def _round_of_this_backward(replica: Replica) -> ReductionRound:
     if current is not None and current.graph_task in (None, _torch.graph_task()):
         return current
     # None is open, or an earlier backward was interrupted and left its round behind.
+    revise_if_due(replica)
+    settle([replica])
     current = _open_rounds[replica] = ReductionRound(replica, graph_task=_torch.graph_task())
     _torch.queue_after_backward(current.finish)
     return current

@@ -86,9 +86,14 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """All buckets of one replicated module, in launch order."""
+    """All buckets of one replicated module, in launch order.
+
+    `folds_scale`: the factor before the reduction may be applied inside of what computes a gradient. That can round
+    in another place than a multiplication of its own.
+    """
 
     buckets: tuple[Bucket, ...]
+    folds_scale: bool = True
 
     @property
     def gradients(self) -> tuple[GradientSpec, ...]:
@@ -105,7 +110,7 @@ class BucketPlan:
         for bucket in buckets:
             for member in bucket["members"]:
                 del member["gradient"]["key"]
-        return {"version": PLAN_VERSION, "buckets": buckets}
+        return {"version": PLAN_VERSION, "folds_scale": self.folds_scale, "buckets": buckets}
 
     def signature(self) -> str:
         """A short hash; two ranks with equal signatures run the same collectives."""

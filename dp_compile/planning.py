@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
 import os
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from torch import nn
 
-from dp_compile.config import ReplicateConfig
+from dp_compile import _torch
+from dp_compile.config import BYTES_PER_MB, ReplicateConfig
+from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
 from dp_compile.plan import BucketPlan, GradientSpec, plan_single
-from dp_compile.replica import Group
+from dp_compile.ready_times import ReadyTimes, assumed_times, in_ready_order
+from dp_compile.replica import Group, Revision
 from dp_compile.strategies import (
     Planned,
     nominal_cost,
+    plan_ddp,
     plan_explicit,
     plan_fixed,
     plan_optimal,
     plan_per_module,
     plan_to_json,
 )
+
+DDP_FIRST_BYTES: Final = 2**20
+"""The cap of torch's first bucket (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`)."""
 
 BucketPolicy = Callable[[str, nn.Module], bool] | Collection[type[nn.Module]]
 """Which modules are units of buckets, as FSDP's wrap policies: a function of name and module, or a set of classes."""
@@ -37,24 +47,74 @@ class PlanRequest:
     bucketed: bool
 
 
-def make_plan(module: nn.Module, gradients: Sequence[GradientSpec], group: Group, request: PlanRequest) -> Planned:
-    """The plan of a module.
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """A plan, and how to make it anew when more is known.
+
+    `revise` makes a plan from ready times and, if it was measured, what a collective costs; it is pure. `revisions`
+    are the occasions for it, in their order.
+    """
+
+    planned: Planned
+    ready: ReadyTimes
+    revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
+    revisions: tuple[Revision, ...] = ()
+
+
+def make_plan(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[GradientSpec],
+    group: Group,
+    request: PlanRequest,
+) -> Planning:
+    """The plan of a module, as far as it can be known before the first backward.
 
     Raises:
         ConfigError: options contradict each other, the policy returns something else than documented, or the plan
             file does not fit the module.
     """
-    config = request.config
+    config, ready = request.config, assumed_times(gradients)
     strategy = config.chosen_strategy(has_policy=request.bucket_policy is not None, has_plan=request.plan is not None)
     if not request.bucketed:
-        return Planned(plan_single(gradients))
+        return Planning(Planned(plan_single(gradients)), ready)
     if request.bucket_policy is not None:
-        return plan_per_module(gradients, _unit_of(module, request.bucket_policy))
+        return Planning(plan_per_module(gradients, _unit_of(module, request.bucket_policy)), ready)
     if request.plan is not None:
-        return plan_explicit(gradients, _plan_text(request.plan))
+        return Planning(plan_explicit(gradients, _plan_text(request.plan)), ready)
     if strategy == "fixed":
-        return plan_fixed(gradients, config)
-    return plan_optimal(gradients, config.cost or nominal_cost(group.backend, group.world_size))
+        return Planning(plan_fixed(gradients, config), ready)
+    if strategy == "ddp":
+        return _as_ddp(parameters, gradients, config, ready)
+
+    def optimal(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
+        cost = config.cost or measured or nominal_cost(group.backend, group.world_size)
+        return plan_optimal(gradients, cost, times)
+
+    later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
+    return Planning(optimal(ready, None), ready, optimal, (Revision.FROM_GRAPH, *later))
+
+
+def _as_ddp(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[GradientSpec], config: ReplicateConfig, ready: ReadyTimes
+) -> Planning:
+    """torch's DDP: one bucket for each key at first, then buckets in the order in which gradients arrived.
+
+    With `find_unused_parameters` it fills buckets in the parameters' order, and keeps them.
+    Source: torch's `DistributedDataParallel._ddp_init_helper` and `Reducer::rebuild_buckets`.
+    """
+    cap_bytes = int(config.caps_mb()[0] * BYTES_PER_MB) if config.caps_mb()[0] < math.inf else sys.maxsize
+    caps_bytes = [min(DDP_FIRST_BYTES, cap_bytes), cap_bytes] if config.bucket_cap_mb is None else [cap_bytes]
+
+    def rebuilt(times: ReadyTimes, _: AllReduceCost | None) -> Planned:
+        order = [gradient.index for gradient in in_ready_order(gradients, times) if gradient.index < len(parameters)]
+        return plan_ddp(gradients, _torch.ddp_buckets([parameters[index] for index in order], caps_bytes, order))
+
+    at_first = caps_bytes if config.find_unused_parameters else [sys.maxsize]
+    planned = plan_ddp(gradients, _torch.ddp_buckets(parameters, at_first, [])[::-1])
+    if config.find_unused_parameters:
+        return Planning(planned, ready)
+    return Planning(planned, ready, rebuilt, (Revision.FROM_ARRIVALS,))
 
 
 def _unit_of(module: nn.Module, policy: BucketPolicy) -> Callable[[str], str]:

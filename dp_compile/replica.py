@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 import weakref
 from collections import Counter, deque
@@ -15,11 +16,14 @@ from torch import nn
 
 from dp_compile.certificate import Certificate
 from dp_compile.config import ReplicateConfig
+from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ModuleError, ReductionError
 from dp_compile.grad_reduction import Averaging, ReductionTag
 from dp_compile.graph_pass import GraphPass
 from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec
+from dp_compile.ready_times import Launches, ReadyTimes
 from dp_compile.report import CaptureRecord
+from dp_compile.strategies import Planned
 
 MAX_UNREAD_FLAGS: Final = 2
 _numbers = itertools.count()
@@ -34,6 +38,14 @@ class Group:
     backend: str
     world_size: int
     averaging: Averaging
+
+
+class Revision(enum.Enum):
+    """An occasion on which a plan is made anew, at the same backward on every rank."""
+
+    FROM_GRAPH = "before the first synchronised backward, from the graph of it"
+    FROM_ARRIVALS = "after the first synchronised backward, from the order in which gradients arrived"
+    FROM_LAUNCHES = "after some synchronised backwards, from measured launches"
 
 
 class Removable(Protocol):
@@ -67,6 +79,18 @@ class Replica:
     plan: BucketPlan
     passes: tuple[GraphPass, ...]
     certificate: Certificate | None = None
+    topic: str = ""
+    """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
+    ready: ReadyTimes | None = None
+    """The ready times that the plan was made from."""
+    revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
+    revisions: tuple[Revision, ...] = ()
+    """When the plan will be made anew, by `revise`: the next occasion first."""
+    synced_backwards: int = 0
+    arrivals: tuple[int, ...] = ()
+    """The parameters in the order in which their gradients arrived in the first backward, if it was not captured."""
+    seen_launches: list[Launches] = field(default_factory=list)
+    """What this rank has measured for the revision from launches."""
     code_key: str = field(init=False)
     """Replicas with equal keys can share compiled code: the model itself is never part of it."""
     number: int = field(default_factory=lambda: next(_numbers))
@@ -88,7 +112,19 @@ class Replica:
         return ReductionTag(index, ordinal, self.group.name, averaging.reduce_op, averaging.scale)
 
     def __post_init__(self) -> None:
-        self.code_key = repr((self.group.name, self.plan, self.passes, self.config))
+        self.code_key = self._code_key()
+
+    def _code_key(self) -> str:
+        return repr((self.group.name, self.plan, self.passes, self.config))
+
+    def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
+        """Reduce by another plan from now on. Only between backwards, and on every rank."""
+        self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready
+        self.code_key = self._code_key()
+
+    def awaits(self, revision: Revision) -> bool:
+        """Whether this is the next occasion on which the plan is made anew."""
+        return self.revisions[:1] == (revision,)
 
     @property
     def device(self) -> torch.device:

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from dp_compile import _torch
-from dp_compile.agreement import Statement, Table, agree
+from dp_compile.agreement import Statement, agree
 from dp_compile.backward import BROADCAST_BYTES, install_entry
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, DPCompileError, ModuleError
-from dp_compile.grad_reduction import averaging_for
+from dp_compile.grad_reduction import Averaging, averaging_for
 from dp_compile.graph_pass import GraphPass
 from dp_compile.hooks import install_hooks
 from dp_compile.passes import DEFAULT_PASSES
@@ -31,7 +31,7 @@ from dp_compile.plan import BucketPlan
 from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
 from dp_compile.replica import Group, Replica, gradient_specs, owners
 from dp_compile.report import Report
-from dp_compile.strategies import ASSUMPTION
+from dp_compile.settling import table_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -108,7 +108,7 @@ def replicate(
     except DPCompileError as error:
         _compare(group, {"error": str(error)}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
         raise
-    _compare(group, _statement(target, replica), timeout_s=options.timeout_s)
+    replica.topic = _compare(group, _statement(target, replica), timeout_s=options.timeout_s)
     _broadcast(replica)
     _install(target.module, replica)
     return module
@@ -142,7 +142,9 @@ def report(module: nn.Module) -> Report:
         mode = "torch's C++ reducer"
     else:
         mode = "not decided, no backward yet"
-    promise = "" if replica.certificate is None else "\n".join([*str(replica.certificate).splitlines()[:2], ASSUMPTION])
+    promise = ""
+    if replica.certificate is not None and replica.ready is not None:
+        promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
     captures = tuple(replica.captures.values())
     return Report(mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
 
@@ -319,7 +321,9 @@ def _check_passes(passes: tuple[GraphPass, ...]) -> tuple[GraphPass, ...]:
 def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes: tuple[GraphPass, ...]) -> Replica:
     config = request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
-    planned = make_plan(target.module, gradient_specs(parameters, names, group), group, request)
+    if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
+        group = dataclasses.replace(group, averaging=Averaging("sum", 1.0 / group.world_size))
+    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -327,8 +331,11 @@ def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes
         buffers=tuple(target.buffers.values()),
         group=group,
         config=config,
-        plan=planned.plan,
-        certificate=planned.certificate,
+        plan=planning.planned.plan,
+        certificate=planning.planned.certificate,
+        ready=planning.ready,
+        revise=planning.revise,
+        revisions=planning.revisions,
         passes=passes,
     )
     replica.make_reducer = lambda: _torch.TorchReducer(
@@ -360,19 +367,22 @@ def _statement(target: _Selection, replica: Replica) -> Statement:
     }
 
 
-def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None) -> None:
-    """Compare with the other ranks; a rank that found an error itself only tells the others and raises its own."""
-    if group.world_size == 1 or group.backend == "fake":
-        return
+def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None) -> str:
+    """Compare with the other ranks; a rank that found an error itself only tells the others and raises its own.
+
+    Returns the topic of the meeting, which no other call of `replicate` has.
+    """
     _meetings[group.name] += 1
-    rank = dist.get_rank(group.process_group)
-    table = Table(_torch.default_store(), rank, group.world_size, timeout_s)
     topic = f"dp_compile.replicate/{group.name}/{_meetings[group.name]}"
+    table = table_of(group, timeout_s)
+    if table is None:
+        return topic
     try:
         agree(table, topic, statement)
     except DPCompileError:
         if own_error is None:
             raise
+    return topic
 
 
 def _broadcast(replica: Replica) -> None:

@@ -1,10 +1,11 @@
-"""How a module's gradients are put into buckets: `fixed`, `per_module`, `optimal`, `explicit`. Pure.
+"""How a module's gradients are put into buckets: `fixed`, `per_module`, `optimal`, `ddp`, `explicit`. Pure.
 
 | strategy     | a bucket ends                                                              | wants           |
 |--------------|----------------------------------------------------------------------------|-----------------|
 | `fixed`      | at a size, as in torch's DDP                                               | `bucket_cap_mb` |
 | `per_module` | where the module that a policy names ends                                  | `bucket_policy` |
 | `optimal`    | where the predicted end of the step is earliest, also if speeds are off 2x | `cost`          |
+| `ddp`        | where it ends in torch's DDP, which gives the same bits                     | nothing         |
 | `explicit`   | where a plan file says                                                     | `plan`          |
 """
 
@@ -14,19 +15,19 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Any, Final
 
-from dp_compile.certificate import Certificate, robust_partition
+from dp_compile.certificate import ERROR_BAND, MEASURED_BAND, Certificate, robust_partition
 from dp_compile.config import ReplicateConfig
 from dp_compile.cost_model import TREE, AllReduceCost
 from dp_compile.errors import ConfigError
 from dp_compile.links import link
 from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS, BucketPlan, GradientSpec, lay_out, plan_buckets
+from dp_compile.ready_times import ReadyTimes, in_ready_order
 from dp_compile.timeline import ReadyGradient
 
 RANKS_OF_A_NODE: Final = 8
-ASSUMPTION: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +63,45 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
     return Planned(BucketPlan(tuple(buckets)))
 
 
-def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost) -> Planned:
-    """The partition that is best in the worst case over speeds that are off by 0.5x to 2x.
+def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> Planned:
+    """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
 
-    Nothing has been measured when a plan is made, and it must be the same on every rank. So the work behind a
-    gradient is taken as proportional to its elements (exact for dense layers: 4 FLOPs a token and element), and the
-    backward as long as the communication: the case in which the buckets matter most.
+    The plan must be the same on every rank, so all of them pass the same times. As long as nobody has measured the
+    backward it is taken to be as long as the communication: the case in which the buckets matter most.
 
     Args:
-        gradients: in launch order.
+        gradients: in any order; equally ready ones are launched in it.
         cost: what one collective costs on the group.
+        times: when the gradients are ready.
     """
-    backward_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
-    work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
-    total = sum(work) or 1
-    ready = [
-        ReadyGradient(gradient.nbytes, backward_s * done / total, gradient.key)
-        for gradient, done in zip(gradients, accumulate(work), strict=True)
-    ]
-    choice = robust_partition(ready, cost=cost, backward_s=backward_s)
+    communication_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
+    backward_s = communication_s if times.backward_s is None else times.backward_s
+    ordered = in_ready_order(gradients, times)
+    ready = [ReadyGradient(gradient.nbytes, backward_s * times.of(gradient), gradient.key) for gradient in ordered]
+    band = ERROR_BAND if times.backward_s is None else MEASURED_BAND
+    choice = robust_partition(ready, cost=cost, backward_s=backward_s, band=band)
     buckets = tuple(
-        lay_out(gradients[bucket[0]].key, [gradients[position] for position in bucket], reason)
+        lay_out(ordered[bucket[0]].key, [ordered[position] for position in bucket], reason)
         for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True)
     )
     return Planned(BucketPlan(buckets), choice.certificate)
+
+
+def plan_ddp(gradients: Sequence[GradientSpec], assignment: Sequence[Sequence[int]]) -> Planned:
+    """The buckets of torch's DDP, bit for bit: its members at its offsets, each scaled before it is added up.
+
+    The flags travel in a collective of their own, behind the others, for they would move what is added up together.
+
+    Args:
+        gradients: in any order, the flags among them.
+        assignment: for each bucket the indices of its gradients, from torch's own rule (`_torch.ddp_buckets`).
+    """
+    by_index = {gradient.index: gradient for gradient in gradients}
+    buckets = [[by_index[index] for index in indices] for indices in assignment]
+    buckets.append([gradient for gradient in gradients if gradient.name == UNUSED_FLAGS])
+    return Planned(
+        BucketPlan(tuple(lay_out(members[0].key, members, "as torch's DDP") for members in buckets), folds_scale=False)
+    )
 
 
 def nominal_cost(backend: str, world_size: int) -> AllReduceCost:

@@ -20,17 +20,18 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "_torch"),
     ("cost_model",),
-    ("config", "fx", "links", "timeline"),
+    ("config", "fx", "links", "timeline", "calibration"),
     ("plan", "partition"),
-    ("certificate", "report", "model_shapes"),
-    ("strategies",),
+    ("certificate", "report", "model_shapes", "ready_times"),
+    ("strategies", "launch_clock"),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
+    ("settling",),
     ("passes", "hooks", "planning"),
     ("binding",),
     ("compilation",),
     ("capture",),
     ("backward",),
-    ("replicate", "calibration"),
+    ("replicate",),
     ("distributed",),
     ("train", "plan_table"),
     ("__init__", "cli", "__main__"),
@@ -44,7 +45,7 @@ INSIDE_A_ROW = {
 # Inside the packages, from low to high; files of one step do not know each other.
 INSIDE_A_PACKAGE = {
     "fx": (("collectives",), ("edit", "printer", "verify")),
-    "passes": (("analysis", "producers"), ("bucketing", "overlap", "pipeline"), ("__init__",)),
+    "passes": (("analysis", "producers", "ready_times"), ("bucketing", "overlap", "pipeline"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
@@ -58,6 +59,7 @@ OPTIONS = [
     "bucket_cap_mb",
     "first_bucket_cap_mb",
     "cost",
+    "replan_after",
     "find_unused_parameters",
     "broadcast_buffers",
     "check_reductions",

@@ -8,6 +8,7 @@ from torch import fx
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+_LAUNCHES = (ALL_REDUCE, torch.ops._c10d_functional.all_reduce_.default)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -34,3 +35,12 @@ def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
         elif user.op == "call_function" and getattr(user.target, "__name__", "") == "getitem":
             found.extend(waits_of(user))
     return tuple(found)
+
+
+def is_launch(op: object) -> bool:
+    """Whether an op that is being called starts an all-reduce, in place or not."""
+    return op in _LAUNCHES
+
+
+def is_wait_op(op: object) -> bool:
+    return op is WAIT

@@ -43,7 +43,9 @@ class BucketReductions:
         launches: list[fx.Node] = []
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             for number, bucket in enumerate(plans[replica].buckets):
-                launches.append(_reduce_bucket(graph, bucket, f"{replica}.{number}", reductions))
+                launches.append(
+                    _reduce_bucket(graph, bucket, f"{replica}.{number}", reductions, folds=plans[replica].folds_scale)
+                )
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.sort_stably(graph, chain=launches)
@@ -70,13 +72,15 @@ def _by_replica(
     return found
 
 
-def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction]) -> fx.Node:
+def _reduce_bucket(
+    graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction], *, folds: bool
+) -> fx.Node:
     members = [(member, _reduction_of(member, bucket, reductions)) for member in bucket.members]
     position = edit.positions(graph)
     last = max((reduction.node for _, reduction in members), key=position.__getitem__)
     provenance = edit.Provenance(BucketReductions.name, unit)
     names = tuple(f"{r.tag.index}/{r.tag.replica}/{r.tag.scale!r}" for _, r in members)
-    flat = _flat_bucket(graph, members, provenance, before=last)
+    flat = _flat_bucket(graph, members, provenance, before=last, folds=folds)
     launch = edit.insert_call(
         graph,
         last,
@@ -119,7 +123,12 @@ def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradR
 
 
 def _flat_bucket(
-    graph: fx.Graph, members: Sequence[tuple[Member, GradReduction]], provenance: edit.Provenance, *, before: fx.Node
+    graph: fx.Graph,
+    members: Sequence[tuple[Member, GradReduction]],
+    provenance: edit.Provenance,
+    *,
+    before: fx.Node,
+    folds: bool,
 ) -> fx.Node:
     """The members one after the other, each scaled and in its parameter's memory order."""
     sources: list[fx.Node] = []
@@ -130,7 +139,7 @@ def _flat_bucket(
         assert member.offset == offset, "flat_bucket leaves no gaps"
         gradient = reduction.node.all_input_nodes[0]  # what has taken the gradient's place since the analysis
         source, stride = without_views(gradient, member.gradient.stride)
-        folded = fold_factor(source, reduction.tag.scale, provenance)
+        folded = folds and fold_factor(source, reduction.tag.scale, provenance)
         sources.append(source)
         scales.append(1.0 if folded else reduction.tag.scale)
         strides.extend(stride)

@@ -1,0 +1,70 @@
+"""When each gradient of a captured graph is ready, by what the nodes before it have to compute. Reads only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from dp_compile import _torch
+from dp_compile.grad_reduction import REDUCE_GRAD
+
+FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
+"""Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
+
+
+def ready_shares(graph: fx.Graph) -> Mapping[tuple[int, int], float]:
+    """For each reduction, by replica and index, the share of the graph's work that stands before it.
+
+    Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
+    Patterson, CACM 2009); FLOPs as torch's flop counter has them. `graph` is as Dynamo leaves it, with fake tensors in
+    `meta["example_value"]`. A graph without work gives every gradient the share 1.
+    """
+    done, at = 0.0, dict[tuple[int, int], float]()
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is REDUCE_GRAD:
+            index, replica = node.args[1:3]
+            at[replica, index] = done
+        elif node.op in ("call_function", "call_method"):
+            done += _work(node)
+    return {place: share / done if done else 1.0 for place, share in at.items()}
+
+
+def _work(node: fx.Node) -> float:
+    value = node.meta.get("example_value")
+    outputs = list(_tensors(value))
+    inputs = [t for each in node.all_input_nodes for t in _tensors(each.meta.get("example_value"))]
+    if not outputs or _is_view(outputs, inputs):
+        return 0.0
+    nbytes = sum(_nbytes(tensor) for tensor in (*inputs, *outputs))
+    return max(nbytes, _flops(node, value) / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
+
+
+def _is_view(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+    """Whether a node only hands on memory of its inputs. What writes into an input counts as a view too: rare."""
+    memory = {_torch.memory_of(tensor) for tensor in inputs}
+    return all(_torch.memory_of(tensor) in memory for tensor in outputs)
+
+
+def _flops(node: fx.Node, value: Any) -> float:
+    formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0.0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("example_value"))
+    return float(formula(*args, **kwargs, out_val=value))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+
+
+def _nbytes(tensor: torch.Tensor) -> float:
+    return math.prod(int(size) for size in tensor.shape) * tensor.element_size()
