@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_compile.agreement import Table, agree, first_difference
+from dp_compile.agreement import Table, agree, collect, decide, first_difference
 from dp_compile.errors import DesyncError
 
 SAME = {"options": {"cap": 25.0}, "parameters": [["weight", [4, 2]], ["bias", [4]]]}
@@ -138,3 +138,25 @@ JSON = st.recursive(
 @given(JSON, JSON)
 def test_a_difference_is_found_exactly_if_there_is_one(mine: Any, theirs: Any) -> None:
     assert (first_difference(mine, theirs) == "no difference") == (mine == theirs)
+
+
+def test_the_first_rank_decides() -> None:
+    store = dist.HashStore()
+    assert decide(Table(store, 0, 3, 1.0), "topic", {"shares": [1, 0.1]}) == {"shares": [1, 0.1]}
+    assert decide(Table(store, 2, 3, 1.0), "topic", "not asked") == {"shares": [1, 0.1]}
+
+
+def test_nobody_decides() -> None:
+    with pytest.raises(DesyncError, match=r"topic: rank 0 has not decided within 0\.05 s"):
+        decide(Table(dist.HashStore(), 1, 2, 0.05), "topic", None)
+
+
+def test_the_first_rank_hears_all() -> None:
+    store = dist.HashStore()
+    assert collect(Table(store, 1, 2, 1.0), "topic", [0.5]) == []
+    assert collect(Table(store, 0, 2, 1.0), "topic", None) == [None, [0.5]]
+
+
+def test_a_rank_says_nothing() -> None:
+    with pytest.raises(DesyncError, match=r"topic: no word from rank 1 within 0\.05 s"):
+        collect(Table(dist.HashStore(), 0, 2, 0.05), "topic", None)

@@ -19,6 +19,7 @@ def test_defaults() -> None:
         "bucket_cap_mb": None,
         "first_bucket_cap_mb": None,
         "cost": None,
+        "replan_after": None,
         "find_unused_parameters": False,
         "broadcast_buffers": True,
         "check_reductions": True,
@@ -89,3 +90,9 @@ def test_unclear_environment(text: str) -> None:
 def test_switches_are_true_or_false(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be True or False, got {value!r}"):
         ReplicateConfig(**{name: value})
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "3"])
+def test_replan_after_is_a_number_of_backwards(value: Any) -> None:
+    with pytest.raises(ConfigError, match="replan_after must be a number of backwards >= 1"):
+        ReplicateConfig(replan_after=value)

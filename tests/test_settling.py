@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.plan import UNUSED_FLAGS, BucketPlan
-from dp_compile.replica import Revision
-from dp_compile.replicate import replica_of
+from dp_compile.report import Report
 
 
 class Backwards(nn.Module):
@@ -59,15 +58,14 @@ def test_launch_order_is_that_of_the_graph(fake_group: dist.ProcessGroup) -> Non
     assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] <= captures + 1
 
 
-def same_bits(world_size: int, backend: str) -> int:
+def same_bits(world_size: int, backend: str, cap_mb: float = 0.01) -> int:
     torch._dynamo.reset()
     torch.manual_seed(0)
     build = Backwards(6, 40)
     build.layers[2].bias = None
-    caps = {"bucket_cap_mb": 0.01}
-    theirs = DistributedDataParallel(torch.compile(copy.deepcopy(build), backend=backend), **caps)
+    theirs = DistributedDataParallel(torch.compile(copy.deepcopy(build), backend=backend), bucket_cap_mb=0.01)
     ours = dp_compile.replicate(
-        build, config=dp_compile.ReplicateConfig(strategy="ddp", bucket_cap_mb=0.01, backend=backend)
+        build, config=dp_compile.ReplicateConfig(strategy="ddp", bucket_cap_mb=cap_mb, backend=backend)
     )
     compiled = torch.compile(ours, backend=backend)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
@@ -95,3 +93,94 @@ def test_same_bits_as_ddp_on_2_ranks(ranks2: Ranks, backend: str) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_same_bits_as_ddp_on_4_ranks(ranks4: Ranks, backend: str) -> None:
     assert ranks4.run(same_bits, 4, backend)[0] > 3
+
+
+def test_buckets_of_other_caps_give_other_bits(ranks4: Ranks) -> None:
+    """The twin: the comparison above would see a difference of one bit."""
+    with pytest.raises(AssertionError, match="gradient of layers"):
+        ranks4.run(same_bits, 4, "aot_eager", 0.02)
+
+
+def train(
+    options: dict[str, Any], steps: int, *, eager_at: tuple[int, int] = (-1, -1), model: nn.Module | None = None
+) -> tuple[Report, torch.Tensor]:
+    """Train; rank `eager_at[0]` cannot capture backward number `eager_at[1]`. Returns the report and a parameter."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = dp_compile.replicate(model or Backwards(), config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
+    compiled = torch.compile(ours, backend="aot_eager")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    for number in range(steps):
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        optimizer.zero_grad()
+        with torch.autograd.set_detect_anomaly(eager_at == (dist.get_rank(), number), check_nan=False):
+            step(compiled, x)
+        optimizer.step()
+    return dp_compile.report(ours), next(ours.parameters()).detach()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_cannot_capture_the_first_backward(ranks2: Ranks, who: int) -> None:
+    one, other = ranks2.run(train_eager_at, who)
+    assert one[0].plan == other[0].plan
+    assert torch.equal(one[1], other[1])
+    estimated = names(one[0].plan)[0] == "layers.0.bias"
+    assert estimated == (who == 1)  # rank 0 decides; without a graph the plan stays
+
+
+def train_eager_at(who: int) -> tuple[Report, torch.Tensor]:
+    return train({}, 3, eager_at=(who, 0))
+
+
+def replan() -> tuple[Report, torch.Tensor, tuple[Report, torch.Tensor]]:
+    return (*train({"replan_after": 2}, 6), train({}, 6))
+
+
+def test_one_plan_from_measured_launches(ranks2: Ranks) -> None:
+    one, other = ranks2.run(replan)
+    assert one[0].plan == other[0].plan
+    assert "ready times are measured" in str(one[0])
+    assert "speeds off by 0.9x to 1.1x" in str(one[0])
+    assert [record.synced for record in one[0].captures] == [True, True]  # compiled twice, no more
+    assert one[0].backwards == {"captured": 6}
+    assert torch.equal(one[1], other[1])
+    torch.testing.assert_close(one[1], one[2][1])
+
+
+def replan_eager() -> tuple[Report, torch.Tensor]:
+    return train({"replan_after": 1}, 5, eager_at=(1, 1))
+
+
+def test_the_plan_stays_if_a_rank_measured_nothing(ranks2: Ranks) -> None:
+    one, other = ranks2.run(replan_eager)
+    assert one[0].plan == other[0].plan
+    assert "estimated from the captured graph" in str(one[0])
+    assert torch.equal(one[1], other[1])
+
+
+def test_models_of_one_shape_share_code(fake_group: dist.ProcessGroup) -> None:
+    """The second model's plan is settled from what the first one's graph said, before anything is compiled for it."""
+    torch._dynamo.reset()
+    one, other = (dp_compile.replicate(Backwards(3, 20), config=CONFIG) for _ in range(2))
+    for model in (one, other):
+        step(torch.compile(model, backend="aot_eager"), torch.randn(8, 20))
+    assert dp_compile.report(one).plan == dp_compile.report(other).plan
+    (first,), (second,) = dp_compile.report(one).captures, dp_compile.report(other).captures
+    assert first is second
+
+
+def late_leader() -> str:
+    """Rank 0 does not come to the first backward; rank 1 says whom it waits for."""
+    torch._dynamo.reset()
+    ours = dp_compile.replicate(Backwards(2), config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=1.0))
+    if dist.get_rank() == 0:
+        return ""
+    try:
+        step(torch.compile(ours, backend="aot_eager"), torch.randn(8, 24))
+    except dp_compile.DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_deciding_rank_is_missing(ranks2: Ranks) -> None:
+    assert "rank 0 has not decided within 1 s" in ranks2.run(late_leader)[1]
