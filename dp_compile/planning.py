@@ -6,16 +6,19 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from torch import nn
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
-from dp_compile.plan import BucketPlan, GradientSpec, plan_single
+from dp_compile.plan import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.replica import Group
 from dp_compile.strategies import (
     Planned,
+    check_grouped,
     nominal_cost,
+    plan_coalesced,
     plan_explicit,
     plan_fixed,
     plan_optimal,
@@ -25,6 +28,11 @@ from dp_compile.strategies import (
 
 BucketPolicy = Callable[[str, nn.Module], bool] | Collection[type[nn.Module]]
 """Which modules are units of buckets, as FSDP's wrap policies: a function of name and module, or a set of classes."""
+
+CONVOLUTIONS: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
+"""Modules whose weight's gradient comes out of a kernel that allocates its result itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +50,36 @@ def make_plan(module: nn.Module, gradients: Sequence[GradientSpec], group: Group
 
     Raises:
         ConfigError: options contradict each other, the policy returns something else than documented, or the plan
-            file does not fit the module.
+            file does not fit the module, or the group's backend lacks a collective that the plan needs.
     """
+    planned = _plan(module, gradients, group, request)
+    check_grouped(planned.plan, group.backend)
+    return planned
+
+
+def _plan(module: nn.Module, gradients: Sequence[GradientSpec], group: Group, request: PlanRequest) -> Planned:
     config = request.config
     strategy = config.chosen_strategy(has_policy=request.bucket_policy is not None, has_plan=request.plan is not None)
     if not request.bucketed:
         return Planned(plan_single(gradients))
+    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend == "nccl" else frozenset())
     if request.bucket_policy is not None:
-        return plan_per_module(gradients, _unit_of(module, request.bucket_policy))
+        return plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout)
     if request.plan is not None:
-        return plan_explicit(gradients, _plan_text(request.plan))
+        return plan_explicit(gradients, _plan_text(request.plan), layout)
     if strategy == "fixed":
-        return plan_fixed(gradients, config)
-    return plan_optimal(gradients, config.cost or nominal_cost(group.backend, group.world_size))
+        return plan_fixed(gradients, config, layout)
+    make = plan_coalesced if strategy == "coalesced" else plan_optimal
+    return make(gradients, config.cost or nominal_cost(group.backend, group.world_size), layout)
+
+
+def _kept_apart(module: nn.Module) -> frozenset[str]:
+    """Parameters whose gradient would have to be copied into a bucket, by fully qualified name.
+
+    For NCCL only: gloo's grouped collective copies everything into a buffer of its own.
+    """
+    weights = {id(each.weight) for each in module.modules() if isinstance(each, CONVOLUTIONS)}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
 
 
 def _unit_of(module: nn.Module, policy: BucketPolicy) -> Callable[[str], str]:

@@ -58,6 +58,7 @@ OPTIONS = [
     "bucket_cap_mb",
     "first_bucket_cap_mb",
     "cost",
+    "alignment_bytes",
     "find_unused_parameters",
     "broadcast_buffers",
     "check_reductions",

@@ -70,7 +70,7 @@ arg0_1: float32[4]
 arg1_1: float32[2, 3]
 sin = aten.sin(arg0_1)
 sin_1 = aten.sin(arg1_1)
-flat_bucket_default = dp_compile.flat_bucket([sin, sin_1], [0.5, 0.5], [1, 3, 1])
+flat_bucket_default = dp_compile.flat_bucket([sin, sin_1], [0.5, 0.5], [1, 3, 1], [0, 4], 10)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
@@ -79,14 +79,15 @@ return [as_strided_default, as_strided_default_1]""",
     )
 
 
-def test_a_gradient_alone_needs_no_concatenation() -> None:
+def test_a_gradient_alone_has_a_bucket_for_itself() -> None:
     grad = Grad(index=0, scale=1.0, reduce_op="avg")
     assert_expected_inline(
         short(run_passes(reduce_all(grad), plan_for([grad])).graph),
         """\
 arg0_1: float32[4]
 sin = aten.sin(arg0_1)
-all_reduce_default = _c10d_functional.all_reduce(sin, avg, 0)
+flat_bucket_default = dp_compile.flat_bucket([sin], [1.0], [1], [0], 4)
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, avg, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
 return [as_strided_default]""",
@@ -104,11 +105,11 @@ arg0_1: float32[4]
 arg1_1: float32[4]
 arg2_1: float32[4]
 sin = aten.sin(arg0_1)
-flat_bucket_default_1 = dp_compile.flat_bucket([sin], [0.5], [1])
+flat_bucket_default_1 = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
 sin_1 = aten.sin(arg1_1)
-flat_bucket_default_2 = dp_compile.flat_bucket([sin_1], [0.5], [1])
+flat_bucket_default_2 = dp_compile.flat_bucket([sin_1], [0.5], [1], [0], 4)
 sin_2 = aten.sin(arg2_1)
-flat_bucket_default = dp_compile.flat_bucket([sin_2], [0.5], [1])
+flat_bucket_default = dp_compile.flat_bucket([sin_2], [0.5], [1], [0], 4)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
@@ -132,7 +133,7 @@ arg0_1: float32[2, 3, 4, 5]
 arg1_1: float32[4]
 sin = aten.sin(arg0_1)
 sin_1 = aten.sin(arg1_1)
-flat_bucket_default = dp_compile.flat_bucket([sin, sin_1], [0.5, 0.5], [60, 1, 15, 3, 1])
+flat_bucket_default = dp_compile.flat_bucket([sin, sin_1], [0.5, 0.5], [60, 1, 15, 3, 1], [0, 120], 124)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3, 4, 5], [60, 1, 15, 3], 0)
@@ -155,7 +156,7 @@ def test_a_gradient_in_another_layout_than_its_parameter_keeps_the_traced_promis
         """\
 value_1: float32[2, 3]
 sin = aten.sin(value_1)
-flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [3, 1])
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [3, 1], [0], 6)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3], [3, 1], 0)
@@ -176,7 +177,7 @@ def test_strides_of_single_rows_do_not_cost_a_copy() -> None:
         """\
 value_1: float32[2, 3, 1, 1]
 sin = aten.sin(value_1)
-flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [3, 1, 1, 1])
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [3, 1, 1, 1], [0], 6)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3, 1, 1], [3, 1, 3, 3], 0)
@@ -220,7 +221,8 @@ select_int_1 = aten.select.int(cos, 0, 0)
 mm_1 = aten.addmm(select_int_1, t_1, cos, beta=0, alpha=0.5)
 flat_bucket_default = dp_compile.flat_bucket([mm, mm_1, sum_1, index_put],
 [1.0, 1.0, 0.5, 1.0],
-[3, 1, 3, 1, 2, 1, 3, 1])
+[3, 1, 3, 1, 2, 1, 3, 1],
+[0, 6, 12, 14], 29)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [2, 3],
@@ -246,7 +248,7 @@ def test_a_product_that_is_used_elsewhere_stays_what_it_is() -> None:
 
     module = trace(backward, torch.randn(4, 2), torch.randn(4, 3))
     run_passes(module, plan_for([grad]), passes=ONLY_BUCKETS)
-    assert "flat_bucket([mm], [0.5], [3, 1])" in short(module.graph)
+    assert "flat_bucket([mm], [0.5], [3, 1], [0], 6)" in short(module.graph)
 
 
 @pytest.mark.parametrize(("rows", "folds"), [(4, True), (0, False)])
@@ -295,7 +297,7 @@ a_1: float32[4]
 b_1: float32[4]
 sin = aten.sin(a_1)
 cos = aten.cos(b_1)
-flat_bucket_default = dp_compile.flat_bucket([sin, cos], [0.5, 0.5], [1, 1])
+flat_bucket_default = dp_compile.flat_bucket([sin, cos], [0.5, 0.5], [1, 1], [0, 4], 8)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
@@ -441,10 +443,10 @@ def test_launches_are_early_and_waits_late() -> None:
 a_1: float32[4]
 b_1: float32[4]
 sin = aten.sin(a_1)
-flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1])
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 cos = aten.cos(b_1)
-flat_bucket_default_1 = dp_compile.flat_bucket([cos], [0.5], [1])
+flat_bucket_default_1 = dp_compile.flat_bucket([cos], [0.5], [1], [0], 4)
 all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
 as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
@@ -479,13 +481,13 @@ arg0_1: float32[4]
 arg1_1: float32[4]
 arg2_1: float32[4]
 sin = aten.sin(arg0_1)
-flat_bucket_default_1 = dp_compile.flat_bucket([sin], [0.5], [1])
+flat_bucket_default_1 = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
 sin_1 = aten.sin(arg1_1)
-flat_bucket_default = dp_compile.flat_bucket([sin_1], [0.5], [1])
+flat_bucket_default = dp_compile.flat_bucket([sin_1], [0.5], [1], [0], 4)
 all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
 all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
 sin_2 = aten.sin(arg2_1)
-flat_bucket_default_2 = dp_compile.flat_bucket([sin_2], [0.5], [1])
+flat_bucket_default_2 = dp_compile.flat_bucket([sin_2], [0.5], [1], [0], 4)
 all_reduce_default_2 = _c10d_functional.all_reduce(flat_bucket_default_2, sum, 0)
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
 wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)

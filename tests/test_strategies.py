@@ -183,7 +183,9 @@ def test_options_of_two_strategies(options: dict[str, Any], message: str) -> Non
 
 
 def test_unknown_strategy_and_cost() -> None:
-    with pytest.raises(dp_compile.ConfigError, match="strategy must be one of fixed, per_module, optimal, explicit"):
+    with pytest.raises(
+        dp_compile.ConfigError, match="strategy must be one of fixed, per_module, optimal, coalesced, explicit"
+    ):
         dp_compile.ReplicateConfig(strategy="best")
     with pytest.raises(dp_compile.ConfigError, match="cost must be an AllReduceCost, got float"):
         dp_compile.ReplicateConfig(cost=1.0)  # type: ignore[arg-type]
