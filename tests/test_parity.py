@@ -189,11 +189,8 @@ def test_eager_hooks(ranks2: Ranks, variant: str) -> None:
 
 def half_apart(build: Callable[[], nn.Module]) -> Path:
     """A plan file for one bucket with every second gradient, flags included, in memory of its own."""
-    names = [UNUSED_FLAGS, *(name for name, _ in build().named_parameters())][::-1]
-    members = [
-        {"gradient": {"name": name}, "offset": None if number % 2 else 0}
-        for number, name in enumerate([*names[:-1], UNUSED_FLAGS])
-    ]
+    names = [*reversed([name for name, _ in build().named_parameters()]), UNUSED_FLAGS]
+    members = [{"gradient": {"name": name}, "offset": None if number % 2 else 0} for number, name in enumerate(names)]
     file = Path(tempfile.mkdtemp(), "plan.json")
     file.write_text(json.dumps({"version": PLAN_VERSION, "buckets": [{"members": members}]}))
     return file

@@ -25,7 +25,7 @@ from torch import fx
 from dp_compile import _torch
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective, waits_of
+from dp_compile.fx.collectives import ALL_REDUCE, GROUPED_ALL_REDUCE, WAIT, is_collective, wait_counts
 from dp_compile.fx.printer import short
 from dp_compile.fx.verify import facts_of
 from dp_compile.grad_reduction import REDUCE_GRAD
@@ -34,7 +34,7 @@ from dp_compile.lowering import FLAT_BUCKET
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, Pipeline, ScheduleCollectives
 from dp_compile.passes.analysis import accounted, analyse
 from dp_compile.passes.bucketing import memory_order
-from dp_compile.plan import BucketPlan
+from dp_compile.plan import PACKED, BucketPlan, Layout
 from dp_compile.report import PassRecord, PassResult
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -145,6 +145,67 @@ return [as_strided_default, as_strided_default_1]""",
     out = module(value, Grad(index=1).values())[0]
     assert out.stride() == value.stride()
     assert torch.equal(out, value.sin() * 0.5)
+
+
+def test_a_bucket_with_gaps_and_members_apart() -> None:
+    grads = [Grad(index=0, shape=(5, 3)), Grad(index=1, shape=(2, 3), order=(1, 0)), Grad(index=2, shape=(9, 2))]
+    plan = plan_for(grads, layout=Layout(64, frozenset({"p1"})))
+    module = run_passes(reduce_all(*grads), plan)
+    assert_expected_inline(
+        short(module.graph),
+        """\
+arg0_1: float32[5, 3]
+arg1_1: float32[2, 3]
+arg2_1: float32[9, 2]
+sin = aten.sin(arg0_1)
+sin_1 = aten.sin(arg1_1)
+flat_bucket_default_1 = dp_compile.flat_bucket([sin_1], [0.5], [1, 2], [0], 6)
+sin_2 = aten.sin(arg2_1)
+flat_bucket_default = dp_compile.flat_bucket([sin, sin_2], [0.5, 0.5], [3, 1, 2, 1], [0, 16], 34)
+all_reduce_coalesced_default = _c10d_functional.all_reduce_coalesced([flat_bucket_default, flat_bucket_default_1], sum, 0)
+getitem = getitem(all_reduce_coalesced_default, 0)
+getitem_1 = getitem(all_reduce_coalesced_default, 1)
+wait_tensor_default = _c10d_functional.wait_tensor(getitem)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(getitem_1)
+as_strided_default = aten.as_strided(wait_tensor_default, [5, 3], [3, 1], 0)
+as_strided_default_1 = aten.as_strided(wait_tensor_default_1, [2, 3], [1, 2], 0)
+as_strided_default_2 = aten.as_strided(wait_tensor_default, [9, 2], [2, 1], 16)
+return [as_strided_default, as_strided_default_1, as_strided_default_2]""",
+    )
+    values = [grad.values() for grad in grads]
+    for grad, value, out in zip(grads, values, module(*values), strict=True):
+        assert torch.equal(out, value.sin() * 0.5)
+        assert out.stride() == grad.stride
+
+
+def test_a_bucket_without_flat_memory() -> None:
+    grads = [Grad(index=0, scale=1.0, reduce_op="avg"), Grad(index=1, shape=(2, 3), scale=1.0, reduce_op="avg")]
+    plan = plan_for(grads, layout=Layout(64, frozenset({"p0", "p1"})))
+    assert_expected_inline(
+        short(run_passes(reduce_all(*grads), plan).graph).replace("_coalesced([", "_coalesced(\n["),
+        """\
+arg0_1: float32[4]
+arg1_1: float32[2, 3]
+sin = aten.sin(arg0_1)
+flat_bucket_default = dp_compile.flat_bucket([sin], [1.0], [1], [0], 4)
+sin_1 = aten.sin(arg1_1)
+flat_bucket_default_1 = dp_compile.flat_bucket([sin_1], [1.0], [3, 1], [0], 6)
+all_reduce_coalesced_default = _c10d_functional.all_reduce_coalesced(
+[flat_bucket_default, flat_bucket_default_1], avg, 0)
+getitem = getitem(all_reduce_coalesced_default, 0)
+getitem_1 = getitem(all_reduce_coalesced_default, 1)
+wait_tensor_default = _c10d_functional.wait_tensor(getitem)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(getitem_1)
+as_strided_default = aten.as_strided(wait_tensor_default, [4], [1], 0)
+as_strided_default_1 = aten.as_strided(wait_tensor_default_1, [2, 3], [3, 1], 0)
+return [as_strided_default, as_strided_default_1]""",
+    )
+
+
+def test_a_member_apart_that_is_alone_needs_no_group() -> None:
+    grad = Grad(index=0)
+    apart = run_passes(reduce_all(grad), plan_for([grad], layout=Layout(64, frozenset({"p0"}))))
+    assert short(apart.graph) == short(run_passes(reduce_all(grad), plan_for([grad])).graph)
 
 
 def test_a_gradient_in_another_layout_than_its_parameter_keeps_the_traced_promise() -> None:
@@ -586,7 +647,14 @@ def backwards(draw: st.DrawFn, groups: tuple[str, str]) -> Backward:
         [grad(index, replica) for index in range(draw(st.integers(0, 5)))] for replica in range(draw(st.integers(1, 2)))
     ]
     caps = st.sampled_from([1, 16, 64, math.inf])
-    plans = tuple(plan_for(draw(st.permutations(grads)), draw(caps), draw(caps)) for grads in replicas)
+    layouts_of_buckets = st.builds(
+        Layout,
+        st.sampled_from([1, 4, 16, 64]),
+        st.frozensets(st.sampled_from([f"p{index}" for index in range(5)])),
+    )
+    plans = tuple(
+        plan_for(draw(st.permutations(grads)), draw(caps), draw(caps), draw(layouts_of_buckets)) for grads in replicas
+    )
     grads = draw(st.permutations([grad for grads in replicas for grad in grads]))
     layouts = tuple(
         dataclasses.replace(grad, order=tuple(draw(st.permutations(range(len(grad.shape)))))).stride for grad in grads
@@ -611,7 +679,7 @@ def test_what_holds_of_every_graph(second_group: str, data: st.DataObject) -> No
     # The plan's collectives, in the plan's order.
     numbers = [(replica, number) for replica, plan in enumerate(backward.plans) for number in range(len(plan.buckets))]
     assert launches(after.graph) == [f"{replica}.{number}" for replica, number in numbers]
-    assert all(len(waits_of(node)) == 1 for node in after.graph.nodes if is_collective(node))
+    assert all(set(wait_counts(node)) == {1} for node in after.graph.nodes if is_collective(node))
     # What comes out, in kind and in number, bit by bit.
     assert facts_of(after.graph).outputs == facts_of(before.graph).outputs
     for was, now in zip(before(*inputs), after(*inputs), strict=True):
@@ -657,6 +725,16 @@ def change_reduce_op(graph: fx.Graph) -> None:
     node.args = (node.args[0], "max", node.args[2])
 
 
+def change_op_of_group(graph: fx.Graph) -> None:
+    node = first(graph, GROUPED_ALL_REDUCE)
+    node.args = (node.args[0], "max", node.args[2])
+
+
+def wait_for_one_of_a_group(graph: fx.Graph) -> None:
+    kept, lost = graph.find_nodes(op="call_function", target=WAIT)[:2]
+    edit.replace(lost, kept)
+
+
 def launch_before_concatenation(graph: fx.Graph) -> None:
     first(graph, FLAT_BUCKET).prepend(first(graph, ALL_REDUCE))
 
@@ -687,21 +765,24 @@ def reduce_again(graph: fx.Graph) -> None:
 @pytest.mark.parametrize(
     ("broken", "buckets", "text"),
     [
-        (drop_wait, True, "after pass 'broken-pass': all_reduce_default has 0 waits, expected 1"),
-        (change_group, True, "pass 'broken-pass' changed what is reduced: .*group='another'"),
-        (change_reduce_op, True, "pass 'broken-pass' changed what is reduced: .*reduce_op='max'"),
-        (launch_before_concatenation, True, "after pass 'broken-pass': .*used before it has been defined"),
-        (drop_collective, True, "pass 'broken-pass' changed what is reduced: .*index=0"),
-        (change_output, True, r"after pass 'broken-pass': output 0: float32\[4\] .* became float32\[1, 4\]"),
-        (drop_reduction, False, "pass 'broken-pass' changed what is reduced: .*index=0"),
-        (reduce_again, False, "pass 'broken-pass' changed what is reduced: .*index=0"),
+        (drop_wait, "flat", "after pass 'broken-pass': all_reduce_default has 0 waits, expected 1"),
+        (change_group, "flat", "pass 'broken-pass' changed what is reduced: .*group='another'"),
+        (change_reduce_op, "flat", "pass 'broken-pass' changed what is reduced: .*reduce_op='max'"),
+        (change_op_of_group, "apart", "pass 'broken-pass' changed what is reduced: .*reduce_op='max'"),
+        (wait_for_one_of_a_group, "apart", "after pass 'broken-pass': all_reduce_coalesced_default has 1, 0 waits"),
+        (launch_before_concatenation, "flat", "after pass 'broken-pass': .*used before it has been defined"),
+        (drop_collective, "flat", "pass 'broken-pass' changed what is reduced: .*index=0"),
+        (change_output, "flat", r"after pass 'broken-pass': output 0: float32\[4\] .* became float32\[1, 4\]"),
+        (drop_reduction, "", "pass 'broken-pass' changed what is reduced: .*index=0"),
+        (reduce_again, "", "pass 'broken-pass' changed what is reduced: .*index=0"),
     ],
 )
-def test_a_broken_pass_is_named(broken: Callable[[fx.Graph], None], buckets: bool, text: str) -> None:
+def test_a_broken_pass_is_named(broken: Callable[[fx.Graph], None], buckets: str, text: str) -> None:
     grads = [Grad(index=0), Grad(index=1)]
     passes: tuple[GraphPass, ...] = (*(ONLY_BUCKETS if buckets else ()), Broken(broken))
+    layout = Layout(64, frozenset({"p0", "p1"})) if buckets == "apart" else PACKED
     with pytest.raises(InvalidGraphError, match=text):
-        run_passes(reduce_all(*grads), plan_for(grads), passes=passes)
+        run_passes(reduce_all(*grads), plan_for(grads, layout=layout), passes=passes)
 
 
 def test_the_record_of_a_run() -> None:
