@@ -297,8 +297,9 @@ class CompiledBackward:
 
     def _note_written(self, written: Written) -> None:
         replica, number = map(int, written.unit.split("."))
-        gradient = self._plans[replica].buckets[number].members[written.position].gradient
-        self._log.placements += (Placement(gradient.name, gradient.nbytes, written.copied),)
+        member = self._plans[replica].buckets[number].members[written.position]
+        apart, gradient = member.offset is None, member.gradient
+        self._log.placements += (Placement(gradient.name, gradient.nbytes, written.copied, apart),)
 
     def _record(self, replicas: Sequence[Replica]) -> None:
         """Note on each replica what it runs; made anew after each compilation."""

@@ -16,7 +16,7 @@ from dp_compile.errors import ConfigError
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 BACKENDS: Final = ("inductor", "aot_eager")
-STRATEGIES: Final = ("fixed", "per_module", "optimal", "ddp", "explicit")
+STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
 BYTES_PER_MB: Final = 2**20
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
@@ -38,9 +38,9 @@ class ReplicateConfig:
     `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
 
     strategy: str | None = None
-    """Where buckets end: `fixed`, `per_module`, `optimal`, `ddp` or `explicit`, see `dp_compile.strategies`. `None`:
-    what the other options ask for (`fixed` with a cap, `per_module` with a policy, `explicit` with a plan), else
-    `optimal`."""
+    """Where buckets end: `fixed`, `per_module`, `optimal`, `coalesced`, `ddp` or `explicit`, see
+    `dp_compile.strategies`. `None`: what the other options ask for (`fixed` with a cap, `per_module` with a policy,
+    `explicit` with a plan), else `optimal`."""
 
     bucket_cap_mb: float | None = None
     """For `fixed` and `ddp`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one
@@ -51,11 +51,17 @@ class ReplicateConfig:
     early."""
 
     cost: AllReduceCost | None = None
-    """For `optimal`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal link."""
+    """For `optimal` and `coalesced`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal
+    link."""
+
+    alignment_bytes: int = 64
+    """Gradients start in their bucket at multiples of this many bytes, a power of two; smaller ones at multiples of
+    their own size. 64: a cache line, and more than the 16 that vectorised loads want. 1: no gaps."""
 
     replan_after: int | None = None
-    """For `optimal`: measure so many backwards, the first one not counted, and then plan once more, from measured
-    ready times and, without `cost`, a measured link. The backward is compiled once more then. `None`: never."""
+    """For `optimal` and `coalesced`: measure so many backwards, the first one not counted, and then plan once more,
+    from measured ready times and, without `cost`, a measured link. The backward is then compiled once more. `None`:
+    never."""
 
     find_unused_parameters: bool = False
     """`False`: a parameter without a gradient is an error on every rank. `True`: as torch's DDP, gradients that no
@@ -78,6 +84,7 @@ class ReplicateConfig:
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
         _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
+        _check_power_of_two("alignment_bytes", self.alignment_bytes)
         for name in ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):
@@ -108,8 +115,8 @@ class ReplicateConfig:
             "first_bucket_cap_mb": ("fixed", self.first_bucket_cap_mb is not None),
             "bucket_policy": ("per_module", has_policy),
             "plan": ("explicit", has_plan),
-            "cost": ("optimal", self.cost is not None),
-            "replan_after": ("optimal", self.replan_after is not None),
+            "cost": ("coalesced" if self.strategy == "coalesced" else "optimal", self.cost is not None),
+            "replan_after": ("coalesced" if self.strategy == "coalesced" else "optimal", self.replan_after is not None),
         }
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
         chosen = self.strategy or next(iter(asked.values()), "optimal")
@@ -141,3 +148,8 @@ def _check_positive(name: str, value: object, hint: str) -> None:
         raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
     if math.isnan(value) or value <= 0:
         raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")
+
+
+def _check_power_of_two(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
+        raise ConfigError(f"{name} must be a power of two of bytes, got {value!r}. Use {name}=1 for no padding.")

@@ -9,7 +9,7 @@ still works together with ranks that could.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -79,10 +79,10 @@ def install_hooks(replica: Replica) -> HookHandle:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A bucket on its way. `stays` keeps what the collective works on."""
+    """A bucket on its way, and the tensors that its collective works on."""
 
     bucket: Bucket
-    flat: torch.Tensor
+    tensors: list[torch.Tensor]
     work: dist.Work
 
 
@@ -130,8 +130,8 @@ class ReductionRound:
             averages: dict[int, torch.Tensor] = {}
             for flight in self.flights:
                 flight.work.wait()
-                for member in flight.bucket.members:
-                    averages[member.gradient.index] = _view(flight.flat, member)
+                for member, view in _views(flight.bucket, flight.tensors):
+                    averages[member.gradient.index] = view
             with torch.no_grad():
                 for index in self.arrived:
                     grad = replica.parameters[index].grad
@@ -150,17 +150,30 @@ class ReductionRound:
     def _launch(self, bucket: Bucket, flags: torch.Tensor | None) -> None:
         parameters = self.replica.parameters
         with torch.no_grad():
-            flat = torch.zeros(bucket.numel, dtype=_dtype(bucket), device=self.replica.device)
-            for member in bucket.members:
+            tensors = [
+                torch.zeros(numel, dtype=_dtype(bucket), device=self.replica.device) for numel in bucket.tensor_numels
+            ]
+            for member, view in _views(bucket, tensors):
                 index = member.gradient.index
                 source = parameters[index].grad if index < len(parameters) else flags
                 if source is not None:
-                    torch.mul(source, member.gradient.scale, out=_view(flat, member))
-        work = dist.all_reduce(
-            flat, op=REDUCE_OPS[bucket.key.reduce_op], group=self.replica.group.process_group, async_op=True
-        )
-        assert work is not None
-        self.flights.append(_Flight(bucket, flat, work))
+                    torch.mul(source, member.gradient.scale, out=view)
+        work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
+        self.flights.append(_Flight(bucket, tensors, work))
+
+
+def _all_reduce(tensors: list[torch.Tensor], reduce_op: str, group: dist.ProcessGroup) -> dist.Work:
+    """The collective that a captured backward runs for the same bucket."""
+    work: dist.Work | None
+    if len(tensors) == 1:
+        work = dist.all_reduce(tensors[0], op=REDUCE_OPS[reduce_op], group=group, async_op=True)
+    else:
+        # torch deprecates its function for this, but neither the group's method nor the op in graphs that calls it.
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(REDUCE_OPS[reduce_op]), True
+        work = group.allreduce_coalesced(tensors, options)
+    assert work is not None
+    return work
 
 
 _open_rounds: dict[Replica, ReductionRound] = {}
@@ -225,5 +238,8 @@ def _dtype(bucket: Bucket) -> torch.dtype:
     return dtype
 
 
-def _view(flat: torch.Tensor, member: Member) -> torch.Tensor:
-    return flat.as_strided(member.gradient.shape, member.gradient.stride, member.offset)
+def _views(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Member, torch.Tensor]]:
+    """Each member of a bucket with its place in the tensors that are reduced, shaped as its parameter."""
+    for member, place in zip(bucket.members, bucket.places(), strict=True):
+        gradient = member.gradient
+        yield member, tensors[place.tensor].as_strided(gradient.shape, gradient.stride, place.offset)

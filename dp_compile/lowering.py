@@ -1,15 +1,21 @@
 """The op that fills a bucket, and how Inductor turns it into memory that producers write into.
 
-    flat_bucket([a, b], scales, strides)  ->  one flat tensor: a * scale, then b * scale, each in its memory order
+    flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
+                                                              offsets, each in its memory order
 
 In eager mode the op copies. Compiled, the bucket is allocated before its members are computed: a matrix product gets
 its part of the bucket as `out=`, generated code stores there, the factor included. Nothing is left to be copied, but
-for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why.
+for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why. If such a
+gradient has the whole bucket for itself, its own memory becomes the bucket.
+
+What lies in the gaps between members is not defined: the collective adds it up, but nobody looks at it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,12 +30,16 @@ from dp_compile.fx import edit
 ir = _torch.inductor_ir
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define("flat_bucket(Tensor[] gradients, float[] scales, int[] strides) -> Tensor")
+_library.define("flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel) -> Tensor")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """How compiled code fills the place of one member. `copied` says why it costs a pass of its own, else `None`."""
+    """How compiled code fills the place of one member of a bucket.
+
+    `unit` names the bucket, `position` is the member's place among the bucket's members. `copied` says why it costs a
+    pass of its own, else `None`.
+    """
 
     unit: str
     position: int
@@ -60,27 +70,29 @@ class _Place:
     numel: int
 
 
-def _places(shapes: Sequence[Sequence[int]], strides: Sequence[int]) -> tuple[list[_Place], int]:
-    """The members' places one after the other, and the size of the bucket. `strides` of all members in one list."""
+def _places(shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]) -> list[_Place]:
+    """The members' places. `strides` of all members in one list."""
     places: list[_Place] = []
-    offset = first = 0
-    for each in shapes:
+    first = 0
+    for each, offset in zip(shapes, offsets, strict=True):
         shape = tuple(int(size) for size in each)
-        numel = 1
-        for size in shape:
-            numel *= size
-        places.append(_Place(shape, tuple(strides[first : first + len(shape)]), offset, numel))
-        offset += numel
+        places.append(_Place(shape, tuple(strides[first : first + len(shape)]), offset, math.prod(shape)))
         first += len(shape)
-    return places, offset
+    return places
 
 
 # --- eager ------------------------------------------------------------------------------------------------------
 
 
-def _fill(gradients: Sequence[torch.Tensor], scales: Sequence[float], strides: Sequence[int]) -> torch.Tensor:
-    places, numel = _places([gradient.shape for gradient in gradients], strides)
-    bucket = gradients[0].new_empty(numel)
+def _fill(
+    gradients: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+) -> torch.Tensor:
+    bucket = gradients[0].new_zeros(numel)
+    places = _places([gradient.shape for gradient in gradients], strides, offsets)
     for gradient, scale, place in zip(gradients, scales, places, strict=True):
         part = bucket.as_strided(place.shape, place.stride, place.offset)
         if scale == 1.0:
@@ -90,8 +102,14 @@ def _fill(gradients: Sequence[torch.Tensor], scales: Sequence[float], strides: S
     return bucket
 
 
-def _shape_of_bucket(gradients: Sequence[torch.Tensor], scales: Sequence[float], strides: Sequence[int]) -> Any:
-    return gradients[0].new_empty(sum(gradient.numel() for gradient in gradients))
+def _shape_of_bucket(
+    gradients: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+) -> torch.Tensor:
+    return gradients[0].new_empty(numel)
 
 
 _library.impl("flat_bucket", _fill, "CompositeExplicitAutograd")
@@ -103,12 +121,19 @@ FLAT_BUCKET = torch.ops.dp_compile.flat_bucket.default
 # --- compiled ---------------------------------------------------------------------------------------------------
 
 
-def _lower(gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[int]) -> Any:
-    places, numel = _places([gradient.get_size() for gradient in gradients], strides)
+def _lower(
+    gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[int], offsets: Sequence[int], numel: int
+) -> Any:
+    places = _places([gradient.get_size() for gradient in gradients], strides, offsets)
+    node = _torch.inductor_graph().current_node
+    if len(gradients) == 1 and scales[0] == 1.0 and places[0].numel == numel:
+        whole = _own_memory(node, gradients[0], places[0])
+        if whole is not None:
+            _tell(node, 0, None)
+            return whole
     device, dtype = gradients[0].get_device(), gradients[0].get_dtype()
     bucket = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
     storage = ir.StorageBox(bucket)
-    node = _torch.inductor_graph().current_node
     for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
         if place.numel:
             layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
@@ -119,7 +144,7 @@ def _lower(gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[
                 _tell(node, position, None)
             else:
                 bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale), part))
-                _tell(node, position, _why_copied(gradient, own=own))
+                _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1))
     bucket.name = _torch.inductor_graph().register_buffer(bucket)
     bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
     _torch.inductor_graph().register_operation(bucket)
@@ -127,6 +152,22 @@ def _lower(gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[
 
 
 _torch.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
+
+
+def _own_memory(bucket: fx.Node, gradient: Any, place: _Place) -> Any:
+    """The memory of a gradient that has a bucket for itself and a kernel that allocates; `None` if it is not fit."""
+    storage = _storage_of(gradient)
+    if isinstance(gradient.data, ir.BaseView) or not isinstance(storage.data, (ir.ExternKernelAlloc, ir.MultiOutput)):
+        return None
+    if not _is_own(bucket, 0, storage) or _may_be_older(storage.data) or not _lies_as(storage.data, place.stride):
+        return None
+    layout = ir.FixedLayout(gradient.get_device(), gradient.get_dtype(), [place.numel], [1])
+    return ir.TensorBox(ir.ReinterpretView(data=storage, layout=layout))
+
+
+def _may_be_older(buffer: Any) -> bool:
+    """Whether a kernel's result may be memory that it was given."""
+    return bool(buffer.get_inputs_that_alias_output() or buffer.get_mutation_names())
 
 
 def _can_be_moved(gradient: Any, part: Any) -> bool:
@@ -139,10 +180,14 @@ def _can_be_moved(gradient: Any, part: Any) -> bool:
 
 def _writes_as_given(gradient: Any, part: Any) -> bool:
     """Whether a library's kernel has fixed strides that happen to be those of the part."""
-    buffer = gradient.data.data
-    if not isinstance(buffer, ir.ExternKernelOut) or type(buffer.layout) is not ir.FixedLayout or buffer.layout.offset:
+    return isinstance(gradient.data.data, ir.ExternKernelOut) and _lies_as(gradient.data.data, part.get_stride())
+
+
+def _lies_as(buffer: Any, stride: Sequence[Any]) -> bool:
+    """Whether a buffer has these strides for good; a dimension of size one may have any."""
+    if type(buffer.layout) is not ir.FixedLayout or buffer.layout.offset:
         return False
-    strides = zip(buffer.get_size(), buffer.get_stride(), part.get_stride(), strict=True)
+    strides = zip(buffer.get_size(), buffer.get_stride(), stride, strict=True)
     return all(size == 1 or one == other for size, one, other in strides)
 
 
@@ -163,14 +208,19 @@ def _scaled(gradient: Any, scale: float) -> Any:
     )
 
 
-def _why_copied(gradient: Any, *, own: bool) -> str | None:
-    """Why reading a gradient is not a part of the kernel that computes it; `None` if it is."""
+def _why_copied(gradient: Any, *, own: bool, alone: bool) -> str | None:
+    """Why reading a gradient is not a part of the kernel that computes it; `None` if it is.
+
+    Args:
+        own: whether the gradient serves nobody but the bucket.
+        alone: whether the bucket has this member only.
+    """
     buffer = _storage_of(gradient).data
     if not isinstance(buffer, ir.Buffer):
         return None  # Not in memory yet: whoever reads it computes it.
     if isinstance(buffer, ir.InputBuffer):
         return "an input of the backward"
-    if isinstance(buffer, (ir.ExternKernelAlloc, ir.MultiOutput)):
+    if isinstance(buffer, (ir.ExternKernelAlloc, ir.MultiOutput)) and not (alone and own):
         return f"{_operator(buffer)} allocates its result itself"
     if buffer.get_name() in _torch.inductor_graph().mutated_buffers:
         return "filled in several steps"
@@ -207,7 +257,13 @@ def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
         return False
     while node not in storage.data.origins:
         source = node.args[0] if node.args else None
-        if not isinstance(source, fx.Node) or set(source.users) != {node}:
+        if not isinstance(source, fx.Node):
+            return False
+        if node.target is operator.getitem and source in storage.data.origins:
+            return [user.args[1:] for user in source.users].count(
+                node.args[1:]
+            ) == 1  # one result of a kernel's several
+        if set(source.users) != {node}:
             return False
         node = source
     return True
@@ -216,4 +272,4 @@ def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
 def _tell(node: fx.Node, position: int, copied: str | None) -> None:
     observer, provenance = _observer.get(), edit.provenance_of(node)
     if observer is not None and provenance is not None:
-        observer(Written(provenance.unit, position, copied))
+        observer(Written(provenance.unit, int(provenance.members[position]), copied))

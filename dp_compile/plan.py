@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
@@ -60,15 +60,26 @@ class GradientSpec:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A gradient in its bucket; `offset` in elements from the start of the bucket."""
+    """A gradient of a bucket.
+
+    `offset`: where it starts in the bucket's flat memory, in elements. `None`: apart, it is reduced in the memory
+    that it was computed in.
+    """
 
     gradient: GradientSpec
+    offset: int | None
+
+
+class Place(NamedTuple):
+    """Where a member lies: in which of the bucket's tensors, and how many elements from its start."""
+
+    tensor: int
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients that are reduced by one collective, laid out one after the other."""
+    """Gradients that are reduced by one collective: a flat memory with some of them, and the others apart."""
 
     key: BucketKey
     members: tuple[Member, ...]
@@ -76,12 +87,35 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        last = self.members[-1]
-        return last.offset + last.gradient.numel
+        """Elements of the flat memory, the gaps between members included."""
+        return max((m.offset + m.gradient.numel for m in self.members if m.offset is not None), default=0)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the gradients."""
         return sum(member.gradient.nbytes for member in self.members)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes that are reduced although no gradient lies there."""
+        together = sum(member.gradient.numel for member in self.members if member.offset is not None)
+        return (self.numel - together) * self.members[0].gradient.itemsize
+
+    @property
+    def tensor_numels(self) -> tuple[int, ...]:
+        """Elements of each tensor that the collective carries: the flat memory, if any, then what is apart."""
+        apart = tuple(member.gradient.numel for member in self.members if member.offset is None)
+        return apart if len(apart) == len(self.members) else (self.numel, *apart)
+
+    def places(self) -> Iterator[Place]:
+        """Where each member lies among `tensor_numels`, in the order of the members."""
+        apart = len(self.tensor_numels) - sum(member.offset is None for member in self.members)
+        for member in self.members:
+            if member.offset is None:
+                yield Place(apart, 0)
+                apart += 1
+            else:
+                yield Place(0, member.offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +158,52 @@ class BucketPlan:
         return "\n".join(lines)
 
 
-def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float) -> BucketPlan:
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How members lie in their buckets.
+
+    A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
+    rounded up to a power of two, so that small gradients are not mostly padding. Gradients named in `apart` keep
+    memory of their own.
+    """
+
+    alignment_bytes: int
+    apart: frozenset[str] = frozenset()
+
+    def bucket(self, key: BucketKey, gradients: Sequence[GradientSpec], reason: str) -> Bucket:
+        """A bucket with its members one after the other, in the given order."""
+        members: list[Member] = []
+        end = 0
+        for gradient in gradients:
+            if gradient.name in self.apart:
+                members.append(Member(gradient, None))
+                continue
+            step = self._step(gradient)
+            offset = -(-end // step) * step
+            members.append(Member(gradient, offset))
+            end = offset + gradient.numel
+        return Bucket(key, tuple(members), reason)
+
+    def _step(self, gradient: GradientSpec) -> int:
+        """What an offset has to be a multiple of, in elements."""
+        own_size = 1 << max(0, gradient.nbytes - 1).bit_length()
+        return max(1, min(self.alignment_bytes, own_size) // gradient.itemsize)
+
+
+PACKED: Final = Layout(alignment_bytes=1)
+"""One after the other without gaps."""
+
+
+def plan_buckets(
+    gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float, layout: Layout = PACKED
+) -> BucketPlan:
     """Fill buckets in the given order and close each when it has reached its cap, as torch's DDP does.
 
     Args:
         gradients: in the order in which they are expected to become ready.
         bucket_cap_mb: MiB at which a bucket is closed.
         first_bucket_cap_mb: the same for the first bucket of each key.
+        layout: where members start in a bucket; padding does not count towards the caps.
 
     Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key. Buckets are
     launched in the order in which their last member becomes ready. The flags go with the gradient before them: they
@@ -143,7 +216,7 @@ def plan_buckets(gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, fir
     last_position: dict[BucketKey, int] = {}
 
     def close(key: BucketKey, reason: str) -> None:
-        closed.append((last_position[key], lay_out(key, filling.pop(key), reason)))
+        closed.append((last_position[key], layout.bucket(key, filling.pop(key), reason)))
         past_first.add(key)
         del filled[key]
 
@@ -168,17 +241,7 @@ def _flags_follow(gradients: Sequence[GradientSpec], position: int) -> bool:
 
 def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
     """Each gradient for itself, in the given order: what runs when no pass makes buckets."""
-    return BucketPlan(tuple(lay_out(gradient.key, [gradient], "no bucketing") for gradient in gradients))
-
-
-def lay_out(key: BucketKey, gradients: Sequence[GradientSpec], reason: str) -> Bucket:
-    """A bucket with its members one after the other."""
-    members: list[Member] = []
-    offset = 0
-    for gradient in gradients:
-        members.append(Member(gradient, offset))
-        offset += gradient.numel
-    return Bucket(key, tuple(members), reason)
+    return BucketPlan(tuple(PACKED.bucket(gradient.key, [gradient], "no bucketing") for gradient in gradients))
 
 
 def format_bytes(nbytes: float) -> str:
@@ -200,7 +263,11 @@ def _describe(bucket: Bucket) -> str:
     gradients = [name for name in names if name != UNUSED_FLAGS]
     span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
     flags = " + flags" if gradients and len(gradients) < len(names) else ""
+    apart = sum(member.offset is None for member in bucket.members)
+    notes = [bucket.reason]
+    notes += [f"{apart} of {len(names)} in memory of their own"] if apart else []
+    notes += [f"{format_bytes(bucket.padding_nbytes)} padding"] if bucket.padding_nbytes else []
     return (
         f"{format_bytes(bucket.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
-        f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}{flags}  ({bucket.reason})"
+        f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}{flags}  ({'; '.join(notes)})"
     )

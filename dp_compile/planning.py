@@ -16,12 +16,14 @@ from dp_compile import _torch
 from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
-from dp_compile.plan import BucketPlan, GradientSpec, plan_single
+from dp_compile.plan import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.ready_times import ReadyTimes, assumed_times, in_ready_order
 from dp_compile.replica import Group, Revision
 from dp_compile.strategies import (
     Planned,
+    check_grouped,
     nominal_cost,
+    plan_coalesced,
     plan_ddp,
     plan_explicit,
     plan_fixed,
@@ -35,6 +37,11 @@ DDP_FIRST_BYTES: Final = 2**20
 
 BucketPolicy = Callable[[str, nn.Module], bool] | Collection[type[nn.Module]]
 """Which modules are units of buckets, as FSDP's wrap policies: a function of name and module, or a set of classes."""
+
+CONVOLUTIONS: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
+"""Modules whose weight's gradient comes out of a kernel that allocates its result itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,27 +79,41 @@ def make_plan(
 
     Raises:
         ConfigError: options contradict each other, the policy returns something else than documented, or the plan
-            file does not fit the module.
+            file does not fit the module, or the group's backend lacks a collective that the plan needs.
     """
+    planning = _plan(module, parameters, gradients, group, request)
+    check_grouped(planning.planned.plan, group.backend)
+    return planning
+
+
+def _plan(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[GradientSpec],
+    group: Group,
+    request: PlanRequest,
+) -> Planning:
     config, ready = request.config, assumed_times(gradients)
     strategy = config.chosen_strategy(has_policy=request.bucket_policy is not None, has_plan=request.plan is not None)
     if not request.bucketed:
         return Planning(Planned(plan_single(gradients)), ready)
-    if request.bucket_policy is not None:
-        return Planning(plan_per_module(gradients, _unit_of(module, request.bucket_policy)), ready)
-    if request.plan is not None:
-        return Planning(plan_explicit(gradients, _plan_text(request.plan)), ready)
-    if strategy == "fixed":
-        return Planning(plan_fixed(gradients, config), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
+    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend == "nccl" else frozenset())
+    if request.bucket_policy is not None:
+        return Planning(plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
+    if request.plan is not None:
+        return Planning(plan_explicit(gradients, _plan_text(request.plan), layout), ready)
+    if strategy == "fixed":
+        return Planning(plan_fixed(gradients, config, layout), ready)
+    make = plan_coalesced if strategy == "coalesced" else plan_optimal
 
-    def optimal(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
+    def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
         cost = config.cost or measured or nominal_cost(group.backend, group.world_size)
-        return plan_optimal(gradients, cost, times)
+        return make(gradients, cost, times, layout)
 
     later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
-    return Planning(optimal(ready, None), ready, optimal, (Revision.FROM_GRAPH, *later))
+    return Planning(revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
 
 
 def _as_ddp(
@@ -115,6 +136,15 @@ def _as_ddp(
     if config.find_unused_parameters:
         return Planning(planned, ready)
     return Planning(planned, ready, rebuilt, (Revision.FROM_ARRIVALS,))
+
+
+def _kept_apart(module: nn.Module) -> frozenset[str]:
+    """Parameters whose gradient would have to be copied into a bucket, by fully qualified name.
+
+    For NCCL only: gloo's grouped collective copies everything into a buffer of its own.
+    """
+    weights = {id(each.weight) for each in module.modules() if isinstance(each, CONVOLUTIONS)}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
 
 
 def _unit_of(module: nn.Module, policy: BucketPolicy) -> Callable[[str], str]:

@@ -47,11 +47,15 @@ class PassRecord:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """How compiled code fills a gradient's place in its bucket: where it is computed, or `copied`, with the reason."""
+    """How compiled code fills a gradient's place: where it is computed, or `copied`, with the reason.
+
+    The place is in the bucket's flat memory, or `apart`: memory that only this gradient has.
+    """
 
     gradient: str
     nbytes: int
     copied: str | None
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class CaptureRecord:
     without a gradient. `collectives` come out. `deferred`: all reductions stand at the end of the backward, because
     it broke into several graphs or no pass makes buckets. `cached`: the code came from a compiler's cache, so the
     passes did not run. Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements`
-    are of the gradients that share a bucket, as far as code for them was generated.
+    are of the gradients that code was generated for.
     """
 
     hooks: int
@@ -128,8 +132,11 @@ def _describe_placements(placements: Sequence[Placement]) -> list[str]:
     for each in placements:
         if each.copied is not None:
             reasons.setdefault(each.copied, []).append(each)
-    copied = sum(each.nbytes for group in reasons.values() for each in group)
-    lines = [f"  computed in their buckets: {1 - copied / total:.1%} of {format_bytes(total)}"]
+    lines = []
+    for apart, where in ((False, "in their buckets"), (True, "in their own memory")):
+        if any(each.apart == apart for each in placements):
+            there = sum(each.nbytes for each in placements if each.apart == apart and each.copied is None)
+            lines.append(f"  computed {where}: {there / total:.1%} of {format_bytes(total)}")
     for reason, group in reasons.items():
         names = group[0].gradient if len(group) == 1 else f"{group[0].gradient} .. {group[-1].gradient}"
         size = format_bytes(sum(each.nbytes for each in group))

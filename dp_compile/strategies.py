@@ -1,11 +1,12 @@
-"""How a module's gradients are put into buckets: `fixed`, `per_module`, `optimal`, `ddp`, `explicit`. Pure.
+"""How gradients are put into buckets: `fixed`, `per_module`, `optimal`, `coalesced`, `ddp`, `explicit`. Pure.
 
 | strategy     | a bucket ends                                                              | wants           |
 |--------------|----------------------------------------------------------------------------|-----------------|
 | `fixed`      | at a size, as in torch's DDP                                               | `bucket_cap_mb` |
 | `per_module` | where the module that a policy names ends                                  | `bucket_policy` |
 | `optimal`    | where the predicted end of the step is earliest, also if speeds are off 2x | `cost`          |
-| `ddp`        | where it ends in torch's DDP, which gives the same bits                     | nothing         |
+| `coalesced`  | as `optimal`; a bucket has no flat memory, its gradients are reduced apart | `cost`          |
+| `ddp`        | where it ends in torch's DDP, which gives the same bits                    | nothing         |
 | `explicit`   | where a plan file says                                                     | `plan`          |
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final
 
@@ -23,11 +24,13 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.cost_model import TREE, AllReduceCost
 from dp_compile.errors import ConfigError
 from dp_compile.links import link
-from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS, BucketPlan, GradientSpec, lay_out, plan_buckets
+from dp_compile.plan import PACKED, PLAN_VERSION, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.ready_times import ReadyTimes, in_ready_order
 from dp_compile.timeline import ReadyGradient
 
 RANKS_OF_A_NODE: Final = 8
+GROUPED_BACKENDS: Final = ("nccl", "gloo", "fake")
+"""Backends that reduce several tensors in one collective; `fake` is torch's for tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +41,19 @@ class Planned:
     certificate: Certificate | None = None
 
 
-def plan_fixed(gradients: Sequence[GradientSpec], config: ReplicateConfig) -> Planned:
+def plan_fixed(gradients: Sequence[GradientSpec], config: ReplicateConfig, layout: Layout) -> Planned:
     """Buckets by size, closed as torch's DDP closes them."""
     cap_mb, first_cap_mb = config.caps_mb()
-    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb))
+    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
 
 
-def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str]) -> Planned:
+def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
     """One bucket, for each key, for each stretch of gradients of one unit.
 
     Args:
         gradients: in launch order.
         unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
+        layout: how gradients lie in their buckets.
     """
     last = [gradient for gradient in gradients if gradient.name != UNUSED_FLAGS][-1]
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
@@ -59,11 +63,11 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
         members = list(stretch)
         for key in dict.fromkeys(gradient.key for gradient in members):
             of_key = [gradient for gradient in members if gradient.key == key]
-            buckets.append(lay_out(key, of_key, f"end of {unit or 'the outermost module'}"))
+            buckets.append(layout.bucket(key, of_key, f"end of {unit or 'the outermost module'}"))
     return Planned(BucketPlan(tuple(buckets)))
 
 
-def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes) -> Planned:
+def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes, layout: Layout) -> Planned:
     """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
 
     The plan must be the same on every rank, so all of them pass the same times. As long as nobody has measured the
@@ -73,6 +77,7 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
         gradients: in any order; equally ready ones are launched in it.
         cost: what one collective costs on the group.
         times: when the gradients are ready.
+        layout: how gradients lie in their buckets.
     """
     communication_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
     backward_s = communication_s if times.backward_s is None else times.backward_s
@@ -81,7 +86,7 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
     band = ERROR_BAND if times.backward_s is None else MEASURED_BAND
     choice = robust_partition(ready, cost=cost, backward_s=backward_s, band=band)
     buckets = tuple(
-        lay_out(ordered[bucket[0]].key, [ordered[position] for position in bucket], reason)
+        layout.bucket(ordered[bucket[0]].key, [ordered[position] for position in bucket], reason)
         for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True)
     )
     return Planned(BucketPlan(buckets), choice.certificate)
@@ -99,9 +104,30 @@ def plan_ddp(gradients: Sequence[GradientSpec], assignment: Sequence[Sequence[in
     by_index = {gradient.index: gradient for gradient in gradients}
     buckets = [[by_index[index] for index in indices] for indices in assignment]
     buckets.append([gradient for gradient in gradients if gradient.name == UNUSED_FLAGS])
-    return Planned(
-        BucketPlan(tuple(lay_out(members[0].key, members, "as torch's DDP") for members in buckets), folds_scale=False)
-    )
+    laid_out = tuple(PACKED.bucket(members[0].key, members, "as torch's DDP") for members in buckets)
+    return Planned(BucketPlan(laid_out, folds_scale=False))
+
+
+def plan_coalesced(
+    gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes, layout: Layout
+) -> Planned:
+    """The buckets of `optimal`, each one grouped collective of its gradients: no flat memory, no padding."""
+    everything = frozenset(gradient.name for gradient in gradients)
+    return plan_optimal(gradients, cost, times, replace(layout, apart=everything))
+
+
+def check_grouped(plan: BucketPlan, backend: str) -> None:
+    """Whether a backend can run the plan's grouped collectives.
+
+    Raises:
+        ConfigError: the plan has some, and the backend reduces one tensor at a time.
+    """
+    grouped = any(len(bucket.tensor_numels) > 1 for bucket in plan.buckets)
+    if grouped and backend not in GROUPED_BACKENDS:
+        raise ConfigError(
+            f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
+            f"{', '.join(GROUPED_BACKENDS)}. Use another strategy than 'coalesced', or a plan without members apart."
+        )
 
 
 def nominal_cost(backend: str, world_size: int) -> AllReduceCost:
@@ -118,16 +144,20 @@ def plan_to_json(plan: BucketPlan) -> str:
     return json.dumps(plan.to_dict(), indent=1)
 
 
-def plan_explicit(gradients: Sequence[GradientSpec], text: str) -> Planned:
-    """The plan of a file, for these gradients; only the names of the members are taken from the file.
+def plan_explicit(gradients: Sequence[GradientSpec], text: str, layout: Layout) -> Planned:
+    """The plan of a file, for these gradients.
+
+    Of the file count the names of the members, and which of them are apart (offset `null`). Other offsets follow from
+    `layout`, so that a gradient can be moved to another bucket by hand.
 
     Raises:
         ConfigError: not a plan file, of another version, names unknown gradients, misses one or has one twice, or
             puts gradients of different keys into one bucket.
     """
     by_name = {gradient.name: gradient for gradient in gradients}
-    listed = _names(text)
-    counts = Counter(name for names in listed for name in names)
+    listed = _members(text)
+    counts = Counter(name for members in listed for name, _ in members)
+    layout = replace(layout, apart=frozenset(name for members in listed for name, apart in members if apart))
     complaints = {
         "names gradients that the module does not have": [name for name in counts if name not in by_name],
         "misses": [name for name in by_name if name not in counts],
@@ -137,28 +167,32 @@ def plan_explicit(gradients: Sequence[GradientSpec], text: str) -> Planned:
         if names:
             raise ConfigError(f"the plan file {complaint}: {', '.join(names[:5])}. Save report(model).plan anew.")
     buckets = []
-    for number, names in enumerate(listed):
-        members = [by_name[name] for name in names]
+    for number, named in enumerate(listed):
+        members = [by_name[name] for name, _ in named]
         odd = [gradient for gradient in members if gradient.key != members[0].key]
         if odd:
             raise ConfigError(
                 f"the plan file mixes keys in bucket {number}: {members[0].name} is {members[0].key}, {odd[0].name} "
                 f"is {odd[0].key}. Put them into different buckets."
             )
-        buckets.append(lay_out(members[0].key, members, "as the plan file says"))
+        buckets.append(layout.bucket(members[0].key, members, "as the plan file says"))
     return Planned(BucketPlan(tuple(buckets)))
 
 
-def _names(text: str) -> list[list[str]]:
+def _members(text: str) -> list[list[tuple[str, bool]]]:
+    """For each bucket of a plan file the names of its members, and whether they are apart."""
     try:
         data: Mapping[str, Any] = json.loads(text)
         version, buckets = data["version"], data["buckets"]
-        names = [[str(member["gradient"]["name"]) for member in bucket["members"]] for bucket in buckets]
+        listed = [
+            [(str(member["gradient"]["name"]), member["offset"] is None) for member in bucket["members"]]
+            for bucket in buckets
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"not a plan file of dp_compile: {error!r}. Save one with plan_to_json.") from error
     if version != PLAN_VERSION:
         raise ConfigError(f"the plan file is of version {version!r}, readable is {PLAN_VERSION}. Save it anew.")
-    empty = [number for number, members in enumerate(names) if not members]
+    empty = [number for number, members in enumerate(listed) if not members]
     if empty:
         raise ConfigError(f"bucket {empty[0]} of the plan file is empty. Take it out.")
-    return names
+    return listed

@@ -13,6 +13,7 @@ _SIZE = re.compile(r"assert_size_stride\((\w+), \(([\d, ]*)\),")
 _RENAMED = re.compile(r"(\w+) = (\w+)$")
 _ITEM = re.compile(r"(\w+) = (\w+)\[(\d+)\]$")
 _KERNEL = re.compile(r"(\w+) = async_compile\.cpp_pybinding\(\[([^\]]*)\]")
+_LAUNCH = re.compile(r"all_reduce_(?:coalesced_)?\.default\((.*), '\w+', '\w+'\)")
 _CALL = re.compile(r"(?:(\w+) = )?((?:cpp_fused|extern_kernels\.|torch\.ops\.)[\w.]*)\((.*)\)$")
 
 
@@ -28,7 +29,8 @@ class Filled:
 
 
 class Backward:
-    """The generated code of one graph, CPU backend.
+    """The generated code of one graph, CPU backend. `buckets` are the buffers that are reduced, `tensors` how many of
+    them each launch carries.
 
     A member counts as copied if the kernel that writes it reads a buffer of the member's size that an earlier call
     has written. Test models need sizes that tell gradients from other tensors.
@@ -38,8 +40,12 @@ class Backward:
         self._kernels = {name: [kind.strip(" '") for kind in kinds.split(",")] for name, kinds in _KERNEL.findall(code)}
         body = code.split("def call(self, args):")[1].split("\n    return (")[0].split("        return (")[0]
         self._lines = [line.split("#")[0].split(";")[0].strip() for line in body.splitlines()]
-        self.buckets = re.findall(r"all_reduce_\.default\((\w+),", body)
+        launches = [re.findall(r"\bbuf\d+\b", arguments) for arguments in _LAUNCH.findall(body)]
+        self.tensors = [len(each) for each in launches]
+        self.buckets = [name for each in launches for name in each]
         self.numel: dict[str, int] = {}
+        for line in self._lines:
+            self._note_size(line)
         self.filled = tuple(self._members())
 
     @property
@@ -52,7 +58,7 @@ class Backward:
         """Kernels `k`, launches `A` and waits `W` in the order in which they are called."""
         letters = []
         for line in self._lines:
-            letters += ["A"] if ".all_reduce_." in line else ["W"] if ".wait_tensor." in line else []
+            letters += ["A"] if _LAUNCH.search(line) else ["W"] if ".wait_tensor." in line else []
             letters += ["k"] if self._calls_kernel(line) else []
         return "".join(letters)
 
@@ -71,13 +77,16 @@ class Backward:
         places: dict[str, tuple[str, int]] = {}
         written: set[str] = set()
         for line in self._lines:
-            self._note_size(line)
             if found := _ALIAS.match(line):
                 if found[2] in self.buckets:
                     places[found[1]] = (found[2], int(found[5]))
                 if found[2] in written:
                     written.add(found[1])
+            elif (found := _RENAMED.match(line)) and found[2] in self.buckets:
+                places[found[1]] = (found[2], 0)
             elif found := _ITEM.match(line) or _RENAMED.match(line):
+                if found[1] in self.buckets:  # the memory of a kernel's own result is the bucket
+                    yield Filled(found[1], 0, self.numel[found[1]], "fallback", False)
                 written.add(found[1])
             elif found := _CALL.match(line):
                 reads, writes = self._arguments(found[2], found[3])

@@ -15,7 +15,7 @@ from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import provenance_of
 from dp_compile.grad_reduction import emit
 from dp_compile.passes import DEFAULT_PASSES, GraphPass, Pipeline
-from dp_compile.plan import BucketKey, BucketPlan, GradientSpec, plan_buckets
+from dp_compile.plan import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.report import PassRecord
 
 
@@ -57,12 +57,15 @@ class Grad:
         return made.copy_(torch.randn(self.shape, generator=generator))
 
 
-def plan_for(grads: Sequence[Grad], cap: float = float("inf"), first_cap: float | None = None) -> BucketPlan:
+def plan_for(
+    grads: Sequence[Grad], cap: float = float("inf"), first_cap: float | None = None, layout: Layout = PACKED
+) -> BucketPlan:
     """A plan in the given order; caps in bytes."""
     return plan_buckets(
         [grad.spec for grad in grads],
         bucket_cap_mb=cap / BYTES_PER_MB,
         first_bucket_cap_mb=(cap if first_cap is None else first_cap) / BYTES_PER_MB,
+        layout=layout,
     )
 
 

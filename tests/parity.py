@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class Case:
     autocast: bool = False
     compile_model: Callable[[nn.Module], Any] = field(default=lambda model: torch.compile(model, backend="aot_eager"))
     options: dict[str, Any] = field(default_factory=dict)
+    config: dp_compile.ReplicateConfig = field(default_factory=dp_compile.ReplicateConfig)
     backend: str = "aot_eager"
     rtol: float = 1e-5
     atol: float = 1e-6
@@ -51,7 +53,8 @@ def train_both(case: Case) -> Report:
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter.add_(dist.get_rank())  # replicate() has to undo this
-    dp_compile.replicate(ours, config=dp_compile.ReplicateConfig(backend=case.backend), **case.options)
+    config = dataclasses.replace(case.config, backend=case.backend)
+    dp_compile.replicate(ours, config=config, **case.options)
     compiled = case.compile_model(ours)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
     for step in range(case.steps):

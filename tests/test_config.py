@@ -20,6 +20,7 @@ def test_defaults() -> None:
         "first_bucket_cap_mb": None,
         "cost": None,
         "replan_after": None,
+        "alignment_bytes": 64,
         "find_unused_parameters": False,
         "broadcast_buffers": True,
         "check_reductions": True,
@@ -38,6 +39,17 @@ def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> N
 @pytest.mark.parametrize("value", [1, 0.001, 25.0, math.inf])
 def test_allowed_sizes(value: float) -> None:
     assert ReplicateConfig(bucket_cap_mb=value, first_bucket_cap_mb=value).bucket_cap_mb == value
+
+
+@pytest.mark.parametrize("value", [0, -64, 3, 48, 64.0, "64", True, None])
+def test_an_alignment_is_a_power_of_two(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"alignment_bytes must be a power of two of bytes, got {value!r}"):
+        ReplicateConfig(alignment_bytes=value)
+
+
+@pytest.mark.parametrize("value", [1, 2, 4096])
+def test_allowed_alignments(value: int) -> None:
+    assert ReplicateConfig(alignment_bytes=value).alignment_bytes == value
 
 
 @pytest.mark.parametrize("backend", ["eager", "", None, "Inductor"])

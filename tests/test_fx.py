@@ -16,7 +16,16 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_all_reduce, is_collective, is_wait, waits_of
+from dp_compile.fx.collectives import (
+    ALL_REDUCE,
+    GROUPED_ALL_REDUCE,
+    WAIT,
+    is_all_reduce,
+    is_collective,
+    is_wait,
+    wait_counts,
+    waits_of,
+)
 from dp_compile.fx.printer import op_counts, op_name, short
 from dp_compile.fx.verify import facts_of, verify
 
@@ -173,10 +182,12 @@ def coalesced() -> fx.Graph:
 
 def test_a_coalesced_collective_has_a_wait_for_each_item() -> None:
     graph = coalesced()
-    launch = only(graph, ops.all_reduce_coalesced.default)
+    launch = only(graph, GROUPED_ALL_REDUCE)
     assert is_collective(launch)
-    assert not is_all_reduce(launch)
-    assert len(waits_of(launch)) == 2
+    assert is_all_reduce(launch)
+    assert list(waits_of(launch)) == graph.find_nodes(op="call_function", target=WAIT)
+    assert wait_counts(launch) == (1, 1)
+    assert wait_counts(only(all_reduced(), ALL_REDUCE)) == (1,)
 
 
 # --- verify -----------------------------------------------------------------------------------------------------
@@ -221,6 +232,25 @@ def test_verify_finds_a_second_wait() -> None:
 
     with pytest.raises(InvalidGraphError, match="all_reduce has 2 waits, expected 1"):
         check(all_reduced(), wait_again)
+
+
+def test_verify_wants_each_result_of_a_grouped_collective_waited_for_once() -> None:
+    """Two waits for two results are not enough: both may be on the same one."""
+
+    def wait_for_the_first_twice(graph: fx.Graph) -> None:
+        first, second = (node for node in graph.nodes if node.target is operator.getitem)
+        second.replace_all_uses_with(first)
+
+    def group_again(graph: fx.Graph) -> None:
+        launch, last = only(graph, GROUPED_ALL_REDUCE), graph.output_node()
+        again = edit.insert_call(graph, last, GROUPED_ALL_REDUCE, launch.args, MADE_HERE)
+        item = edit.insert_call(graph, last, operator.getitem, (again, 1), MADE_HERE)
+        edit.insert_call(graph, last, WAIT, (item,), MADE_HERE)
+
+    with pytest.raises(InvalidGraphError, match="all_reduce_coalesced has 2, 0 waits, expected 1, 1"):
+        check(coalesced(), wait_for_the_first_twice)
+    with pytest.raises(InvalidGraphError, match="all_reduce_coalesced_default has 0, 1 waits, expected 1, 1"):
+        check(coalesced(), group_again)
 
 
 def test_verify_finds_a_use_before_the_definition() -> None:

@@ -59,6 +59,7 @@ OPTIONS = [
     "bucket_cap_mb",
     "first_bucket_cap_mb",
     "cost",
+    "alignment_bytes",
     "replan_after",
     "find_unused_parameters",
     "broadcast_buffers",

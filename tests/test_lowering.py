@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,26 +21,29 @@ from torch.nn import functional as F
 
 import dp_compile
 from dp_compile import _torch
+from dp_compile.cost_model import AllReduceCost
+from dp_compile.grad_reduction import Averaging
 from dp_compile.lowering import FLAT_BUCKET, observing
 from dp_compile.passes import DEFAULT_PASSES, Pipeline
+from dp_compile.plan import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.report import Placement
 from dp_compile.train.gpt import Block, GPTConfig
 
 # --- the op by itself ---------------------------------------------------------------------------------------------
 
 
-def test_the_op_puts_members_one_after_the_other_in_their_memory_order() -> None:
+def test_the_op_puts_members_at_their_offsets_in_their_memory_order() -> None:
     image = Grad(index=0, shape=(2, 3, 4, 5), order=(0, 2, 3, 1))
     members = [image.values(), torch.tensor(3.0), torch.ones(0, 2), torch.arange(6.0).view(2, 3)]
-    bucket = FLAT_BUCKET(members, [1.0, 0.5, 1.0, 2.0], [*image.stride, 2, 1, 1, 2])
+    bucket = FLAT_BUCKET(members, [1.0, 0.5, 1.0, 2.0], [*image.stride, 2, 1, 1, 2], [0, 120, 121, 124], 130)
     assert torch.equal(bucket[:120].view(2, 4, 5, 3).permute(0, 3, 1, 2), members[0])
-    assert bucket[120:].tolist() == [1.5, 0.0, 6.0, 2.0, 8.0, 4.0, 10.0]
+    assert bucket[120:].tolist() == [1.5, 0.0, 0.0, 0.0, 0.0, 6.0, 2.0, 8.0, 4.0, 10.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_op_keeps_its_promise_to_the_tracer(dtype: torch.dtype) -> None:
     members = [torch.randn(4, 3, dtype=dtype), torch.randn(2, dtype=dtype)]
-    torch.library.opcheck(FLAT_BUCKET, (members, [1.0, 0.5], [1, 4, 1]))
+    torch.library.opcheck(FLAT_BUCKET, (members, [1.0, 0.5], [1, 4, 1], [0, 16], 18))
 
 
 # --- what is copied, and what it costs ------------------------------------------------------------------------------
@@ -74,10 +78,14 @@ class Compiled:
     text: str
 
 
-def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: float) -> Compiled:
+def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: float | None) -> Compiled:
+    """Buckets of a fixed size, or without one, everything in one grouped collective."""
     torch._dynamo.reset()
     model, x = make()
-    dp_compile.replicate(model, bucket_cap_mb=cap_mb, config=dp_compile.ReplicateConfig(first_bucket_cap_mb=cap_mb))
+    config = dp_compile.ReplicateConfig(bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb)
+    if cap_mb is None:
+        config = dp_compile.ReplicateConfig(strategy="coalesced", cost=AllReduceCost(1.0, 1e-9))
+    dp_compile.replicate(model, config=config)
     run = torch.compile(model)
 
     def step(sync: bool) -> None:
@@ -138,6 +146,56 @@ def test_the_report_says_what_is_copied_and_why(transformer: Compiled, convoluti
     assert (
         "copied 2 gradients, 18.0 KiB, second.weight .. first.weight: "
         "aten.convolution_backward.default allocates its result itself" in convolutions.text
+    )
+
+
+# --- gaps, and members apart ----------------------------------------------------------------------------------------
+
+
+def odd_sizes() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5)), torch.randn(3, 7)
+
+
+def test_members_start_at_multiples_of_the_alignment_in_generated_code(fake_group: dist.ProcessGroup) -> None:
+    code = compile_both(odd_sizes, 25).reduced
+    (bucket,) = code.buckets
+    assert sorted((each.offset, each.numel) for each in code.filled) == [
+        (0, 5),
+        (16, 65),
+        (96, 13),
+        (112, 91),
+        (204, 4),
+    ]
+    assert code.numel[bucket] == 208
+    assert code.copied() == 0
+
+
+@pytest.fixture
+def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with NCCL: gradients are reduced as they are."""
+    monkeypatch.setattr(sys.modules["dp_compile.replicate"], "averaging_for", lambda *_: Averaging("avg", 1.0))
+
+
+@pytest.mark.usefixtures("fake_group", "averaging_in_the_collective")
+@pytest.mark.parametrize("make", [block, residual])
+def test_a_grouped_collective_copies_nothing(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
+    compiled = compile_both(make, None)
+    code, parameters = compiled.reduced, list(make()[0].parameters())
+    assert code.tensors == [len(parameters) + 1]
+    assert code.copied() == 0
+    assert code.total() == sum(parameter.numel() for parameter in parameters) + len(parameters)
+    assert all(each.apart for each in compiled.placements)
+    assert [each.gradient for each in compiled.placements if each.copied] == [UNUSED_FLAGS]
+    assert code.kernels <= compiled.local.kernels + 1
+
+
+def test_a_factor_that_no_kernel_takes_costs_a_pass(fake_group: dist.ProcessGroup) -> None:
+    """Where the collective cannot average: a convolution's kernel has no factor, one multiplication for each weight."""
+    compiled = compile_both(residual, None)
+    assert compiled.reduced.copied() == 2 * 16 * 16 * 9
+    assert (
+        "copied 2 gradients, 18.0 KiB, second.weight .. first.weight: aten.convolution_backward.default "
+        "writes with other strides, or does not take a factor" in compiled.text
     )
 
 
@@ -216,12 +274,12 @@ def inputs() -> list[torch.Tensor]:
     return [x, y, rows, torch.randn(2, 3, 6, 6, generator=generator)]
 
 
-def run_sources(scale: float) -> dict[int, str]:
+def run_sources(scale: float, layout: Layout) -> dict[int, str]:
     """Compiled and not: the same numbers on this rank. Returns what was copied, by gradient."""
     sources, written = Sources(scale), []
     module = trace(sources, *inputs())
     expected = module(*inputs())
-    pipeline = Pipeline(DEFAULT_PASSES, (plan_for(sources.grads()),), lambda records: None)
+    pipeline = Pipeline(DEFAULT_PASSES, (plan_for(sources.grads(), layout=layout),), lambda records: None)
     with observing(written.append), inductor_config.patch(fx_graph_cache=False), torch.no_grad():
         found = _torch.inductor(module, inputs(), pipeline)(*inputs())
     for position, (one, other) in enumerate(zip(found, expected, strict=True)):
@@ -229,16 +287,31 @@ def run_sources(scale: float) -> dict[int, str]:
     return {each.position: each.copied for each in written if each.copied is not None}
 
 
-@pytest.mark.parametrize("scale", [1.0, 1 / 3])
-def test_a_bucket_is_right_whatever_its_members_are(ranks2: Ranks, scale: float) -> None:
+ALLOCATES = "aten.convolution_backward.default allocates its result itself"
+OTHER_STRIDES = "aten.convolution_backward.default writes with other strides, or does not take a factor"
+
+
+@pytest.mark.parametrize(
+    ("scale", "layout", "convolution"),
+    [
+        (1.0, PACKED, ALLOCATES),
+        (1 / 3, Layout(64), ALLOCATES),
+        (1.0, Layout(64, frozenset(f"p{index}" for index in range(16))), OTHER_STRIDES),
+        (1 / 3, Layout(64, frozenset({"p3", "p12"})), OTHER_STRIDES),
+    ],
+    ids=["packed", "gaps", "apart", "gaps and apart"],
+)
+def test_a_bucket_is_right_whatever_its_members_are(
+    ranks2: Ranks, scale: float, layout: Layout, convolution: str
+) -> None:
     """The collective overwrites the bucket: a gradient that is looked at later has to lie somewhere else."""
-    for copied in ranks2.run(run_sources, scale):
+    for copied in ranks2.run(run_sources, scale, layout):
         assert copied == {
             3: "the result of aten.mm.out is used in another place too",
             4: "the result of aten.mm.out is used in another place too",
             5: "the result of aten.mm.out is used in another place too",
             10: "an input of the backward",
-            12: "aten.convolution_backward.default allocates its result itself",
+            12: convolution,
         }
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import logging
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.replicate import replica_of
 from dp_compile.report import Report
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -108,6 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"autocast": True, "rtol": 2e-2, "atol": 2e-3},
     "no passes": {"options": {"passes": ()}},
     "small buckets": {"options": {"bucket_cap_mb": 0.001}},
+    "coalesced": {"config": dp_compile.ReplicateConfig(strategy="coalesced")},
     "not compiled": {"compile_model": "eager"},
     "not compiled, accumulation": {"compile_model": "eager", "micro_steps": 3},
     "torch's reducer": {"options": {"ddp_python_hook": False}},
@@ -143,17 +148,21 @@ def test_four_ranks(ranks4: Ranks, kind: str) -> None:
         ranks4.run(run_case, kind, variant)
 
 
+@pytest.mark.parametrize("variant", ["small buckets", "coalesced"])
 @pytest.mark.parametrize("kind", ["gpt with tied weights", "convnet in channels_last"])
-def test_inductor(ranks2: Ranks, kind: str) -> None:
+def test_inductor(ranks2: Ranks, kind: str, variant: str) -> None:
     """The same through code generation; gradients kept from the second step on, so both forms are compiled."""
     changes = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
-    ranks2.run(run_inductor_case, kind, changes)
+    for report in ranks2.run(run_inductor_case, kind, variant, changes):
+        assert all(record.graphs == 1 and not record.deferred for record in report.captures)
+        if variant == "small buckets":
+            assert 1 < report.captures[0].collectives < report.captures[0].hooks
+        else:
+            assert all(placement.apart for record in report.captures for placement in record.placements)
 
 
-def run_inductor_case(kind: str, changes: dict[str, Any]) -> None:
-    report = run_case(kind, "small buckets", set_to_none=lambda step: step % 2 == 0, **changes)
-    assert all(record.graphs == 1 and not record.deferred for record in report.captures)
-    assert 1 < report.captures[0].collectives < report.captures[0].hooks
+def run_inductor_case(kind: str, variant: str, changes: dict[str, Any]) -> Report:
+    return run_case(kind, variant, set_to_none=lambda step: step % 2 == 0, **changes)
 
 
 # --- hooks that run eagerly -------------------------------------------------------------------------------------
@@ -171,19 +180,36 @@ def run_eager_hooks(kind: str, variant: str) -> Report:
     return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **settings))
 
 
-@pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets"])
+@pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets", "coalesced"])
 def test_eager_hooks(ranks2: Ranks, variant: str) -> None:
     for kind in KINDS:
         for report in ranks2.run(run_eager_hooks, kind, variant):
             assert report.mode == "python hooks"
 
 
-def run_one_rank_eagerly() -> None:
+def half_apart(build: Callable[[], nn.Module]) -> Path:
+    """A plan file for one bucket with every second gradient, flags included, in memory of its own."""
+    names = [*reversed([name for name, _ in build().named_parameters()]), UNUSED_FLAGS]
+    members = [{"gradient": {"name": name}, "offset": None if number % 2 else 0} for number, name in enumerate(names)]
+    file = Path(tempfile.mkdtemp(), "plan.json")
+    file.write_text(json.dumps({"version": PLAN_VERSION, "buckets": [{"members": members}]}))
+    return file
+
+
+LAYOUTS: dict[str, Callable[[Callable[[], nn.Module]], dict[str, Any]]] = {
+    "flat": lambda build: {"options": {"bucket_cap_mb": 0.0005}},
+    "coalesced": lambda build: {"config": dp_compile.ReplicateConfig(strategy="coalesced")},
+    "half apart": lambda build: {"options": {"plan": half_apart(build)}},
+}
+
+
+def run_one_rank_eagerly(kind: str, layout: str) -> dict[str, int]:
     """Rank 1 cannot capture some of its backwards; the collectives still fit together."""
-    case = Case(
-        build=MLP, batch=vectors, steps=4, options={"bucket_cap_mb": 0.0005}, loss=lambda out: _maybe_uncaptured(out)
-    )
-    train_both(case)
+    build, batch = KINDS[kind]
+    torch._dynamo.reset()
+    _calls[0] = 0
+    case = Case(build=build, batch=batch, loss=lambda out: _maybe_uncaptured(out), **LAYOUTS[layout](build))
+    return dict(train_both(case).backwards)
 
 
 def _maybe_uncaptured(output: torch.Tensor) -> torch.Tensor:
@@ -196,8 +222,12 @@ def _maybe_uncaptured(output: torch.Tensor) -> torch.Tensor:
 _calls = [0]
 
 
-def test_one_rank_captures_and_the_other_does_not(ranks2: Ranks) -> None:
-    ranks2.run(run_one_rank_eagerly)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["mlp", "convnet in channels_last"])
+def test_one_rank_captures_and_the_other_does_not(ranks2: Ranks, kind: str, layout: str) -> None:
+    first, second = ranks2.run(run_one_rank_eagerly, kind, layout)
+    assert first == {"captured": 4}
+    assert second == {"captured": 2, "eager hooks": 2}
 
 
 def run_eager_then_compiled() -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from dp_compile.grad_reduction import REDUCE_GRAD
 from dp_compile.passes.ready_times import ready_shares
-from dp_compile.plan import BucketPlan, lay_out
+from dp_compile.plan import PACKED, BucketPlan
 from dp_compile.ready_times import (
     Launches,
     ReadyTimes,
@@ -52,7 +52,7 @@ def test_medians_of_steps_and_maxima_of_ranks() -> None:
 
 def plan_of(*buckets: list[int]) -> BucketPlan:
     specs = {spec.index: spec for spec in SPECS}
-    return BucketPlan(tuple(lay_out(SPECS[0].key, [specs[index] for index in bucket], "") for bucket in buckets))
+    return BucketPlan(tuple(PACKED.bucket(SPECS[0].key, [specs[index] for index in bucket], "") for bucket in buckets))
 
 
 def test_measured_between_two_launches() -> None:

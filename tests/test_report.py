@@ -71,6 +71,28 @@ def test_capture_record_with_placements() -> None:
     )
 
 
+def test_capture_record_with_members_apart() -> None:
+    copied = "aten.convolution_backward.default writes with other strides, or does not take a factor"
+    placements = (
+        Placement("head.weight", 2 << 20, None),
+        Placement("conv_2.weight", 1 << 20, None, apart=True),
+        Placement("conv_1.weight", 1 << 20, copied, apart=True),
+    )
+    everything_apart = str(capture(placements=placements[1:])).splitlines()[1:]
+    assert_expected_inline(
+        "\n".join([str(capture(placements=placements)), *everything_apart]).replace(": aten", ":\n    aten"),
+        """\
+4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
+  computed in their buckets: 50.0% of 4.0 MiB
+  computed in their own memory: 25.0% of 4.0 MiB
+  copied 1 gradient, 1.0 MiB, conv_1.weight:
+    aten.convolution_backward.default writes with other strides, or does not take a factor
+  computed in their own memory: 50.0% of 2.0 MiB
+  copied 1 gradient, 1.0 MiB, conv_1.weight:
+    aten.convolution_backward.default writes with other strides, or does not take a factor""",
+    )
+
+
 def test_capture_record_of_something_unusual() -> None:
     record = capture(hooks=1, reductions=1, collectives=1, completed=2, graphs=3, deferred=True, cached=True)
     assert_expected_inline(

@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from ranks import Ranks
 from torch import nn
 
 import dp_compile
 from dp_compile.calibration import calibrate
+from dp_compile.config import ReplicateConfig
 from dp_compile.cost_model import AllReduceCost, CostFit
-from dp_compile.plan import UNUSED_FLAGS, BucketPlan
-from dp_compile.strategies import plan_to_json
+from dp_compile.grad_reduction import averaging_for
+from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.planning import PlanRequest, make_plan
+from dp_compile.replica import Group, gradient_specs
+from dp_compile.strategies import plan_explicit, plan_to_json
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -87,7 +93,7 @@ def test_a_policy_that_is_none(policy: Any, message: str) -> None:
 
 def test_optimal_is_the_default_and_makes_a_promise() -> None:
     cost = AllReduceCost(1e-6, 1e-9)
-    model = dp_compile.replicate(Model(), config=dp_compile.ReplicateConfig(cost=cost))
+    model = dp_compile.replicate(Model(), config=ReplicateConfig(cost=cost))
     report = dp_compile.report(model)
     assert len(report.plan.buckets) > 1
     assert sorted(name for bucket in names(report.plan) for name in bucket) == sorted(
@@ -99,11 +105,75 @@ def test_optimal_is_the_default_and_makes_a_promise() -> None:
 
 def test_a_network_with_high_latency_gets_fewer_buckets() -> None:
     def buckets(alpha_s: float) -> int:
-        return len(plan_of(config=dp_compile.ReplicateConfig(cost=AllReduceCost(alpha_s, 1e-9))).buckets)
+        return len(plan_of(config=ReplicateConfig(cost=AllReduceCost(alpha_s, 1e-9))).buckets)
 
     counts = [buckets(alpha_s) for alpha_s in (1e-9, 1e-6, 1e-5, 1e-4, 1.0)]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] > counts[2] > counts[-1] == 1
+
+
+# --- coalesced and apart ------------------------------------------------------------------------------------------
+
+
+class Vision(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.up = nn.Conv2d(3, 8, 3), nn.ConvTranspose1d(4, 4, 2, bias=False)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv1d(4, 4, 3))
+        self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+
+def group_with(backend: str, fake_group: dist.ProcessGroup) -> Group:
+    return Group(fake_group, "0", backend, 2, averaging_for(backend, 2))
+
+
+def apart(plan: BucketPlan) -> set[str]:
+    return {member.gradient.name for bucket in plan.buckets for member in bucket.members if member.offset is None}
+
+
+def plan_with(backend: str, fake_group: dist.ProcessGroup, **options: Any) -> BucketPlan:
+    module, group = Vision(), group_with(backend, fake_group)
+    policy = options.pop("bucket_policy", None)
+    named = dict(module.named_parameters())
+    parameters = tuple(named.values())
+    gradients = gradient_specs(parameters, tuple(named), group)
+    request = PlanRequest(ReplicateConfig(**options), policy, None, True)
+    return make_plan(module, parameters, gradients, group, request).planned.plan
+
+
+def test_coalesced_has_the_buckets_of_optimal_and_nothing_flat(fake_group: dist.ProcessGroup) -> None:
+    cost = AllReduceCost(1e-6, 1e-9)
+    optimal, coalesced = (
+        plan_of(config=ReplicateConfig(strategy=each, cost=cost)) for each in ("optimal", "coalesced")
+    )
+    assert names(coalesced) == names(optimal)
+    assert len(coalesced.buckets) > 1
+    assert apart(coalesced) == {gradient.name for gradient in coalesced.gradients}
+    assert apart(optimal) == set()
+    assert sum(bucket.padding_nbytes for bucket in coalesced.buckets) == 0
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"strategy": "fixed"}, {"bucket_policy": {Vision}}], ids=["optimal", "fixed", "per_module"]
+)
+def test_with_nccl_weights_of_convolutions_are_apart(fake_group: dist.ProcessGroup, options: dict[str, Any]) -> None:
+    """Not those that are made of other parameters: their gradient is no convolution's."""
+    assert apart(plan_with("nccl", fake_group, **options)) == {"stem.weight", "up.weight"}
+    for backend in ("gloo", "fake", "mpi"):
+        assert apart(plan_with(backend, fake_group, **options)) == set()
+
+
+def test_a_backend_that_cannot_group(fake_group: dist.ProcessGroup) -> None:
+    with pytest.raises(dp_compile.ConfigError, match="which backend 'mpi' cannot; these can: nccl, gloo, fake"):
+        plan_with("mpi", fake_group, strategy="coalesced")
+    assert apart(plan_with("gloo", fake_group, strategy="coalesced"))
+
+
+def test_gaps_are_as_wide_as_asked(fake_group: dist.ProcessGroup) -> None:
+    packed, aligned = (plan_with("gloo", fake_group, alignment_bytes=each) for each in (1, 64))
+    assert sum(bucket.padding_nbytes for bucket in packed.buckets) == 0
+    assert sum(bucket.padding_nbytes for bucket in aligned.buckets) > 0
+    assert packed.signature() != aligned.signature()
 
 
 # --- explicit ---------------------------------------------------------------------------------------------------
@@ -115,6 +185,33 @@ def test_a_saved_plan_is_used_as_it_is(tmp_path: Path) -> None:
     file.write_text(plan_to_json(made))
     for plan in (file, str(file), made):
         assert names(plan_of(plan=plan)) == names(made)
+
+
+KEYS = st.builds(
+    BucketKey, st.just("0"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["cpu", "cuda"])
+)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 70), KEYS, st.booleans()), min_size=1, max_size=25),
+    st.sampled_from([1, 16, 64, 256]),
+    st.sampled_from([1e-4, 1e-3, 1.0]),
+)
+def test_a_plan_comes_back_from_its_file(
+    facts: list[tuple[int, BucketKey, bool]], alignment: int, cap_mb: float
+) -> None:
+    """Members, offsets, gaps and what is apart; only the reasons are the file's."""
+    gradients = [
+        GradientSpec(index, f"p{index}", (numel,), (1,), 4 if key.dtype == "float32" else 2, key, 0.5)
+        for index, (numel, key, _) in enumerate(facts)
+    ]
+    kept_apart = frozenset(f"p{index}" for index, (_, _, apart) in enumerate(facts) if apart)
+    layout = Layout(alignment, kept_apart)
+    plan = plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout)
+    again = plan_explicit(gradients, plan_to_json(plan), Layout(alignment)).plan
+    assert [(bucket.key, bucket.members) for bucket in again.buckets] == [
+        (bucket.key, bucket.members) for bucket in plan.buckets
+    ]
 
 
 def edited(change: Any) -> str:
@@ -172,9 +269,14 @@ def test_a_plan_file_that_is_not_there() -> None:
     ("options", "message"),
     [
         ({"bucket_cap_mb": 1, "bucket_policy": {Block}}, "bucket_policy belongs to strategy 'per_module'"),
-        ({"config": dp_compile.ReplicateConfig(strategy="optimal"), "bucket_cap_mb": 1}, "belongs to strategy 'fixed'"),
-        ({"config": dp_compile.ReplicateConfig(strategy="explicit")}, "strategy 'explicit' needs plan"),
-        ({"config": dp_compile.ReplicateConfig(strategy="per_module")}, "strategy 'per_module' needs bucket_policy"),
+        ({"config": ReplicateConfig(strategy="optimal"), "bucket_cap_mb": 1}, "belongs to strategy 'fixed'"),
+        (
+            {"config": ReplicateConfig(strategy="coalesced"), "bucket_policy": {Block}},
+            "belongs to strategy 'per_module'",
+        ),
+        ({"config": ReplicateConfig(strategy="coalesced"), "bucket_cap_mb": 1}, "bucket_cap_mb belongs to strategy"),
+        ({"config": ReplicateConfig(strategy="explicit")}, "strategy 'explicit' needs plan"),
+        ({"config": ReplicateConfig(strategy="per_module")}, "strategy 'per_module' needs bucket_policy"),
     ],
 )
 def test_options_of_two_strategies(options: dict[str, Any], message: str) -> None:
@@ -183,10 +285,12 @@ def test_options_of_two_strategies(options: dict[str, Any], message: str) -> Non
 
 
 def test_unknown_strategy_and_cost() -> None:
-    with pytest.raises(dp_compile.ConfigError, match="must be one of fixed, per_module, optimal, ddp, explicit"):
-        dp_compile.ReplicateConfig(strategy="best")
+    with pytest.raises(
+        dp_compile.ConfigError, match="must be one of fixed, per_module, optimal, coalesced, ddp, explicit"
+    ):
+        ReplicateConfig(strategy="best")
     with pytest.raises(dp_compile.ConfigError, match="cost must be an AllReduceCost, got float"):
-        dp_compile.ReplicateConfig(cost=1.0)  # type: ignore[arg-type]
+        ReplicateConfig(cost=1.0)  # type: ignore[arg-type]
 
 
 # --- calibration ------------------------------------------------------------------------------------------------

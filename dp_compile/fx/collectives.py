@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 import torch.distributed._functional_collectives  # registers the ops
 from torch import fx
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+GROUPED_ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-_LAUNCHES = (ALL_REDUCE, torch.ops._c10d_functional.all_reduce_.default)
+_LAUNCHES = (
+    ALL_REDUCE,
+    GROUPED_ALL_REDUCE,
+    torch.ops._c10d_functional.all_reduce_.default,
+    torch.ops._c10d_functional.all_reduce_coalesced_.default,
+)
 
 
 def is_collective(node: fx.Node) -> bool:
@@ -19,7 +27,8 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def is_all_reduce(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ALL_REDUCE
+    """Whether a node starts an all-reduce of one tensor or of several; both take reduce op and group alike."""
+    return node.op == "call_function" and node.target in (ALL_REDUCE, GROUPED_ALL_REDUCE)
 
 
 def is_wait(node: fx.Node) -> bool:
@@ -27,12 +36,12 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
-    """The waits on a collective's result, directly or through the items of a coalesced one."""
+    """The waits on a collective's result, directly or through the items of a grouped one."""
     found: list[fx.Node] = []
     for user in collective.users:
         if is_wait(user):
             found.append(user)
-        elif user.op == "call_function" and getattr(user.target, "__name__", "") == "getitem":
+        elif _is_item(user):
             found.extend(waits_of(user))
     return tuple(found)
 
@@ -44,3 +53,20 @@ def is_launch(op: object) -> bool:
 
 def is_wait_op(op: object) -> bool:
     return op is WAIT
+
+
+def wait_counts(collective: fx.Node) -> tuple[int, ...]:
+    """How often each tensor that a collective returns is waited for."""
+    value = collective.meta.get("val")
+    if not isinstance(value, (list, tuple)):
+        return (len(waits_of(collective)),)
+    counts = [0] * len(value)
+    for item in filter(_is_item, collective.users):
+        position = item.args[1]
+        assert isinstance(position, int)
+        counts[position] += len(waits_of(item))
+    return tuple(counts)
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem

@@ -11,15 +11,16 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
-from dp_compile.fx.collectives import is_collective, waits_of
+from dp_compile.fx.collectives import is_collective, wait_counts
 
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What no pass may change: each returned tensor as text, and the number of waits on each collective by name."""
+    """What no pass may change: each returned tensor as text, and for each collective by name how often each of its
+    results is waited for."""
 
     outputs: tuple[str, ...]
-    waits: Mapping[str, int]
+    waits: Mapping[str, tuple[int, ...]]
 
 
 def facts_of(graph: fx.Graph) -> GraphFacts:
@@ -30,15 +31,15 @@ def facts_of(graph: fx.Graph) -> GraphFacts:
         return node
 
     map_arg(graph.output_node().args[0], note)
-    return GraphFacts(tuple(outputs), {node.name: len(waits_of(node)) for node in graph.nodes if is_collective(node)})
+    return GraphFacts(tuple(outputs), {node.name: wait_counts(node) for node in graph.nodes if is_collective(node)})
 
 
 def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
     """Check a graph that the pass `after` left behind against what it was `before` the first pass.
 
     Raises:
-        InvalidGraphError: nodes are used before they are defined, a new collective is not waited for exactly once,
-            an old one has lost or got a wait, or what the graph returns has another shape, dtype or stride.
+        InvalidGraphError: nodes are used before they are defined, a result of a new collective is not waited for
+            exactly once, an old one has lost or got a wait, or what is returned has another shape, dtype or stride.
     """
     try:
         graph.lint()
@@ -46,9 +47,11 @@ def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
         raise InvalidGraphError(f"after pass '{after}': {error}") from error
     found = facts_of(graph)
     for name, waits in found.waits.items():
-        expected = before.waits.get(name, 1)
+        expected = before.waits.get(name, (1,) * len(waits))
         if waits != expected:
-            raise InvalidGraphError(f"after pass '{after}': {name} has {waits} waits, expected {expected}")
+            raise InvalidGraphError(
+                f"after pass '{after}': {name} has {_listed(waits)} waits, expected {_listed(expected)}"
+            )
     if found.outputs != before.outputs:
         changed = [
             f"output {position}: {was} became {now}"
@@ -56,6 +59,10 @@ def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
             if was != now
         ] or [f"{len(before.outputs)} outputs became {len(found.outputs)}"]
         raise InvalidGraphError(f"after pass '{after}': {changed[0]}")
+
+
+def _listed(counts: tuple[int, ...]) -> str:
+    return ", ".join(map(str, counts))
 
 
 def _describe(value: Any) -> str:

@@ -4,6 +4,9 @@
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
+A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
+memory. One grouped all-reduce then carries them all, and each is waited for by itself.
+
 Gradients are computed in their places in the bucket (`dp_compile/lowering.py`), each in its parameter's memory order.
 What is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed
 anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
@@ -11,10 +14,10 @@ anyway: the `alpha` of a matrix product, the values that are scattered; else `fl
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -25,7 +28,7 @@ from dp_compile.grad_reduction import GradReduction, ReductionTag
 from dp_compile.lowering import FLAT_BUCKET
 from dp_compile.passes.analysis import analyse
 from dp_compile.passes.producers import fold_factor, is_view, without_views
-from dp_compile.plan import Bucket, BucketPlan, GradientSpec, Member
+from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place
 from dp_compile.report import PassResult
 
 aten = torch.ops.aten
@@ -75,26 +78,89 @@ def _by_replica(
 def _reduce_bucket(
     graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction], *, folds: bool
 ) -> fx.Node:
-    members = [(member, _reduction_of(member, bucket, reductions)) for member in bucket.members]
+    found = [_reduction_of(member, bucket, reductions) for member in bucket.members]
     position = edit.positions(graph)
-    last = max((reduction.node for _, reduction in members), key=position.__getitem__)
-    provenance = edit.Provenance(BucketReductions.name, unit)
-    names = tuple(f"{r.tag.index}/{r.tag.replica}/{r.tag.scale!r}" for _, r in members)
-    flat = _flat_bucket(graph, members, provenance, before=last, folds=folds)
-    launch = edit.insert_call(
-        graph,
-        last,
-        collectives.ALL_REDUCE,
-        (flat, bucket.key.reduce_op, bucket.key.group),
-        edit.Provenance(BucketReductions.name, unit, names),
-    )
-    reduced = edit.insert_call(graph, last, collectives.WAIT, (launch,), provenance)
-    for member, reduction in members:
-        view = _view_back(graph, reduced, member, reduction, provenance, before=last)
-        reduction.node.replace_all_uses_with(view)
-    for _, reduction in members:
+    last = max((reduction.node for reduction in found), key=position.__getitem__)
+    site = _Site(graph, last, unit, folds)
+    parts = [
+        _Part(number, member.gradient, reduction, place)
+        for number, (member, reduction, place) in enumerate(zip(bucket.members, found, bucket.places(), strict=True))
+    ]
+    tensors = [
+        site.flat_bucket([part for part in parts if part.place.tensor == tensor], numel)
+        for tensor, numel in enumerate(bucket.tensor_numels)
+    ]
+    launch, reduced = site.all_reduce(tensors, bucket.key, parts)
+    for part in parts:
+        part.reduction.node.replace_all_uses_with(site.view_back(reduced[part.place.tensor], part))
+    for reduction in found:
         _erase(reduction.node)
     return launch
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
+
+    number: int
+    gradient: GradientSpec
+    reduction: GradReduction
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class _Site:
+    """Where in a graph the nodes of a bucket are made, and whether factors may go into what computes a gradient."""
+
+    graph: fx.Graph
+    before: fx.Node
+    unit: str
+    folds: bool
+
+    def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
+        provenance = edit.Provenance(BucketReductions.name, self.unit, members)
+        return edit.insert_call(self.graph, self.before, target, arguments, provenance)
+
+    def flat_bucket(self, parts: Sequence[_Part], numel: int) -> fx.Node:
+        """Parts of one memory, each at its offset, scaled and in its parameter's memory order."""
+        sources: list[fx.Node] = []
+        scales: list[float] = []
+        strides: list[int] = []
+        provenance = edit.Provenance(BucketReductions.name, self.unit)
+        for part in parts:
+            gradient = part.reduction.node.all_input_nodes[0]  # what has taken its place since the analysis
+            source, stride = without_views(gradient, part.gradient.stride)
+            folded = self.folds and fold_factor(source, part.reduction.tag.scale, provenance)
+            sources.append(source)
+            scales.append(1.0 if folded else part.reduction.tag.scale)
+            strides.extend(stride)
+        offsets = [part.place.offset for part in parts]
+        numbers = tuple(str(part.number) for part in parts)
+        return self.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, members=numbers)
+
+    def all_reduce(
+        self, tensors: Sequence[fx.Node], key: BucketKey, parts: Sequence[_Part]
+    ) -> tuple[fx.Node, list[fx.Node]]:
+        """One collective over all tensors. Returns its launch and each tensor, waited for."""
+        tags = [part.reduction.tag for part in parts]
+        names = tuple(f"{tag.index}/{tag.replica}/{tag.scale!r}" for tag in tags)
+        grouped = len(tensors) > 1
+        target = collectives.GROUPED_ALL_REDUCE if grouped else collectives.ALL_REDUCE
+        argument = list(tensors) if grouped else tensors[0]
+        launch = self.make(target, argument, key.reduce_op, key.group, members=names)
+        items = [self.make(operator.getitem, launch, number) for number in range(len(tensors))] if grouped else [launch]
+        return launch, [self.make(collectives.WAIT, item) for item in items]
+
+    def view_back(self, reduced: fx.Node, part: _Part) -> fx.Node:
+        """A reduced gradient as a view of its bucket, with the strides that were promised when it was traced."""
+        shape, promised = list(part.gradient.shape), tuple(part.reduction.node.meta["val"].stride())
+        if _same_layout(part.gradient.shape, promised, part.gradient.stride):
+            return self.make(aten.as_strided.default, reduced, shape, list(promised), part.place.offset)
+        # Somebody was told other strides than the parameter's: keep that promise.
+        view = self.make(aten.as_strided.default, reduced, shape, list(part.gradient.stride), part.place.offset)
+        turned = self.make(aten.permute.default, view, list(memory_order(promised)))
+        flat = self.make(aten.reshape.default, turned, [part.gradient.numel])
+        return self.make(aten.as_strided.default, flat, shape, list(promised))
 
 
 def _erase(node: fx.Node) -> None:
@@ -120,66 +186,6 @@ def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradR
     if tag != wanted:
         raise InvalidGraphError(f"the gradient of {gradient.name} is reduced as {tag}, the plan says {wanted}")
     return reduction
-
-
-def _flat_bucket(
-    graph: fx.Graph,
-    members: Sequence[tuple[Member, GradReduction]],
-    provenance: edit.Provenance,
-    *,
-    before: fx.Node,
-    folds: bool,
-) -> fx.Node:
-    """The members one after the other, each scaled and in its parameter's memory order."""
-    sources: list[fx.Node] = []
-    scales: list[float] = []
-    strides: list[int] = []
-    offsets = itertools.accumulate((member.gradient.numel for member, _ in members), initial=0)
-    for offset, (member, reduction) in zip(offsets, members, strict=False):
-        assert member.offset == offset, "flat_bucket leaves no gaps"
-        gradient = reduction.node.all_input_nodes[0]  # what has taken the gradient's place since the analysis
-        source, stride = without_views(gradient, member.gradient.stride)
-        folded = folds and fold_factor(source, reduction.tag.scale, provenance)
-        sources.append(source)
-        scales.append(1.0 if folded else reduction.tag.scale)
-        strides.extend(stride)
-    if len(members) == 1 and scales == [1.0]:
-        return _flattened(graph, members[0][1].node.all_input_nodes[0], members[0][0].gradient, provenance, before)
-    return edit.insert_call(graph, before, FLAT_BUCKET, (sources, scales, strides), provenance)
-
-
-def _flattened(
-    graph: fx.Graph, piece: fx.Node, gradient: GradientSpec, provenance: edit.Provenance, before: fx.Node
-) -> fx.Node:
-    """A gradient alone in its bucket is its own bucket, if need be in another memory order."""
-    order = memory_order(gradient.stride)
-    if order != tuple(range(len(order))):
-        piece = edit.insert_call(graph, before, aten.permute.default, (piece, list(order)), provenance)
-    if len(gradient.shape) != 1:
-        piece = edit.insert_call(graph, before, aten.reshape.default, (piece, [gradient.numel]), provenance)
-    return piece
-
-
-def _view_back(
-    graph: fx.Graph,
-    reduced: fx.Node,
-    member: Member,
-    reduction: GradReduction,
-    provenance: edit.Provenance,
-    *,
-    before: fx.Node,
-) -> fx.Node:
-    gradient = member.gradient
-    shape, promised = list(gradient.shape), tuple(reduction.node.meta["val"].stride())
-    if _same_layout(gradient.shape, promised, gradient.stride):
-        arguments = (reduced, shape, list(promised), member.offset)
-        return edit.insert_call(graph, before, aten.as_strided.default, arguments, provenance)
-    # Somebody was told other strides than the parameter's while the graph was traced: keep that promise.
-    arguments = (reduced, shape, list(gradient.stride), member.offset)
-    view = edit.insert_call(graph, before, aten.as_strided.default, arguments, provenance)
-    turned = edit.insert_call(graph, before, aten.permute.default, (view, list(memory_order(promised))), provenance)
-    flat = edit.insert_call(graph, before, aten.reshape.default, (turned, [gradient.numel]), provenance)
-    return edit.insert_call(graph, before, aten.as_strided.default, (flat, shape, list(promised)), provenance)
 
 
 def _same_layout(shape: tuple[int, ...], one: tuple[int, ...], other: tuple[int, ...]) -> bool:
