@@ -168,11 +168,6 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
     return backend(gm, inputs)
 
 
-def memory_of(tensor: torch.Tensor) -> int:
-    """A number that two tensors share if they share memory, fake tensors included. Valid while both are alive."""
-    return int(tensor.untyped_storage()._cdata)
-
-
 inductor_ir: Any = _inductor_ir
 """The kinds of kernels, buffers and views that a lowering puts together."""
 

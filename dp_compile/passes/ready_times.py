@@ -8,9 +8,9 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
-from dp_compile import _torch
 from dp_compile.grad_reduction import REDUCE_GRAD
 
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
@@ -46,8 +46,8 @@ def _work(node: fx.Node) -> float:
 
 def _is_view(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
     """Whether a node only hands on memory of its inputs. What writes into an input counts as a view too: rare."""
-    memory = {_torch.memory_of(tensor) for tensor in inputs}
-    return all(_torch.memory_of(tensor) in memory for tensor in outputs)
+    memory = {StorageWeakRef(tensor.untyped_storage()) for tensor in inputs}
+    return all(StorageWeakRef(tensor.untyped_storage()) in memory for tensor in outputs)
 
 
 def _flops(node: fx.Node, value: Any) -> float:
