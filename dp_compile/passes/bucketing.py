@@ -86,10 +86,10 @@ def _reduce_bucket(
         _Part(number, member.gradient, reduction, place)
         for number, (member, reduction, place) in enumerate(zip(bucket.members, found, bucket.places(), strict=True))
     ]
-    tensors = [
-        site.flat_bucket([part for part in parts if part.place.tensor == tensor], numel)
-        for tensor, numel in enumerate(bucket.tensor_numels)
-    ]
+    sharing: list[list[_Part]] = [[] for _ in bucket.tensor_numels]
+    for part in parts:
+        sharing[part.place.tensor].append(part)
+    tensors = [site.flat_bucket(each, numel) for each, numel in zip(sharing, bucket.tensor_numels, strict=True)]
     launch, reduced = site.all_reduce(tensors, bucket.key, parts)
     for part in parts:
         part.reduction.node.replace_all_uses_with(site.view_back(reduced[part.place.tensor], part))
