@@ -80,7 +80,7 @@ def stable_order(
 ) -> list[fx.Node]:
     """A topological order; of the nodes that could come next, the one with the least `priority` does.
 
-    What the graph takes stays in front and what it returns stays last, whatever their priority.
+    What the graph takes stays in front, in its order, and what it returns stays last, whatever their priority.
 
     Args:
         priority: where a node wants to be, the node's present position if not given; ties keep their order.
@@ -91,7 +91,12 @@ def stable_order(
     """
     nodes = list(graph.nodes)
     now = positions(graph)
-    wish = {node: (_ENDS.get(node.op, 1), priority(node) if priority else now[node], now[node]) for node in nodes}
+    wish = {
+        node: (_ENDS[node.op], 0, now[node])
+        if node.op in _ENDS
+        else (1, priority(node) if priority else now[node], now[node])
+        for node in nodes
+    }
     followers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     missing = dict.fromkeys(nodes, 0)
     for node, earlier in dependencies(graph, chain).items():

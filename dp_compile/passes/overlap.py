@@ -7,7 +7,7 @@ a later bucket does not hold it back. So no order with these launches has less b
 just before its first use. Nothing here depends on a belief about time.
 
 Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
-bound on the simulated peak compute stays where it was, and only collectives move.
+bound on the simulated peak compute stays where it was, and only collectives move; so it does if no launch would gain.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 
 from torch import fx
 
+from dp_compile.errors import ConfigError
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
@@ -35,11 +36,22 @@ class ScheduleCollectives:
     Args:
         memory_bound_nbytes: the simulated peak that moving compute must not exceed, over all tensors that the backward
             reads or makes. `None`: the one of torch's DDP with `gradient_as_bucket_view=True` on the same graph.
+
+    Raises:
+        ConfigError: the bound is not a number of bytes.
     """
 
     memory_bound_nbytes: int | None = None
     name: ClassVar[str] = "schedule-collectives"
     realises_plan: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        bound = self.memory_bound_nbytes
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
+            raise ConfigError(
+                f"ScheduleCollectives.memory_bound_nbytes must be a number of bytes, at least 0, got {bound!r}. "
+                "Use None for the peak of torch's DDP."
+            )
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         launches = _launches(graph)
@@ -48,12 +60,11 @@ class ScheduleCollectives:
         ddp_nbytes = _peak_of_ddp(graph, launches)
         bound = ddp_nbytes if self.memory_bound_nbytes is None else self.memory_bound_nbytes
         ours = _footprint(graph)
-        order, refusal = _computing_first_what_is_needed_first(graph, launches), _obstacle(graph, launches)
-        if refusal is None and (peak := ours.peak(order)).nbytes > bound:
-            reason = f"its simulated peak would be {format_bytes(peak.nbytes)}, the bound is {format_bytes(bound)}"
-            refusal = Refusal(launches[0].name, f"compute does not move: {reason}")
-        if refusal is not None:
-            order = _moving_collectives_only(graph, launches)
+        order, moved = _moving_collectives_only(graph, launches), _computing_first_what_is_needed_first(graph, launches)
+        refusal = None
+        if _compute_before(moved) != _compute_before(order):
+            refusal = _obstacle(graph, launches) or _excess(launches[0], ours.peak(moved), bound)
+            order = moved if refusal is None else order
         peak = ours.peak(order)
         return PassResult(
             changed=edit.reorder(graph, order),
@@ -115,12 +126,30 @@ def _handing_back(graph: fx.Graph) -> Iterator[fx.Node]:
                 yield node
 
 
+def _compute_before(order: Sequence[fx.Node]) -> list[int]:
+    """The number of the backward's own calls in front of each launch."""
+    counts, count = [], 0
+    for node in order:
+        ours = edit.provenance_of(node) is not None
+        if ours and is_collective(node):
+            counts.append(count)
+        count += node.op == "call_function" and not ours
+    return counts
+
+
 def _obstacle(graph: fx.Graph, launches: Sequence[fx.Node]) -> Refusal | None:
     """Why compute must stay where it is, whatever it costs."""
     for node in graph.nodes:
         if is_collective(node) and node not in launches:
             return Refusal(node.name, "compute does not move: it could change the order of somebody else's collectives")
     return None
+
+
+def _excess(launch: fx.Node, peak: memory.Peak, bound: int) -> Refusal | None:
+    if peak.nbytes <= bound:
+        return None
+    reason = f"its simulated peak would be {format_bytes(peak.nbytes)}, the bound is {format_bytes(bound)}"
+    return Refusal(launch.name, f"compute does not move: {reason}")
 
 
 # --- memory -----------------------------------------------------------------------------------------------------
