@@ -83,6 +83,13 @@ def test_what_has_memory_of_its_own(function: Callable[..., Any], nbytes: int) -
     assert peak(trace(function, square()).graph).nbytes == nbytes
 
 
+def test_what_is_said_of_the_output_is_no_memory() -> None:
+    """AOTAutograd notes the values of what a graph returned before passes replaced it."""
+    graph = trace(products, square()).graph
+    graph.output_node().meta["val"] = (torch.empty(64, 64, device="meta"),)
+    assert peak(graph) == Peak(3 * KIB, "mm_2")
+
+
 def test_what_is_written_to_stays() -> None:
     def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         b.copy_(a @ a)

@@ -142,7 +142,8 @@ class _Blocks:
         numbers: dict[Storage, int] = {}
         sizes: dict[int, int] = {}
         for node in graph.nodes:
-            found = storages_of(node)
+            # What the output says of itself was noted before passes ran, and is no memory of its own.
+            found = {} if node.op == "output" else storages_of(node)
             self._storages[node] = tuple(numbers.setdefault(storage, len(numbers)) for storage in found)
             sizes.update(zip(self._storages[node], map(_hint, found.values()), strict=True))
         self._join(lives_in)

@@ -21,11 +21,15 @@ def storages_of(node: fx.Node) -> dict[Storage, Any]:
 
 
 def written_by(node: fx.Node) -> tuple[fx.Node, ...]:
-    """What a node writes to. Of calls that nothing is known about: everything that they are given."""
+    """What a node writes to. Of calls that nothing is known about: everything that they are given.
+
+    Higher-order operators are functional where a graph is, but for Triton's `triton_kernel_wrapper_mutation`.
+    """
     if node.op not in ("call_function", "call_module", "call_method") or _is_plain_function(node):
         return ()
     if not isinstance(node.target, torch._ops.OpOverload):
-        return tuple(node.all_input_nodes)
+        known = isinstance(node.target, torch._ops.HigherOrderOperator) and "mutation" not in node.target.name()
+        return () if known else tuple(node.all_input_nodes)
     arguments = node.target._schema.arguments
     if not node.target._schema.is_mutable:
         return ()
