@@ -262,7 +262,8 @@ class CompiledBackward:
         self._log.reductions += sum(found.values())
         if found:
             self._settle_plans(graph_module.graph)
-        pipeline = Pipeline(self._passes, self._plans, self._note_passes)
+        held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
+        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held)
         compile_graph = _torch.inductor if self._backend == "inductor" else _torch.aot_eager
         with observing(self._note_written):
             return self._timed(compile_graph(graph_module, example_inputs, pipeline))
@@ -362,6 +363,15 @@ def _reductions_in(graph: fx.Graph) -> Counter[Place]:
         assert isinstance(replica, int)
         found[replica, index] += 1
     return found
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """The order in which AOTAutograd hands inputs on: those in lists one by one."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
 
 
 def first_line(error: BaseException) -> str:

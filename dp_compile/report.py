@@ -17,11 +17,28 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class PeakMemory:
+    """The simulated peak of a backward in bytes, the node at which it is reached, and that of torch's DDP.
+
+    All tensors that the backward reads or makes, parameters included. DDP is the same graph in its own order with
+    `gradient_as_bucket_view=True`.
+    """
+
+    nbytes: int
+    node: str
+    ddp_nbytes: int
+
+    def __str__(self) -> str:
+        return f"simulated peak memory: {format_bytes(self.nbytes)}, as torch's DDP {format_bytes(self.ddp_nbytes)}"
+
+
+@dataclass(frozen=True, slots=True)
 class PassResult:
-    """What a pass says of itself."""
+    """What a pass says of itself. `memory`: of a backward in the order that the pass gave it."""
 
     changed: bool
     refusals: tuple[Refusal, ...] = ()
+    memory: PeakMemory | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +97,12 @@ class CaptureRecord:
     passes: tuple[PassRecord, ...] = ()
     placements: tuple[Placement, ...] = ()
 
+    @property
+    def memory(self) -> PeakMemory | None:
+        """The simulated peak, of the largest graph; `None` if no pass simulated it, as with code from a cache."""
+        found = [record.result.memory for record in self.passes if record.result.memory is not None]
+        return max(found, key=lambda memory: memory.nbytes, default=None)
+
     def __str__(self) -> str:
         if not self.synced:
             return f"without synchronisation, {count(self.graphs, 'graph')}"
@@ -97,6 +120,7 @@ class CaptureRecord:
             for record in self.passes
             for refusal in record.result.refusals
         ]
+        lines += [f"  {self.memory}"] if self.memory else []
         return "\n".join([*lines, *_describe_placements(self.placements)])
 
 

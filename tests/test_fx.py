@@ -27,6 +27,7 @@ from dp_compile.fx.collectives import (
     waits_of,
 )
 from dp_compile.fx.printer import op_counts, op_name, short
+from dp_compile.fx.storages import is_ordered, written_by
 from dp_compile.fx.verify import facts_of, verify
 
 ops = torch.ops._c10d_functional
@@ -127,6 +128,42 @@ def test_a_chain_against_the_data_is_a_circle() -> None:
     graph = all_reduced()
     with pytest.raises(InvalidGraphError, match=r"circle: all_reduce, wait_tensor"):
         edit.sort_stably(graph, chain=[only(graph, WAIT), only(graph, ALL_REDUCE)])
+
+
+def test_writes_and_random_numbers_keep_their_order_whatever_the_wishes() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before, first = a.sin(), torch.rand(2)
+        a.copy_(b)
+        return before, first, a.cos(), b.exp(), torch.rand(2)
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(2), torch.randn(2)).graph
+    now = edit.positions(graph)
+    assert edit.sort_stably(graph, lambda node: -now[node])
+    assert [node.name for node in graph.nodes if node.op == "call_function"] == [
+        "exp", "rand", "rand_1", "sin", "copy_", "cos",
+    ]  # fmt: skip
+
+
+def test_what_calls_write_to() -> None:
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+
+    def unknown(*tensors: torch.Tensor) -> None: ...
+
+    calls: list[tuple[Any, dict[str, fx.Node], tuple[fx.Node, ...]]] = [
+        (torch.ops.aten.add.Tensor, {}, ()),
+        (torch.ops.aten.add_.Tensor, {}, (a,)),
+        (torch.ops.aten.sin.out, {"out": b}, (b,)),
+        (torch.ops.aten._foreach_add_.List, {}, (a, b)),
+        (operator.add, {}, ()),
+        (unknown, {}, (a, b)),
+        (torch.ops.higher_order.cond, {}, ()),
+    ]
+    for target, kwargs, written in calls:
+        args: tuple[Any, ...] = (a,) if kwargs else ([a, b], [b]) if "foreach" in str(target) else (a, b)
+        node = graph.call_function(target, args, kwargs)
+        assert written_by(node) == written, target
+        assert is_ordered(node) == (target in (unknown, torch.ops.higher_order.cond))
 
 
 # --- edits ------------------------------------------------------------------------------------------------------

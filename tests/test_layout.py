@@ -44,7 +44,7 @@ INSIDE_A_ROW = {
 }
 # Inside the packages, from low to high; files of one step do not know each other.
 INSIDE_A_PACKAGE = {
-    "fx": (("collectives",), ("edit", "printer", "verify")),
+    "fx": (("collectives", "storages"), ("edit", "memory", "printer", "verify")),
     "passes": (("analysis", "producers", "ready_times"), ("bucketing", "overlap", "pipeline"), ("__init__",)),
 }
 PRIVATE_TORCH = {
@@ -52,6 +52,7 @@ PRIVATE_TORCH = {
     ("fx/collectives.py", "torch.distributed._functional_collectives"),
     # Only to ask whether a node's target is an op; torch.ops itself hands out objects of this class.
     ("fx/printer.py", "torch._ops"),
+    ("fx/storages.py", "torch._ops"),
 }
 OPTIONS = [
     "ddp_python_hook",

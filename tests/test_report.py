@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import assert_expected_inline
 
 from dp_compile.plan import BucketKey, GradientSpec, plan_single
-from dp_compile.report import CaptureRecord, PassRecord, PassResult, Placement, Refusal, Report
+from dp_compile.report import CaptureRecord, PassRecord, PassResult, PeakMemory, Placement, Refusal, Report
 
 BUCKETING = PassRecord(
     "bucket-reductions",
@@ -91,6 +91,23 @@ def test_capture_record_with_members_apart() -> None:
   copied 1 gradient, 1.0 MiB, conv_1.weight:
     aten.convolution_backward.default writes with other strides, or does not take a factor""",
     )
+
+
+def test_capture_record_with_the_simulated_peak() -> None:
+    """Of the largest graph; code from a cache was made without the passes, so nothing is known of it."""
+    small, large = (
+        PassRecord("schedule-collectives", PassResult(True, memory=PeakMemory(size, "mm", 5 << 20)), {}, {}, 0.1)
+        for size in (1 << 20, 3 << 20)
+    )
+    assert_expected_inline(
+        str(capture(passes=(large, small))),
+        """\
+4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
+  schedule-collectives: moved nodes (0.1 ms)
+  schedule-collectives: moved nodes (0.1 ms)
+  simulated peak memory: 3.0 MiB, as torch's DDP 5.0 MiB""",
+    )
+    assert capture(cached=True).memory is None
 
 
 def test_capture_record_of_something_unusual() -> None:

@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
+from dp_compile.fx.storages import Storage, is_ordered, storages_of, written_by
 
 PROVENANCE = "dp_compile"
 _ENDS: Final = {"placeholder": 0, "output": 2}
@@ -58,14 +59,28 @@ def positions(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: position for position, node in enumerate(graph.nodes)}
 
 
-def sort_stably(
+def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node, dict[fx.Node, None]]:
+    """What each node has to come after: its inputs, and where no data passes but the order can be seen.
+
+    That is between a write to memory and other uses of that memory, among nodes that draw random numbers or that
+    nothing is known about, and between neighbours in `chain`.
+    """
+    found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
+    for before, after in [*_around_writes(graph), *itertools.pairwise(filter(is_ordered, graph.nodes))]:
+        found[after][before] = None
+    for before, after in itertools.pairwise(chain):
+        found[after][before] = None
+    return found
+
+
+def stable_order(
     graph: fx.Graph,
     priority: Callable[[fx.Node], Any] | None = None,
     chain: Sequence[fx.Node] = (),
-) -> bool:
-    """Order topologically; of the nodes that could come next, the one with the least `priority` does.
+) -> list[fx.Node]:
+    """A topological order; of the nodes that could come next, the one with the least `priority` does.
 
-    What the graph takes stays in front and what it returns stays last, whatever their priority.
+    What the graph takes stays in front, in its order, and what it returns stays last, whatever their priority.
 
     Args:
         priority: where a node wants to be, the node's present position if not given; ties keep their order.
@@ -75,29 +90,46 @@ def sort_stably(
         InvalidGraphError: some nodes depend on each other.
     """
     nodes = list(graph.nodes)
-    now = {node: position for position, node in enumerate(nodes)}
-    wish = {node: (_ENDS.get(node.op, 1), priority(node) if priority else now[node], now[node]) for node in nodes}
-    follower = dict(itertools.pairwise(chain))
-    missing = {node: len(node.all_input_nodes) for node in nodes}
-    for node in follower.values():
-        missing[node] += 1
+    now = positions(graph)
+    wish = {
+        node: (_ENDS[node.op], 0, now[node])
+        if node.op in _ENDS
+        else (1, priority(node) if priority else now[node], now[node])
+        for node in nodes
+    }
+    followers: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
+    missing = dict.fromkeys(nodes, 0)
+    for node, earlier in dependencies(graph, chain).items():
+        missing[node] = len(earlier)
+        for each in earlier:
+            followers[each].append(node)
     ready = [(wish[node], now[node]) for node in nodes if missing[node] == 0]
     heapq.heapify(ready)
     order: list[fx.Node] = []
     while ready:
         node = nodes[heapq.heappop(ready)[1]]
         order.append(node)
-        for user in [*node.users, *([follower[node]] if node in follower else [])]:
-            missing[user] -= 1
-            if missing[user] == 0:
-                heapq.heappush(ready, (wish[user], now[user]))
+        for follower in followers[node]:
+            missing[follower] -= 1
+            if missing[follower] == 0:
+                heapq.heappush(ready, (wish[follower], now[follower]))
     if len(order) != len(nodes):
         stuck = [node.name for node in nodes if missing[node] > 0][:5]
         raise InvalidGraphError(f"nodes depend on each other in a circle: {', '.join(stuck)}")
-    return _reorder(graph, order)
+    return order
 
 
-def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> bool:
+def sort_stably(
+    graph: fx.Graph,
+    priority: Callable[[fx.Node], Any] | None = None,
+    chain: Sequence[fx.Node] = (),
+) -> bool:
+    """Bring a graph into its `stable_order`. Returns whether that changed anything."""
+    return reorder(graph, stable_order(graph, priority, chain))
+
+
+def reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> bool:
+    """Put all nodes of a graph into this order. Returns whether that changed anything."""
     if list(graph.nodes) == list(order):
         return False
     first = next(iter(graph.nodes))
@@ -107,6 +139,23 @@ def _reorder(graph: fx.Graph, order: Sequence[fx.Node]) -> bool:
         if before.next is not node:
             before.append(node)
     return True
+
+
+def _around_writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node]]:
+    """Every write to memory between what uses that memory before and after it."""
+    writers = [(node, written) for node in graph.nodes if (written := written_by(node))]
+    if not writers:
+        return []
+    uses: dict[Storage, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in {storage for each in (node, *node.all_input_nodes) for storage in storages_of(each)}:
+            uses.setdefault(storage, []).append(node)
+    now, pairs = positions(graph), []
+    for writer, written in writers:
+        for storage in {storage for each in written for storage in storages_of(each)}:
+            others = [node for node in uses[storage] if node is not writer and node.op != "output"]
+            pairs += [(node, writer) if now[node] < now[writer] else (writer, node) for node in others]
+    return pairs
 
 
 def _leaves(values: Any) -> list[Any]:

@@ -1,54 +1,195 @@
-"""Order collectives so that they run while the backward still computes. The only pass that moves nodes.
+"""Order a backward so that its collectives run while it still computes. The only pass that moves nodes.
 
     a  b  launch(a)  wait(a)  use(a)  c   ->   a  launch(a)  b  c  ...  wait(a)  use(a)
 
-Each collective is launched as soon as its last input is there, but never before the one that precedes it in the
-plan; each wait goes to just before its first use. Nothing here depends on a belief about time.
+In front of a launch stands what it needs and what the launches before it need, nothing else: computing something for
+a later bucket does not hold it back. So no order with these launches has less before any of them. Each wait goes to
+just before its first use. Nothing here depends on a belief about time.
+
+Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
+bound on the simulated peak compute stays where it was, and only collectives move; so it does if no launch would gain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from torch import fx
 
-from dp_compile.fx import edit
-from dp_compile.fx.collectives import is_all_reduce, is_wait
-from dp_compile.plan import BucketPlan
-from dp_compile.report import PassResult
+from dp_compile.errors import ConfigError
+from dp_compile.fx import edit, memory
+from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.fx.storages import storages_of, written_by
+from dp_compile.lowering import FLAT_BUCKET
+from dp_compile.plan import BucketPlan, format_bytes
+from dp_compile.report import PassResult, PeakMemory, Refusal
+
+_SOON: Final = -1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleCollectives:
-    """Launch early, wait late, keep the order of the launches."""
+    """Launch early, wait late, keep the order of the launches; compute first what the next launch needs.
 
+    Args:
+        memory_bound_nbytes: the simulated peak that moving compute must not exceed, over all tensors that the backward
+            reads or makes. `None`: the one of torch's DDP with `gradient_as_bucket_view=True` on the same graph.
+
+    Raises:
+        ConfigError: the bound is not a number of bytes.
+    """
+
+    memory_bound_nbytes: int | None = None
     name: ClassVar[str] = "schedule-collectives"
     realises_plan: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        bound = self.memory_bound_nbytes
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
+            raise ConfigError(
+                f"ScheduleCollectives.memory_bound_nbytes must be a number of bytes, at least 0, got {bound!r}. "
+                "Use None for the peak of torch's DDP."
+            )
+
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        now = edit.positions(graph)
-        launches = [node for node in graph.nodes if is_all_reduce(node) and edit.provenance_of(node)]
-        wish: dict[fx.Node, float] = {}
-        for node in reversed(graph.nodes):
-            if edit.provenance_of(node) is None:
-                continue
-            if _follows_a_wait(node):
-                uses = [wish.get(user, now[user]) for user in node.users]
-                wish[node] = min(uses, default=now[node]) - 0.5 / len(now)
-            else:
-                wish[node] = -1.0
-        changed = edit.sort_stably(graph, lambda node: wish.get(node, now[node]), chain=launches)
-        return PassResult(changed=changed)
+        launches = _launches(graph)
+        if not launches:
+            return PassResult(changed=False)
+        ddp_nbytes = _peak_of_ddp(graph, launches)
+        bound = ddp_nbytes if self.memory_bound_nbytes is None else self.memory_bound_nbytes
+        ours = _footprint(graph)
+        order, moved = _moving_collectives_only(graph, launches), _computing_first_what_is_needed_first(graph, launches)
+        refusal = None
+        if _compute_before(moved) != _compute_before(order):
+            refusal = _obstacle(graph, launches) or _excess(launches[0], ours.peak(moved), bound)
+            order = moved if refusal is None else order
+        peak = ours.peak(order)
+        return PassResult(
+            changed=edit.reorder(graph, order),
+            refusals=() if refusal is None else (refusal,),
+            memory=PeakMemory(peak.nbytes, peak.node, ddp_nbytes),
+        )
 
 
-def _follows_a_wait(node: fx.Node) -> bool:
-    """Whether a node of a bucket hands results back, rather than prepare a launch."""
-    while not is_wait(node):
-        if is_all_reduce(node) or not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-        if edit.provenance_of(node) is None:
-            return False
-    return True
+def _launches(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_collective(node) and edit.provenance_of(node)]
+
+
+# --- orders -----------------------------------------------------------------------------------------------------
+
+
+def _computing_first_what_is_needed_first(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[fx.Node]:
+    wish, turn = _wishes(graph), _turns(graph, launches)
+    return edit.stable_order(graph, lambda node: (turn.get(node, len(launches)), wish[node]), chain=launches)
+
+
+def _moving_collectives_only(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[fx.Node]:
+    return edit.stable_order(graph, _wishes(graph).__getitem__, chain=launches)
+
+
+def _turns(graph: fx.Graph, launches: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The number of the first launch that needs a node; nothing for nodes that no launch needs."""
+    needs = edit.dependencies(graph, chain=launches)
+    turns: dict[fx.Node, int] = {}
+    for number, launch in enumerate(launches):
+        stack = [launch]
+        while stack:
+            node = stack.pop()
+            if node not in turns:
+                turns[node] = number
+                stack.extend(needs[node])
+    return turns
+
+
+def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
+    """Where nodes want to be: compute where it is, launches as soon as they can, waits just before their first use."""
+    wish: dict[fx.Node, float] = {node: position for position, node in enumerate(graph.nodes)}
+    returns = set(_handing_back(graph))
+    for node in reversed(graph.nodes):
+        if node in returns:
+            wish[node] = min((wish[user] for user in node.users), default=wish[node]) - 0.5 / len(wish)
+        elif edit.provenance_of(node) is not None:
+            wish[node] = _SOON
+    return wish
+
+
+def _handing_back(graph: fx.Graph) -> Iterator[fx.Node]:
+    """The waits of our collectives, and the nodes of buckets behind them."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        ours = edit.provenance_of(node) is not None
+        if ours and (is_wait(node) or any(source in found for source in node.all_input_nodes)):
+            if not is_collective(node):
+                found.add(node)
+                yield node
+
+
+def _compute_before(order: Sequence[fx.Node]) -> list[int]:
+    """The number of the backward's own calls in front of each launch."""
+    counts, count = [], 0
+    for node in order:
+        ours = edit.provenance_of(node) is not None
+        if ours and is_collective(node):
+            counts.append(count)
+        count += node.op == "call_function" and not ours
+    return counts
+
+
+def _obstacle(graph: fx.Graph, launches: Sequence[fx.Node]) -> Refusal | None:
+    """Why compute must stay where it is, whatever it costs."""
+    for node in graph.nodes:
+        if is_collective(node) and node not in launches:
+            return Refusal(node.name, "compute does not move: it could change the order of somebody else's collectives")
+    return None
+
+
+def _excess(launch: fx.Node, peak: memory.Peak, bound: int) -> Refusal | None:
+    if peak.nbytes <= bound:
+        return None
+    reason = f"its simulated peak would be {format_bytes(peak.nbytes)}, the bound is {format_bytes(bound)}"
+    return Refusal(launch.name, f"compute does not move: {reason}")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+
+def _footprint(graph: fx.Graph) -> memory.Footprint:
+    """Members lie in their bucket from the start, if nobody else uses them; the bucket is there with the first."""
+    buckets = graph.find_nodes(op="call_function", target=FLAT_BUCKET)
+    homes = {
+        member: bucket for bucket in buckets for member in bucket.all_input_nodes if _has_memory_of_its_own(member)
+    }
+    return memory.footprint(graph, lives_in=homes, stores=buckets)
+
+
+def _has_memory_of_its_own(member: fx.Node) -> bool:
+    given = {storage for source in member.all_input_nodes for storage in storages_of(source)}
+    return member.op == "call_function" and len(member.users) == 1 and given.isdisjoint(storages_of(member))
+
+
+def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
+    """The simulated peak of torch's DDP with `gradient_as_bucket_view=True`: the graph as it is given.
+
+    Its buckets are there from the start to the end. Each gradient is computed in memory of its own, copied into its
+    bucket, and freed. A `.grad` that exists is a view of a bucket. Source: torch `Reducer::initialize_buckets`,
+    `mark_variable_ready_dense` and `finalize_bucket_dense` (torch/csrc/distributed/c10d/reducer.cpp).
+    """
+    buckets = {node for launch in launches for node in launch.all_input_nodes}
+    nbytes = memory.footprint(graph).nbytes_of(buckets)
+    without = {*launches, *_handing_back(graph), *_filling(launches)}
+    for node in graph.nodes:
+        if written_by(node) and any(source in without for source in node.all_input_nodes):
+            without |= {node, *written_by(node)}
+    return nbytes + memory.footprint(graph, without=without).peak(graph.nodes).nbytes
+
+
+def _filling(launches: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes that turn gradients into the buckets of these launches."""
+    stack: list[Any] = [source for launch in launches for source in launch.all_input_nodes]
+    while stack:
+        node = stack.pop()
+        if edit.provenance_of(node) is not None:
+            yield node
+            stack.extend(node.all_input_nodes if node.target is not FLAT_BUCKET else ())

@@ -14,6 +14,7 @@ from torch import fx
 
 from dp_compile import _torch
 from dp_compile.errors import InvalidGraphError
+from dp_compile.fx.memory import hold
 from dp_compile.fx.printer import op_counts
 from dp_compile.fx.verify import facts_of, verify
 from dp_compile.graph_pass import GraphPass
@@ -31,6 +32,7 @@ class Pipeline(_torch.CustomGraphPass):
         passes: in the order in which they run.
         plans: one for each replica in this backward; a reduction names its replica by position.
         on_record: called with all records after a run.
+        held: for each input of the graph, whether somebody else keeps its memory, as a module does its parameters.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class Pipeline(_torch.CustomGraphPass):
         passes: Sequence[GraphPass],
         plans: Sequence[BucketPlan],
         on_record: Callable[[tuple[PassRecord, ...]], None],
+        held: Sequence[bool] = (),
     ) -> None:
-        self.passes, self.plans, self.on_record = tuple(passes), tuple(plans), on_record
+        self.passes, self.plans, self.on_record, self.held = tuple(passes), tuple(plans), on_record, tuple(held)
 
     def __call__(self, graph: fx.Graph) -> None:
         # Accumulation leaves dead allocations behind that would count as users of a gradient.
         graph.eliminate_dead_code()
+        hold(graph, self.held)
         facts, reductions = facts_of(graph), accounted(graph)
         records = []
         for graph_pass in self.passes:
@@ -58,8 +62,8 @@ class Pipeline(_torch.CustomGraphPass):
         self.on_record(tuple(records))
 
     def uuid(self) -> Any:
-        """Changes with our sources and those of the passes, with the passes' options, the plans, and torch."""
-        text = repr((_torch.source_hash(self._sources()), torch.__version__, self.passes, self.plans))
+        """Changes with our sources and those of the passes, with all that the passes are given, and with torch."""
+        text = repr((_torch.source_hash(self._sources()), torch.__version__, self.passes, self.plans, self.held))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _sources(self) -> tuple[str, ...]:

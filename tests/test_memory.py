@@ -1,0 +1,198 @@
+"""Memory of a backward: what the simulation says of small graphs, and what a real backward took."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from allocations import Step, peak_of_backward
+from graphs import trace
+from ranks import Ranks
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dp_compile
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.fx.memory import Footprint, Peak, footprint, hold
+
+aten = torch.ops.aten
+KIB = 1024
+
+
+def square() -> torch.Tensor:
+    """1 KiB."""
+    return torch.randn(16, 16)
+
+
+def peak(graph: fx.Graph, found: Footprint | None = None) -> Peak:
+    return (footprint(graph) if found is None else found).peak(graph.nodes)
+
+
+def products(a: torch.Tensor) -> torch.Tensor:
+    b = a @ a
+    return (b @ b) @ b
+
+
+# --- the simulation ---------------------------------------------------------------------------------------------------
+
+
+def test_inputs_are_freed_after_their_last_use_unless_they_are_held() -> None:
+    graph = trace(products, square()).graph
+    assert peak(graph) == Peak(3 * KIB, "mm_2")  # mm, mm_1 and their product
+    hold(graph, [True])
+    assert peak(graph) == Peak(4 * KIB, "mm_2")
+    hold(graph, [False])
+    assert peak(graph) == Peak(3 * KIB, "mm_2")
+
+
+def test_nothing_is_noted_of_other_inputs_than_there_are() -> None:
+    graph = trace(products, square()).graph
+    hold(graph, [True, True])
+    assert peak(graph) == Peak(3 * KIB, "mm_2")
+
+
+def test_the_peak_depends_on_the_order() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return (a @ a).sum(), (b @ b).sum()
+
+    graph = trace(function, square(), square()).graph
+    found = footprint(graph)
+    assert found.peak(graph.nodes).nbytes == 3 * KIB
+    a, b, mm, total, mm_1, total_1, output = graph.nodes
+    assert found.peak([a, b, mm, mm_1, total, total_1, output]).nbytes == 3 * KIB
+    hold(graph, [True, True])
+    found = footprint(graph)
+    assert found.peak(graph.nodes).nbytes == 3 * KIB + 8
+    assert found.peak([a, b, mm, mm_1, total, total_1, output]).nbytes == 4 * KIB + 4
+
+
+@pytest.mark.parametrize(
+    ("function", "nbytes"),
+    [
+        (lambda a: a.t().reshape(4, 64).view(64, 4) @ a[:4], 2 * KIB + 64 * 16 * 4),  # only the reshape copies
+        (lambda a: (a.sin() + 1).cos().sum(), KIB + 4),  # one kernel
+        (lambda a: (a.sin() + 1).cos().t().sum(0), KIB + 64),
+        (lambda a: (a.sin() + 1) @ a, 3 * KIB),  # a product reads from memory
+        (lambda a: a.sin(), 2 * KIB),
+        (lambda a: WAIT(ALL_REDUCE(a @ a, "sum", "0")), 2 * KIB),  # in place
+    ],
+)
+def test_what_has_memory_of_its_own(function: Callable[..., Any], nbytes: int) -> None:
+    assert peak(trace(function, square()).graph).nbytes == nbytes
+
+
+def test_what_is_said_of_the_output_is_no_memory() -> None:
+    """AOTAutograd notes the values of what a graph returned before passes replaced it."""
+    graph = trace(products, square()).graph
+    graph.output_node().meta["val"] = (torch.empty(64, 64, device="meta"),)
+    assert peak(graph) == Peak(3 * KIB, "mm_2")
+
+
+def test_what_is_written_to_stays() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        b.copy_(a @ a)
+        return (a @ a) @ (a + 1)
+
+    # a, b and two products; then b, a product, a + 1 and the result.
+    assert peak(trace(function, square(), square()).graph).nbytes == 4 * KIB
+
+
+def test_parts_live_in_the_whole_from_when_the_first_is_made() -> None:
+    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first, second = a @ a, b @ b
+        return torch.cat([first, second]), b @ b
+
+    graph = trace(function, square(), square()).graph
+    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert peak(graph).nbytes == 5 * KIB
+    found = footprint(graph, lives_in={node: cat for node in cat.all_input_nodes})
+    assert peak(graph, found).nbytes == 4 * KIB
+    assert found.nbytes_of([cat, *cat.all_input_nodes]) == 2 * KIB
+
+
+def test_what_is_stored_by_others_and_what_is_left_out() -> None:
+    def function(a: torch.Tensor) -> torch.Tensor:
+        return torch.cat([a.sin(), a.cos()])
+
+    graph = trace(function, square()).graph
+    (cat,) = graph.find_nodes(op="call_function", target=aten.cat.default)
+    assert peak(graph).nbytes == 4 * KIB
+    assert peak(graph, footprint(graph, stores=[cat])).nbytes == 3 * KIB
+    assert peak(graph, footprint(graph, without=[cat])).nbytes == 2 * KIB  # sin is freed before cos is made
+
+
+def test_a_size_that_varies_counts_as_what_it_was_when_traced() -> None:
+    graph = make_fx(lambda a: a @ a, tracing_mode="symbolic")(torch.randn(16, 16)).graph
+    assert peak(graph).nbytes == 2 * KIB
+
+
+# --- a real backward --------------------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    """4 layers with 256 KiB of weights each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(256, 256), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def stepping(wrap: Callable[[nn.Module], Callable[..., torch.Tensor]], device: str) -> Callable[[], Step]:
+    def make() -> Step:
+        torch.manual_seed(0)
+        model, x = Perceptron().to(device), torch.randn(512, 256, device=device)
+        run = wrap(model)
+
+        def step() -> torch.Tensor:
+            model.zero_grad()
+            return run(x).square().mean()
+
+        return step
+
+    return make
+
+
+def measure(device: str) -> tuple[int, int, dp_compile.Report]:
+    """Our peak, the one of torch's DDP, and our report, on this rank."""
+    replicated: list[nn.Module] = []
+
+    def ours(model: nn.Module) -> Callable[..., torch.Tensor]:
+        replicated.append(dp_compile.replicate(model, bucket_cap_mb=0.25))
+        return torch.compile(model)
+
+    def ddp(model: nn.Module) -> Callable[..., torch.Tensor]:
+        return torch.compile(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        ours_nbytes = peak_of_backward(stepping(ours, device), device)
+    report = dp_compile.report(replicated[0])
+    replicated.clear()
+    torch._dynamo.reset()
+    return ours_nbytes, peak_of_backward(stepping(ddp, device), device), report
+
+
+def check_measured(ranks: Ranks, device: str) -> None:
+    for ours, ddp, report in ranks.run(measure, device):
+        memory = report.captures[0].memory
+        assert memory is not None
+        assert str(memory) in str(report)
+        assert ours <= ddp
+        assert memory.nbytes <= memory.ddp_nbytes
+        # Within two activations of 512 KiB: work space, and results in place.
+        assert abs(ours - memory.nbytes) <= 2**20, (ours, memory)
+        assert memory.ddp_nbytes <= ddp + 2**20, (ddp, memory)
+
+
+def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated(ranks2: Ranks) -> None:
+    check_measured(ranks2, "cpu")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch's allocation statistics")
+def test_the_same_on_a_gpu(ranks2: Ranks) -> None:
+    check_measured(ranks2, "cuda")
