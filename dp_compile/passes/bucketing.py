@@ -40,10 +40,17 @@ class BucketReductions:
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         analysis = analyse(graph)
+        # Once for all buckets: each takes as long as the graph is large.
+        position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             for number, bucket in enumerate(plans[replica].buckets):
-                launches.append(_reduce_bucket(graph, bucket, f"{replica}.{number}", reductions))
+                launch, of_bucket = _reduce_bucket(graph, bucket, f"{replica}.{number}", reductions, position)
+                launches.append(launch)
+                views |= of_bucket
+        edit.replace_uses(views)
+        for node in views:
+            _erase(node)
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.sort_stably(graph, chain=launches)
@@ -70,9 +77,15 @@ def _by_replica(
     return found
 
 
-def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction]) -> fx.Node:
+def _reduce_bucket(
+    graph: fx.Graph,
+    bucket: Bucket,
+    unit: str,
+    reductions: Mapping[int, GradReduction],
+    position: Mapping[fx.Node, int],
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Returns the launch, and what takes the place of each reduction."""
     members = [(member, _reduction_of(member, bucket, reductions)) for member in bucket.members]
-    position = edit.positions(graph)
     last = max((reduction.node for _, reduction in members), key=position.__getitem__)
     provenance = edit.Provenance(BucketReductions.name, unit)
     names = tuple(f"{r.tag.index}/{r.tag.replica}/{r.tag.scale!r}" for _, r in members)
@@ -85,12 +98,11 @@ def _reduce_bucket(graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mappi
         edit.Provenance(BucketReductions.name, unit, names),
     )
     reduced = edit.insert_call(graph, last, collectives.WAIT, (launch,), provenance)
-    for member, reduction in members:
-        view = _view_back(graph, reduced, member, reduction, provenance, before=last)
-        reduction.node.replace_all_uses_with(view)
-    for _, reduction in members:
-        _erase(reduction.node)
-    return launch
+    views = {
+        reduction.node: _view_back(graph, reduced, member, reduction, provenance, before=last)
+        for member, reduction in members
+    }
+    return launch, views
 
 
 def _erase(node: fx.Node) -> None:
@@ -128,14 +140,13 @@ def _flat_bucket(
     offsets = itertools.accumulate((member.gradient.numel for member, _ in members), initial=0)
     for offset, (member, reduction) in zip(offsets, members, strict=False):
         assert member.offset == offset, "flat_bucket leaves no gaps"
-        gradient = reduction.node.all_input_nodes[0]  # what has taken the gradient's place since the analysis
-        source, stride = without_views(gradient, member.gradient.stride)
+        source, stride = without_views(reduction.grad, member.gradient.stride)
         folded = fold_factor(source, reduction.tag.scale, provenance)
         sources.append(source)
         scales.append(1.0 if folded else reduction.tag.scale)
         strides.extend(stride)
     if len(members) == 1 and scales == [1.0]:
-        return _flattened(graph, members[0][1].node.all_input_nodes[0], members[0][0].gradient, provenance, before)
+        return _flattened(graph, members[0][1].grad, members[0][0].gradient, provenance, before)
     return edit.insert_call(graph, before, FLAT_BUCKET, (sources, scales, strides), provenance)
 
 
