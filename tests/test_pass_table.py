@@ -37,7 +37,7 @@ def check_document(text: str) -> tuple[list[dict[str, str]], ...]:
     assert "commit" in text
     planning, passes, share, copies = tables_of(text)
     for row in planning:
-        assert 0 < number(row["fixed"]) < number(row["robust"])
+        assert number(row["fixed"]) <= number(row["robust"])
     for row in passes:
         assert number(row["nodes"]) > number(row["gradients"])
     assert number(share[0]["share"]) < 10
