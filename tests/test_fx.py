@@ -197,6 +197,17 @@ def test_replace() -> None:
     assert graph.output_node().all_input_nodes == [launch]
 
 
+def test_uses_of_several_nodes_are_replaced_at_once() -> None:
+    graph = fx.Graph()
+    a, b, c = (graph.placeholder(name) for name in "abc")
+    total = graph.call_function(torch.stack, ([a, b, a],), {"dim": 0, "out": b})
+    graph.output((a, [b, total], {"c": c}))
+    edit.replace_uses({a: c, b: a})
+    assert (total.args, total.kwargs) == (([c, a, c],), {"dim": 0, "out": a})
+    assert graph.output_node().args == ((c, [a, total], {"c": c}),)
+    assert (set(a.users), set(b.users)) == ({total, graph.output_node()}, set())
+
+
 # --- collectives ------------------------------------------------------------------------------------------------
 
 

@@ -34,7 +34,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("replicate",),
     ("distributed",),
     ("train", "plan_table"),
-    ("__init__", "cli", "__main__"),
+    ("pass_table",),
+    ("__init__", "cli", "__main__", "tables"),
 )
 # Inside a row: importer -> what it may import, for a reason.
 INSIDE_A_ROW = {
@@ -53,6 +54,8 @@ PRIVATE_TORCH = {
     # Only to ask whether a node's target is an op; torch.ops itself hands out objects of this class.
     ("fx/printer.py", "torch._ops"),
     ("fx/storages.py", "torch._ops"),
+    # A process group without processes, to measure the compiler; not worth loading with the package.
+    ("pass_table.py", "torch.testing._internal.distributed.fake_pg"),
 }
 OPTIONS = [
     "ddp_python_hook",

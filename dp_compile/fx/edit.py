@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -53,6 +53,17 @@ def replace(old: fx.Node, new: fx.Node) -> None:
     """Let every user of `old` use `new`, and erase `old`."""
     old.replace_all_uses_with(new)
     old.graph.erase_node(old)
+
+
+def replace_uses(new: Mapping[fx.Node, fx.Node]) -> None:
+    """Let every user of a node in `new` use what it is mapped to.
+
+    One node for all at once: what a graph returns uses thousands, and each change of one of them copies all.
+    """
+    users = {user: None for old in new for user in old.users}
+    for user in users:
+        user.args = map_arg(user.args, lambda node: new.get(node, node))
+        user.kwargs = map_arg(user.kwargs, lambda node: new.get(node, node))
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:

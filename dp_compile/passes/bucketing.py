@@ -43,12 +43,20 @@ class BucketReductions:
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         analysis = analyse(graph)
+        # Once for all buckets: each takes as long as the graph is large.
+        position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             for number, bucket in enumerate(plans[replica].buckets):
-                launches.append(
-                    _reduce_bucket(graph, bucket, f"{replica}.{number}", reductions, folds=plans[replica].folds_scale)
-                )
+                members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
+                last = max((reduction.node for reduction in members), key=position.__getitem__)
+                site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale)
+                launch, of_bucket = _reduce_bucket(site, bucket, members)
+                launches.append(launch)
+                views |= of_bucket
+        edit.replace_uses(views)
+        for node in views:
+            _erase(node)
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.sort_stably(graph, chain=launches)
@@ -76,26 +84,21 @@ def _by_replica(
 
 
 def _reduce_bucket(
-    graph: fx.Graph, bucket: Bucket, unit: str, reductions: Mapping[int, GradReduction], *, folds: bool
-) -> fx.Node:
-    found = [_reduction_of(member, bucket, reductions) for member in bucket.members]
-    position = edit.positions(graph)
-    last = max((reduction.node for reduction in found), key=position.__getitem__)
-    site = _Site(graph, last, unit, folds)
+    site: _Site, bucket: Bucket, reductions: Sequence[GradReduction]
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """Returns the launch, and what takes the place of each reduction."""
     parts = [
         _Part(number, member.gradient, reduction, place)
-        for number, (member, reduction, place) in enumerate(zip(bucket.members, found, bucket.places(), strict=True))
+        for number, (member, reduction, place) in enumerate(
+            zip(bucket.members, reductions, bucket.places(), strict=True)
+        )
     ]
     sharing: list[list[_Part]] = [[] for _ in bucket.tensor_numels]
     for part in parts:
         sharing[part.place.tensor].append(part)
     tensors = [site.flat_bucket(each, numel) for each, numel in zip(sharing, bucket.tensor_numels, strict=True)]
     launch, reduced = site.all_reduce(tensors, bucket.key, parts)
-    for part in parts:
-        part.reduction.node.replace_all_uses_with(site.view_back(reduced[part.place.tensor], part))
-    for reduction in found:
-        _erase(reduction.node)
-    return launch
+    return launch, {part.reduction.node: site.view_back(reduced[part.place.tensor], part) for part in parts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +131,7 @@ class _Site:
         strides: list[int] = []
         provenance = edit.Provenance(BucketReductions.name, self.unit)
         for part in parts:
-            gradient = part.reduction.node.all_input_nodes[0]  # what has taken its place since the analysis
-            source, stride = without_views(gradient, part.gradient.stride)
+            source, stride = without_views(part.reduction.grad, part.gradient.stride)
             folded = self.folds and fold_factor(source, part.reduction.tag.scale, provenance)
             sources.append(source)
             scales.append(1.0 if folded else part.reduction.tag.scale)

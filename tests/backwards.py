@@ -1,0 +1,374 @@
+"""Random graphs that look like captured backwards, with plans for them: a hypothesis strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from graphs import Grad
+from hypothesis import strategies as st
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+
+from dp_compile.config import BYTES_PER_MB
+from dp_compile.cost_model import AllReduceCost
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.fx.printer import short
+from dp_compile.grad_reduction import REDUCE_GRAD
+from dp_compile.plan import PLAN_VERSION, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.ready_times import ReadyTimes
+from dp_compile.strategies import plan_explicit, plan_optimal
+
+aten = torch.ops.aten
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+PALETTES = ((torch.float32, torch.bfloat16), (torch.float32,), (torch.float16, torch.float32), DTYPES)
+DIMENSIONS = st.sampled_from([0, 1, 2, 2, 2, 2, 3, 4])
+SIZES = st.sampled_from([1, 2, 3, 4, 2, 3, 1, 0])
+UNARY = (aten.sin.default, aten.neg.default, aten.relu.default, aten.tanh.default)
+MOST_ELEMENTS = 2000
+TRAITS = (
+    "product",
+    "sum and product",
+    "binary",
+    "sum",
+    "permute",
+    "reshape",
+    "expand",
+    "slice",
+    "scatter",
+    "cast",
+    "collective of others",
+    "pointwise",
+    "stored",
+    "float32",
+    "bfloat16",
+    "float64",
+    "float16",
+    "gradient is an input",
+    "gradient is used elsewhere",
+    "one tensor, two gradients",
+    "empty gradient",
+    "a dimension of size one",
+    "a parameter in another memory order",
+    "several replicas",
+    "three groups",
+    "several dtypes",
+    "several buckets",
+    "shared bucket",
+    "members apart",
+    "gaps",
+    "another order than the plan's",
+)
+"""What a random graph may have; tests ask that each comes up."""
+
+
+@dataclass(frozen=True)
+class RandomBackward:
+    """A graph whose first outputs are the reduced `grads`, in graph order; what it takes; a plan for each replica.
+
+    `exact`: every factor is a power of two, so that it does not matter where a pass multiplies by it.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[torch.Tensor, ...]
+    grads: tuple[Grad, ...]
+    plans: tuple[BucketPlan, ...]
+    exact: bool
+    traits: frozenset[str]
+
+    def __repr__(self) -> str:
+        return "\n".join([short(self.graph), *map(str, self.plans)])
+
+
+@dataclass
+class Builder:
+    """Makes a graph node by node. `pool` holds what may be read, `after_wait` what comes after a reduction."""
+
+    draw: st.DrawFn
+    groups: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    mode: FakeTensorMode = field(default_factory=FakeTensorMode)
+    pool: list[fx.Node] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    after_wait: set[fx.Node] = field(default_factory=set)
+    traits: set[str] = field(default_factory=set)
+
+    def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        with self.mode:
+            node.meta["val"] = target(*map_arg(args, lambda argument: argument.meta["val"]), **kwargs)
+        if self.after_wait.intersection(node.all_input_nodes):
+            self.after_wait.add(node)
+        return node
+
+    def placeholder(self) -> None:
+        shape = tuple(self.draw(SIZES) for _ in range(self.draw(DIMENSIONS)))
+        dtype = self.draw(st.sampled_from(self.dtypes))
+        value = Grad(index=0, shape=shape, order=self.permutation(len(shape)), dtype=dtype).values(len(self.inputs))
+        node = self.graph.placeholder(f"input_{len(self.inputs)}")
+        node.meta["val"] = self.mode.from_tensor(value, static_shapes=True)
+        self.inputs.append(value)
+        self.pool.append(node)
+
+    def permutation(self, length: int) -> tuple[int, ...]:
+        return tuple(self.draw(st.permutations(range(length))))
+
+    def partner(self, of: fx.Node, fits: Callable[[torch.Tensor], bool]) -> fx.Node:
+        """Something that `of` can be combined with; `of` itself has to fit."""
+        found = [node for node in self.pool if value(node).dtype == value(of).dtype and fits(value(node))]
+        return self.draw(st.sampled_from(found))
+
+    def compute(self) -> None:
+        """Add one step of compute to the pool."""
+        node = self.draw(st.sampled_from(self.pool))
+        kind = self.draw(st.sampled_from(list(STEPS)))
+        made = STEPS[kind](self, node)
+        if made is None or value(made).numel() > MOST_ELEMENTS:
+            kind, made = "pointwise", self.call(self.draw(st.sampled_from(UNARY)), node)
+        self.traits.add(kind)
+        self.pool.append(made)
+
+    def reduce(self, index: int, replica: int, averages: Sequence[tuple[str, float]]) -> tuple[Grad, fx.Node]:
+        sources = [node for node in self.pool if node not in self.after_wait]
+        computed = [node for node in sources if node.op != "placeholder"]
+        source = self.draw(st.sampled_from((computed if self.draw(st.booleans()) else sources) or sources))
+        shape = tuple(value(source).shape)
+        reduce_op, scale = self.draw(st.sampled_from(averages))
+        grad = Grad(
+            index=index,
+            shape=shape,
+            order=self.permutation(len(shape)) if self.draw(st.booleans()) else None,
+            dtype=value(source).dtype,
+            group=self.draw(st.sampled_from(self.groups)),
+            reduce_op=reduce_op,
+            scale=scale,
+            replica=replica,
+        )
+        self.traits.update(_traits_of_gradient(source))
+        arguments = (grad.index, grad.replica, grad.group, grad.reduce_op, grad.scale)
+        reduced = self.call(REDUCE_GRAD, source, *arguments)
+        self.after_wait.add(reduced)
+        self.pool.append(reduced)
+        return grad, reduced
+
+    def store(self, reduced: fx.Node) -> bool:
+        """Copy a reduced gradient into an input, as into a `.grad` that exists. At the end of a graph only."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        fitting = [node for node in inputs if _kind(node) == _kind(reduced)]
+        if not fitting:
+            return False
+        self.call(aten.copy_.default, self.draw(st.sampled_from(fitting)), reduced)
+        self.traits.add("stored")
+        return True
+
+
+def value(node: fx.Node) -> torch.Tensor:
+    found = node.meta["val"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _kind(node: fx.Node) -> tuple[torch.dtype, torch.Size]:
+    return value(node).dtype, value(node).shape
+
+
+def _traits_of_gradient(source: fx.Node) -> set[str]:
+    traits = {str(value(source).dtype).removeprefix("torch.")}
+    traits |= {"gradient is an input"} if source.op == "placeholder" else set()
+    traits |= {"gradient is used elsewhere"} if source.users else set()
+    traits |= {"one tensor, two gradients"} if any(user.target is REDUCE_GRAD for user in source.users) else set()
+    traits |= {"empty gradient"} if 0 in value(source).shape else set()
+    traits |= {"a dimension of size one"} if 1 in value(source).shape else set()
+    return traits
+
+
+# --- steps: a node of the pool to a new one, None where the step does not fit -------------------------------------
+
+
+def _product(builder: Builder, node: fx.Node) -> fx.Node | None:
+    if value(node).dim() == 3:
+        return builder.call(aten.bmm.default, builder.call(aten.permute.default, node, [0, 2, 1]), node)
+    if value(node).dim() != 2:
+        return None
+    rows = value(node).shape[0]
+    other = builder.partner(node, lambda each: each.dim() == 2 and each.shape[0] == rows)
+    turned = builder.call(aten.permute.default, node, [1, 0])
+    return builder.call(aten.mm.default, turned, other)
+
+
+def _sum_and_product(builder: Builder, node: fx.Node) -> fx.Node | None:
+    if value(node).dim() != 2:
+        return None
+    turned = builder.call(aten.permute.default, node, [1, 0])
+    return builder.call(aten.addmm.default, builder.call(aten.sum.dim_IntList, node, [0]), turned, node)
+
+
+def _binary(builder: Builder, node: fx.Node) -> fx.Node | None:
+    shape = value(node).shape
+    other = builder.partner(node, lambda each: _broadcasts(each.shape, shape))
+    return builder.call(builder.draw(st.sampled_from([aten.add.Tensor, aten.mul.Tensor])), node, other)
+
+
+def _broadcasts(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a == b or 1 in (a, b) for a, b in zip(reversed(one), reversed(other), strict=False))
+
+
+def _sum(builder: Builder, node: fx.Node) -> fx.Node | None:
+    if not value(node).dim():
+        return None
+    dimensions = builder.draw(st.lists(st.integers(0, value(node).dim() - 1), min_size=1, unique=True))
+    return builder.call(aten.sum.dim_IntList, node, dimensions, builder.draw(st.booleans()))
+
+
+def _permute(builder: Builder, node: fx.Node) -> fx.Node:
+    return builder.call(aten.permute.default, node, list(builder.permutation(value(node).dim())))
+
+
+def _reshape(builder: Builder, node: fx.Node) -> fx.Node:
+    shape, numel = list(value(node).shape), value(node).numel()
+    shapes = [[numel], [1, *shape], [*shape, 1], [numel // 2, 2] if numel % 2 == 0 else [numel, 1]]
+    return builder.call(aten.reshape.default, node, builder.draw(st.sampled_from(shapes)))
+
+
+def _expand(builder: Builder, node: fx.Node) -> fx.Node:
+    return builder.call(aten.expand.default, node, [2, *value(node).shape])
+
+
+def _slice(builder: Builder, node: fx.Node) -> fx.Node | None:
+    if not value(node).dim():
+        return None
+    dimension = builder.draw(st.integers(0, value(node).dim() - 1))
+    return builder.call(aten.slice.Tensor, node, dimension, builder.draw(st.integers(0, 1)), 3)
+
+
+def _scatter(builder: Builder, node: fx.Node) -> fx.Node | None:
+    """Rows of an embedding: some collect several gradients, some none."""
+    if not value(node).dim():
+        return None
+    count, *rest = value(node).shape
+    rows = builder.call(aten.remainder.Scalar, builder.call(aten.arange.default, count, device="cpu"), 3)
+    zeros = builder.call(aten.zeros.default, [4, *rest], dtype=value(node).dtype, device="cpu")
+    return builder.call(aten.index_put.default, zeros, [rows], node, True)
+
+
+def _cast(builder: Builder, node: fx.Node) -> fx.Node:
+    return builder.call(aten._to_copy.default, node, dtype=builder.draw(st.sampled_from(builder.dtypes)))
+
+
+def _foreign_collective(builder: Builder, node: fx.Node) -> fx.Node:
+    started = builder.call(ALL_REDUCE, node, "max", builder.draw(st.sampled_from(builder.groups)))
+    return builder.call(WAIT, started)
+
+
+STEPS: dict[str, Callable[[Builder, fx.Node], fx.Node | None]] = {
+    "product": _product,
+    "sum and product": _sum_and_product,
+    "binary": _binary,
+    "sum": _sum,
+    "permute": _permute,
+    "reshape": _reshape,
+    "expand": _expand,
+    "slice": _slice,
+    "scatter": _scatter,
+    "cast": _cast,
+    "collective of others": _foreign_collective,
+}
+
+
+# --- plans --------------------------------------------------------------------------------------------------------
+
+
+def _random_cuts(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layout) -> BucketPlan:
+    """Buckets of any size in any order, as a plan file may ask for."""
+    buckets: list[list[GradientSpec]] = []
+    for spec in specs:
+        same = [bucket for bucket in buckets if bucket[0].key == spec.key]
+        if same and draw(st.booleans()):
+            draw(st.sampled_from(same)).append(spec)
+        else:
+            buckets.append([spec])
+    members = [
+        [{"gradient": {"name": spec.name}, "offset": None if spec.name in layout.apart else 0} for spec in bucket]
+        for bucket in buckets
+    ]
+    text = json.dumps({"version": PLAN_VERSION, "buckets": [{"members": each} for each in members]})
+    return plan_explicit(specs, text, layout).plan
+
+
+def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
+    grads = draw(st.permutations(grads))
+    specs = [grad.spec for grad in grads]
+    apart = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
+    names = [spec.name for spec in specs]
+    layout = Layout(draw(st.sampled_from([1, 16, 64])), frozenset(names[: round(apart * len(names))]))
+    strategy = draw(st.sampled_from(["fixed", "optimal", "explicit"]))
+    if strategy == "fixed" or not grads:
+        caps_mb = st.sampled_from([1 / BYTES_PER_MB, 16 / BYTES_PER_MB, 64 / BYTES_PER_MB, math.inf])
+        return plan_buckets(specs, bucket_cap_mb=draw(caps_mb), first_bucket_cap_mb=draw(caps_mb), layout=layout)
+    if strategy == "optimal":
+        shares = {spec.index: draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])) for spec in specs}
+        cost = AllReduceCost(draw(st.sampled_from([1e-9, 1e-7, 1e-5])), 1e-9)
+        return plan_optimal(specs, cost, ReadyTimes(shares, None, "drawn"), layout).plan
+    return _random_cuts(draw, specs, layout)
+
+
+# --- the strategy -------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def random_backwards(draw: st.DrawFn, groups: Sequence[str]) -> RandomBackward:
+    """Inputs, then compute and reductions in any order, then what is stored into inputs."""
+    builder = Builder(draw, groups[: draw(st.integers(1, len(groups)))], draw(st.sampled_from(PALETTES)))
+    for _ in range(draw(st.integers(1, 4))):
+        builder.placeholder()
+    exact = draw(st.sampled_from([True, True, True, False]))
+    averages = [("sum", 0.5), ("sum", 0.25), ("avg", 1.0)] if exact else [("sum", 1 / 3), ("avg", 1.0)]
+    replicas = draw(st.integers(1, 2))
+    grads: list[list[Grad]] = [[] for _ in range(replicas)]
+    reduced: list[tuple[Grad, fx.Node]] = []
+    for _ in range(draw(st.integers(1, 18))):
+        if draw(st.integers(0, 4)) > 1:
+            builder.compute()
+            continue
+        replica = draw(st.integers(0, replicas - 1))
+        reduced.append(builder.reduce(len(grads[replica]), replica, averages))
+        grads[replica].append(reduced[-1][0])
+    others = draw(st.lists(st.sampled_from(builder.pool), max_size=3)) if draw(st.booleans()) else builder.pool[-1:]
+    for _, node in reduced:
+        if draw(st.integers(0, 4)) == 0:
+            builder.store(node)
+    builder.graph.output([*(node for _, node in reduced), *others])
+    plans = tuple(_plan(draw, each) for each in grads)
+    traits = builder.traits | _traits_of_plans(plans, [grad for grad, _ in reduced])
+    return RandomBackward(
+        builder.graph, tuple(builder.inputs), tuple(grad for grad, _ in reduced), plans, exact, frozenset(traits)
+    )
+
+
+def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[str]:
+    keys: set[BucketKey] = {bucket.key for plan in plans for bucket in plan.buckets}
+    members = [member for plan in plans for bucket in plan.buckets for member in bucket.members]
+    by_replica = [[grad.index for grad in grads if grad.replica == replica] for replica in range(len(plans))]
+    orders = [[gradient.index for gradient in plan.gradients] for plan in plans]
+    facts = {
+        "several replicas": sum(bool(indices) for indices in by_replica) > 1,
+        "three groups": len({key.group for key in keys}) > 2,
+        "several dtypes": len({key.dtype for key in keys}) > 1,
+        "several buckets": any(len(plan.buckets) > 1 for plan in plans),
+        "members apart": any(member.offset is None for member in members),
+        "gaps": any(bucket.padding_nbytes for plan in plans for bucket in plan.buckets),
+        "shared bucket": any(len(bucket.members) > 1 for plan in plans for bucket in plan.buckets),
+        "another order than the plan's": any(a != b for a, b in zip(by_replica, orders, strict=True)),
+        "a parameter in another memory order": any(
+            grad.stride != dataclasses.replace(grad, order=None).stride for grad in grads
+        ),
+    }
+    return {fact for fact, holds in facts.items() if holds}
