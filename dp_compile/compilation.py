@@ -248,6 +248,8 @@ class CompiledBackward:
 
     def _compile_dynamo_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that Dynamo calls with what it captured, for the whole backward or a piece of it."""
+        if not self._deferred:
+            self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
         found = _reductions_in(graph_module.graph)
         expected = self._expected_reductions()
         if expected and not found and not self._deferred:
