@@ -19,3 +19,15 @@ def test_one_bucket_with_torchs_reducer(ranks2: Ranks) -> None:
     assert_equal(
         ranks2, FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(SAME,), compiled="nothing", buckets="one")
     )
+
+
+def test_layout_of_a_gradient_that_only_another_rank_produced(ranks2: Ranks) -> None:
+    """It was contiguous, whatever the parameter's memory order."""
+    case = FuzzCase(
+        blocks=(BlockSpec("layouts"),),
+        width=2,
+        steps=(Step((Micro((2, 2), way=(0, 1)),)), Step((Micro((2, 2), way=(1, 0)),))),
+        ways=((), (0,)),
+        find_unused=True,
+    )
+    assert_equal(ranks2, case)
