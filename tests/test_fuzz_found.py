@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import fuzzing
+import torch
+import torch.distributed as dist
 from fuzzing import BlockSpec, FuzzCase, Micro, Step
+from parity import Case, train_both
 from ranks import Ranks
+from torch import nn
 
 SAME = Step((Micro((2, 2)),))
 
@@ -31,3 +38,25 @@ def test_layout_of_a_gradient_that_only_another_rank_produced(ranks2: Ranks) -> 
         find_unused=True,
     )
     assert_equal(ranks2, case)
+
+
+def compiled_every_other_time_on_rank_1(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    compiled, calls = torch.compile(model, backend="aot_eager"), itertools.count()
+    return lambda x: (model if dist.get_rank() == 1 and next(calls) % 2 else compiled)(x)
+
+
+def run_accumulation_that_ends_uncompiled() -> None:
+    torch._dynamo.reset()
+    train_both(
+        Case(
+            build=lambda: nn.Linear(2, 2),
+            batch=lambda rank, step: (torch.full((2, 2), 1.0 + rank + step),),
+            compile_model=compiled_every_other_time_on_rank_1,
+            micro_steps=2,
+        )
+    )
+
+
+def test_accumulation_that_ends_uncompiled_on_one_rank(ranks2: Ranks) -> None:
+    """Rank 1 went over to torch's reducer in its first synchronised backward, rank 0 stayed with the hooks."""
+    ranks2.run(run_accumulation_that_ends_uncompiled)
