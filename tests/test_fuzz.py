@@ -20,6 +20,8 @@ from ranks import Ranks
 EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "300"))
 SEED = os.environ.get("DP_COMPILE_FUZZ_SEED")
 
+# Compiling these takes three times as long as the others.
+COSTLY = {"mlp", "checkpointed", "graph break", "opaque function"}
 NEEDS_TWO_ROWS = {"batch norm"}
 NEEDS_A_ROW = {"attention", "conv", "conv channels_last"}
 
@@ -27,7 +29,7 @@ NEEDS_A_ROW = {"attention", "conv", "conv channels_last"}
 @st.composite
 def block_specs(draw: st.DrawFn) -> BlockSpec:
     return BlockSpec(
-        draw(st.sampled_from(list(KINDS))),
+        draw(st.sampled_from([*KINDS, *(kind for kind in KINDS if kind not in COSTLY)])),
         draw(st.integers(1, 6)),
         draw(st.sampled_from(["float32"] * 8 + ["float64", "bfloat16"])),
         draw(st.sampled_from(["nothing"] * 6 + ["first", "all"])),
@@ -42,7 +44,7 @@ def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...
     counts = draw(st.sampled_from([[1], [1], [2], [1, 2, 3]]))
     way = st.integers(0, ways - 1)
     steps = []
-    for _ in range(draw(st.sampled_from([2, 2, 2, 3, 4]))):
+    for _ in range(draw(st.sampled_from([2, 2, 2, 2, 3, 4]))):
         count = draw(st.sampled_from(counts))
         micros = tuple(Micro(draw(st.sampled_from(batches)), (draw(way), draw(way))) for _ in range(count))
         steps.append(Step(micros, draw(st.sampled_from(cleared))))
@@ -51,7 +53,7 @@ def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...
 
 @st.composite
 def cases(draw: st.DrawFn) -> FuzzCase:
-    blocks = tuple(draw(block_specs()) for _ in range(draw(st.sampled_from([1, 1, 1, 2, 2, 3]))))
+    blocks = tuple(draw(block_specs()) for _ in range(draw(st.sampled_from([1, 1, 1, 1, 2, 2, 3]))))
     kinds = {block.kind for block in blocks}
     find_unused = draw(st.sampled_from([False, False, True]))
     some_blocks = st.sets(st.integers(0, len(blocks) - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
