@@ -189,7 +189,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
 
 
 def _was_captured(replica: Replica) -> bool:
-    return bool(replica.backwards["captured"] or replica.backwards["eager hooks"])
+    return any(replica.backwards[way] for way in ("captured", "captured without sync", "eager hooks"))
 
 
 def _obstacle(found: _Found, *, create_graph: bool) -> str | None:

@@ -231,10 +231,14 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _set_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    if parameter.grad is None:
+    if parameter.grad is None and value.stride() == dense_strides(parameter):
         parameter.grad = value
-    else:
-        parameter.grad.copy_(value)
+        return
+    if parameter.grad is None:
+        parameter.grad = torch.empty_strided(
+            parameter.shape, dense_strides(parameter), dtype=value.dtype, device=value.device
+        )
+    parameter.grad.copy_(value)
 
 
 class _HostCopy:

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from dp_compile import _torch
 from dp_compile.agreement import Statement, agree
 from dp_compile.backward import BROADCAST_BYTES, install_entry
-from dp_compile.config import ReplicateConfig
+from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.errors import ConfigError, DPCompileError, ModuleError
 from dp_compile.grad_reduction import Averaging, averaging_for
 from dp_compile.graph_pass import GraphPass
@@ -342,7 +342,7 @@ def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes
         target.module,
         target.ignored,
         process_group=group.process_group,
-        bucket_cap_mb=config.caps_mb()[0],
+        bucket_cap_mb=min(config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),  # torch's DDP takes no math.inf
         find_unused_parameters=config.find_unused_parameters,
     )
     return replica

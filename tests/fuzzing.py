@@ -1,0 +1,476 @@
+"""Random training runs, described as values: what the fuzzer draws, and how a rank runs one beside torch's DDP."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity import compare
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import dp_compile
+from dp_compile.grad_reduction import Averaging
+
+VOCABULARY = 7
+
+# Relative and absolute, by the coarsest dtype in which a run computes anything. The sum over two ranks is the same
+# on both sides; what differs is that compiled forwards use torch's decompositions, which round in other places.
+TOLERANCES = {
+    # Rounding errors of some 1e-7 in each operation, carried through a handful of layers and four steps.
+    "float32": (1e-4, 1e-5),
+    # The head and the data are float32: float64 blocks are not more accurate in all than their input.
+    "float64": (1e-4, 1e-5),
+    # Eight bits: 4e-3 in each operation, and autocast rounds where the compiler fuses casts away.
+    "bfloat16": (5e-2, 2e-2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpec:
+    """One block of a model, from `(batch, width)` to the same."""
+
+    kind: str
+    hidden: int = 3
+    dtype: str = "float32"
+    frozen: str = "nothing"
+    """`nothing`, `first` (its first parameter) or `all`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One forward and backward: for each rank the batch size and the way, an index into `FuzzCase.ways`."""
+
+    batch: tuple[int, int]
+    way: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One optimizer step; all micro steps but the last run without synchronisation."""
+
+    micros: tuple[Micro, ...]
+    set_to_none: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FuzzCase:
+    """A training run. `ways` are the sets of blocks that a forward may leave out; the first is empty."""
+
+    blocks: tuple[BlockSpec, ...]
+    width: int
+    steps: tuple[Step, ...]
+    ways: tuple[tuple[int, ...], ...] = ((),)
+    compiled: str = "model"
+    dynamic: bool | None = None
+    buckets: str = "optimal"
+    wrapper: bool = False
+    python_hook: bool = True
+    find_unused: bool = False
+    broadcast_buffers: bool = True
+    check_reductions: bool = True
+    autocast: bool = False
+    seed: int = 0
+
+    @property
+    def coarsest(self) -> str:
+        dtypes = {"bfloat16" if self.autocast else "float32", *(block.dtype for block in self.blocks)}
+        return "bfloat16" if "bfloat16" in dtypes else "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank saw: the first difference to torch's DDP, what reduced at the end, and the way of its backwards."""
+
+    difference: str
+    mode: str
+    backwards: dict[str, int]
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Takes and returns float32; computes in the dtype of its parameters."""
+
+    def __init__(self, width: int, spec: BlockSpec) -> None:
+        super().__init__()
+        self.dtype = getattr(torch, spec.dtype)
+        self.build(width, spec.hidden)
+        self.to(self.dtype)
+        parameters = list(self.parameters())
+        for parameter in parameters[: {"nothing": 0, "first": 1, "all": len(parameters)}[spec.frozen]]:
+            parameter.requires_grad_(False)
+
+    def build(self, width: int, hidden: int) -> None:
+        raise NotImplementedError
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.compute(x.to(self.dtype), tokens).float()
+
+
+class Linear(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.layer = nn.Linear(width, width, bias=hidden % 2 == 0)
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class MLP(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.layers = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Dropout(0.0), nn.Linear(hidden, width)
+        )
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+class Checkpointed(MLP):
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False)
+
+
+class GraphBreak(MLP):
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        torch._dynamo.graph_break()
+        return self.layers[1:](x)
+
+
+class BatchNorm(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.norm = nn.BatchNorm1d(width, momentum=None if hidden % 2 else 0.1)
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+class RunningScale(Block):
+    """A buffer that the forward reads and changes: where it is copied to the other ranks shows in gradients."""
+
+    def build(self, width: int, hidden: int) -> None:
+        self.weight = nn.Parameter(torch.randn(width))
+        self.register_buffer("scale", torch.ones(1))  # torch 2.13 miscompiles the update of one without dimensions
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        # Not in place: with aot_eager, torch 2.13 then computes other gradients.
+        self.scale = 0.5 * self.scale + x.detach().abs().sum() / 64
+        self.count.add_(1)
+        return x * self.weight * self.scale
+
+
+class Embedding(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.table = nn.Embedding(VOCABULARY, width, padding_idx=0 if hidden % 2 else None)
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x + self.table(tokens)
+
+
+class Conv(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.first = nn.Conv2d(1, hidden, (1, 3), padding=(0, 1))
+        self.second = nn.Conv2d(hidden, 2, (1, 3), padding=(0, 1))
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x[:, None, None, :]).relu()).mean((1, 2))
+
+
+class ConvChannelsLast(Conv):
+    def build(self, width: int, hidden: int) -> None:
+        super().build(width, hidden)
+        self.to(memory_format=torch.channels_last)
+
+
+class Tied(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.there, self.back = nn.Linear(width, width), nn.Linear(width, width)
+        self.back.weight = self.there.weight
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.back(torch.relu(self.there(x)))
+
+
+class Twice(Block):
+    def build(self, width: int, hidden: int) -> None:
+        self.layer = nn.Linear(width, width)
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+class Layouts(Block):
+    """Parameters that are transposed, have gaps in memory, or no dimension or no element at all."""
+
+    def build(self, width: int, hidden: int) -> None:
+        self.turned = nn.Parameter(torch.randn(hidden, width).t())
+        self.gaps = nn.Parameter(torch.randn(hidden, 2 * width)[:, ::2])
+        self.scalar = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.empty(0, width))
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return (x @ self.turned) @ self.gaps * self.scalar + self.nothing.sum()
+
+
+class SameGradient(Block):
+    """Parameters that share one gradient tensor, and one whose gradient is a broadcast number."""
+
+    def build(self, width: int, hidden: int) -> None:
+        self.one, self.two = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+        self.mean = nn.Parameter(torch.randn(hidden, width))
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x + (self.one + self.two) + self.mean.mean()
+
+
+class Attention(Block):
+    """The batch is the sequence."""
+
+    def build(self, width: int, hidden: int) -> None:
+        self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.project(x)[None, None].chunk(3, dim=-1)
+        return self.out(nn.functional.scaled_dot_product_attention(query, key, value)[0, 0])
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        return grad * weight, (grad * x).sum(0)
+
+
+class _OpaqueScale(_Scale):
+    """A backward that asks for a number, which breaks a captured graph."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight = ctx.saved_tensors
+        sign = 1.0 if math.isfinite(grad.sum().item()) else -1.0
+        return grad * weight * sign, (grad * x).sum(0)
+
+
+class CustomFunction(Block):
+    function: type[torch.autograd.Function] = _Scale
+
+    def build(self, width: int, hidden: int) -> None:
+        self.weight = nn.Parameter(torch.randn(width))
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x, self.weight.to(x.dtype))
+
+
+class OpaqueFunction(CustomFunction):
+    function = _OpaqueScale
+
+
+KINDS: dict[str, type[Block]] = {
+    "linear": Linear,
+    "mlp": MLP,
+    "checkpointed": Checkpointed,
+    "graph break": GraphBreak,
+    "batch norm": BatchNorm,
+    "running scale": RunningScale,
+    "embedding": Embedding,
+    "conv": Conv,
+    "conv channels_last": ConvChannelsLast,
+    "tied": Tied,
+    "twice": Twice,
+    "layouts": Layouts,
+    "same gradient": SameGradient,
+    "attention": Attention,
+    "custom function": CustomFunction,
+    "opaque function": OpaqueFunction,
+}
+
+
+class Stack(nn.Module):
+    """The blocks one after the other, without those whose place in `uses` says so, and a head that is always used.
+
+    Not a tuple of positions: with dynamic=True, torch 2.13 miscompiles `position not in positions`.
+    """
+
+    def __init__(self, case: FuzzCase) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(KINDS[spec.kind](case.width, spec) for spec in case.blocks)
+        self.head = Linear(case.width, BlockSpec("linear"))
+
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, uses: tuple[bool, ...]) -> torch.Tensor:
+        for block, is_used in zip(self.blocks, uses, strict=True):
+            if is_used:
+                x = torch.tanh(block(x, tokens))  # bounded: runs that diverge say nothing
+        return self.head(x, tokens)
+
+
+# --- how it is compiled -----------------------------------------------------------------------------------------
+
+
+def _loss(model: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
+    # Not a mean: a rank may have no rows at all.
+    return model(*batch).square().sum() / 8
+
+
+def _compiled_model(model: nn.Module, stack: Stack, **options: Any) -> Any:
+    return torch.compile(model, **options)
+
+
+def _compiled_in_place(model: nn.Module, stack: Stack, **options: Any) -> Any:
+    model.compile(**options)
+    return model
+
+
+def _compiled_blocks(model: nn.Module, stack: Stack, **options: Any) -> Any:
+    for block in (*stack.blocks, stack.head):
+        block.compile(**options)
+    return model
+
+
+def _compiled_head(model: nn.Module, stack: Stack, **options: Any) -> Any:
+    stack.head.compile(**options)
+    return model
+
+
+def _not_compiled(model: nn.Module, stack: Stack, **options: Any) -> Any:
+    return model
+
+
+COMPILED: dict[str, Callable[..., Any]] = {
+    "model": _compiled_model,
+    "in place": _compiled_in_place,
+    "blocks": _compiled_blocks,
+    "head": _compiled_head,
+    "backward": _not_compiled,  # `compiled_backward()` around an eager forward
+    "late": _compiled_model,  # from the second step on
+    "nothing": _not_compiled,
+}
+BUCKETS: dict[str, dict[str, Any]] = {
+    "optimal": {},
+    "each its own": {"bucket_cap_mb": 1e-6},
+    "small": {"bucket_cap_mb": 0.0003},
+    "one": {"bucket_cap_mb": math.inf},
+    "per module": {"bucket_policy": {Block}},
+    "no passes": {"passes": ()},
+}
+
+
+# --- running a case ---------------------------------------------------------------------------------------------
+
+
+def run_case(case: FuzzCase, fault: str = "") -> Outcome:
+    """Run a case on this rank. It goes on after a difference: the other rank waits in a collective otherwise."""
+    torch._dynamo.reset()
+    torch.manual_seed(case.seed)
+    stack = Stack(case)
+    theirs = TorchDDP(
+        copy.deepcopy(stack), find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers
+    )
+    with _planted(fault, stack), ExitStack() as exits:
+        ours = _replicated(case, stack)
+        exits.callback(dp_compile.unreplicate, stack)
+        difference = _train_both(case, ours, stack, theirs, never_sync=fault == "never synchronised")
+        report = dp_compile.report(stack)
+    return Outcome(difference, report.mode, dict(report.backwards))
+
+
+def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
+    config = dp_compile.ReplicateConfig(
+        backend="aot_eager",
+        ddp_python_hook=case.python_hook,
+        find_unused_parameters=case.find_unused,
+        broadcast_buffers=case.broadcast_buffers,
+        check_reductions=case.check_reductions,
+    )
+    if case.wrapper:
+        return dp_compile.DistributedDataParallel(stack, config=config, **BUCKETS[case.buckets])
+    return dp_compile.replicate(stack, config=config, **BUCKETS[case.buckets])
+
+
+def _train_both(case: FuzzCase, ours: nn.Module, stack: Stack, theirs: TorchDDP, *, never_sync: bool) -> str:
+    options = {"backend": "aot_eager", "dynamic": case.dynamic}
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (stack, theirs)]
+    compiled, run = COMPILED[case.compiled](ours, stack, **options), None
+    difference = ""
+    for number, step in enumerate(case.steps):
+        run = ours if case.compiled == "late" and number == 0 else compiled
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=step.set_to_none)
+        for position, micro in enumerate(step.micros):
+            local = position + 1 < len(step.micros)
+            batch = _batch(case, micro, 10 * number + position)
+            with dp_compile.no_sync(ours) if local or never_sync else nullcontext():
+                _backward(case, run, batch, scope=_scope(case))
+            with theirs.no_sync() if local else nullcontext():
+                _backward(case, theirs, batch, scope=nullcontext())
+        difference = difference or _difference(case, stack, theirs.module, f"step {number}")
+        for optimizer in optimizers:
+            optimizer.step()
+    return difference or _difference(case, stack, theirs.module, "the end")
+
+
+def _scope(case: FuzzCase) -> AbstractContextManager[None]:
+    return dp_compile.compiled_backward() if case.compiled == "backward" else nullcontext()
+
+
+def _batch(case: FuzzCase, micro: Micro, number: int) -> tuple[torch.Tensor, torch.Tensor, tuple[bool, ...]]:
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(1000 * case.seed + 100 * rank + number)
+    rows = micro.batch[rank]
+    x = torch.randn(rows, case.width, generator=generator)
+    left_out = case.ways[micro.way[rank]]
+    uses = tuple(position not in left_out for position in range(len(case.blocks)))
+    return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), uses
+
+
+def _backward(case: FuzzCase, model: Any, batch: tuple[Any, ...], *, scope: AbstractContextManager[None]) -> None:
+    with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
+        loss = _loss(model, *batch)
+    with scope:
+        loss.backward()
+
+
+def _difference(case: FuzzCase, ours: nn.Module, theirs: nn.Module, when: str) -> str:
+    rtol, atol = TOLERANCES[case.coarsest]
+    try:
+        compare(ours, theirs, when, rtol=rtol, atol=atol)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+# --- faults, to see that the comparison can fail ----------------------------------------------------------------
+
+FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never synchronised")
+
+
+@contextmanager
+def _planted(fault: str, stack: Stack) -> Iterator[None]:
+    """Break this package, or the model that it replicates, for one run."""
+    replicate_module = dp_compile.replicate.__globals__
+    before = replicate_module["averaging_for"]
+    if fault == "sums instead of averages":
+        replicate_module["averaging_for"] = lambda backend, world_size: Averaging("sum", 1.0)
+    if fault == "a gradient doubled on rank 1" and dist.get_rank() == 1:
+        next(p for p in stack.parameters() if p.requires_grad).register_hook(lambda grad: 2 * grad)
+    try:
+        yield
+    finally:
+        replicate_module["averaging_for"] = before

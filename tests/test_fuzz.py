@@ -1,0 +1,123 @@
+"""A differential fuzzer: random models, options and training loops, run on two ranks beside torch's DDP.
+
+`DP_COMPILE_FUZZ_EXAMPLES` says how many cases are run, 300 by default; `DP_COMPILE_FUZZ_SEED` draws other ones. A case
+that fails is shrunk and printed as a value; `fuzzing.run_case` runs it again.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import fuzzing
+import pytest
+from fuzzing import BUCKETS, COMPILED, FAULTS, KINDS, BlockSpec, FuzzCase, Micro, Step
+from hypothesis import Phase, given, note, seed, settings
+from hypothesis import strategies as st
+from hypothesis.internal.conjecture.engine import ConjectureRunner
+from ranks import Ranks
+
+EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "300"))
+SEED = os.environ.get("DP_COMPILE_FUZZ_SEED")
+
+# Compiling these takes three times as long as the others.
+COSTLY = {"mlp", "checkpointed", "graph break", "opaque function"}
+NEEDS_TWO_ROWS = {"batch norm"}
+NEEDS_A_ROW = {"attention", "conv", "conv channels_last"}
+
+
+@st.composite
+def block_specs(draw: st.DrawFn) -> BlockSpec:
+    return BlockSpec(
+        draw(st.sampled_from([*KINDS, *(kind for kind in KINDS if kind not in COSTLY)])),
+        draw(st.integers(1, 6)),
+        draw(st.sampled_from(["float32"] * 8 + ["float64", "bfloat16"])),
+        draw(st.sampled_from(["nothing"] * 6 + ["first", "all"])),
+    )
+
+
+@st.composite
+def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...]:
+    """What varies is drawn for the run as a whole first: every new batch size or pattern costs a compilation."""
+    batches = draw(st.lists(st.tuples(*[st.integers(fewest_rows, 5)] * 2), min_size=1, max_size=2))
+    cleared = draw(st.sampled_from([[True], [True], [False], [True, False]]))
+    counts = draw(st.sampled_from([[1], [1], [2], [1, 2, 3]]))
+    way = st.integers(0, ways - 1)
+    steps = []
+    for _ in range(draw(st.sampled_from([2, 2, 2, 2, 3, 4]))):
+        count = draw(st.sampled_from(counts))
+        micros = tuple(Micro(draw(st.sampled_from(batches)), (draw(way), draw(way))) for _ in range(count))
+        steps.append(Step(micros, draw(st.sampled_from(cleared))))
+    return tuple(steps)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> FuzzCase:
+    blocks = tuple(draw(block_specs()) for _ in range(draw(st.sampled_from([1, 1, 1, 1, 2, 2, 3]))))
+    kinds = {block.kind for block in blocks}
+    find_unused = draw(st.sampled_from([False, False, True]))
+    some_blocks = st.sets(st.integers(0, len(blocks) - 1), min_size=1).map(lambda chosen: tuple(sorted(chosen)))
+    ways = ((), *draw(st.lists(some_blocks, max_size=2, unique=True))) if find_unused else ((),)
+    fewest_rows = 2 if kinds & NEEDS_TWO_ROWS else 1 if kinds & NEEDS_A_ROW else draw(st.sampled_from([1, 1, 0]))
+    buckets = draw(st.sampled_from(list(BUCKETS)))
+    return FuzzCase(
+        blocks=blocks,
+        width=draw(st.integers(1, 6)),
+        steps=draw(train_steps(fewest_rows, len(ways))),
+        ways=ways,
+        compiled=draw(st.sampled_from(["model", "model", "head", "nothing", *COMPILED])),
+        dynamic=draw(st.sampled_from([None] * 5 + [True, False])),
+        buckets=buckets,
+        wrapper=buckets not in ("per module", "no passes") and draw(st.booleans()),
+        python_hook=draw(st.sampled_from([True] * 15 + [False])),
+        find_unused=find_unused,
+        broadcast_buffers=draw(st.sampled_from([True, True, False])),
+        check_reductions=draw(st.sampled_from([True, True, True, False])),
+        autocast=draw(st.sampled_from([False] * 7 + [True])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypothesis follows each example with five that repeat a part of it; here those cost as much and say little."""
+    monkeypatch.setattr(ConjectureRunner, "generate_mutations_from", lambda runner, data: None)
+
+
+@pytest.mark.timeout(max(600, 10 * EXAMPLES))
+def test_random_training_runs(ranks2: Ranks) -> None:
+    met: Counter[str] = Counter()
+
+    @settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+    @given(cases())
+    def run(case: FuzzCase) -> None:
+        note(repr(case))
+        outcomes = ranks2.run(fuzzing.run_case, case)
+        assert not any(outcome.difference for outcome in outcomes), [outcome.difference for outcome in outcomes]
+        met.update({case.compiled, case.buckets, outcomes[0].mode, *(block.kind for block in case.blocks)})
+        met.update(outcomes[0].backwards.keys())
+
+    (seed(int(SEED))(run) if SEED else run)()
+    print(f"met in {EXAMPLES} runs: {dict(sorted(met.items()))}")
+    if EXAMPLES >= 200:
+        assert met["captured"] > EXAMPLES / 3
+        assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
+
+
+PLAIN = FuzzCase(
+    blocks=(BlockSpec("mlp"), BlockSpec("embedding")),
+    width=4,
+    steps=(Step((Micro((2, 3)),)), Step((Micro((3, 2)), Micro((1, 1))), set_to_none=False)),
+)
+
+
+def test_a_plain_run_is_equal(ranks2: Ranks) -> None:
+    for outcome in ranks2.run(fuzzing.run_case, PLAIN):
+        assert outcome.difference == ""
+        assert outcome.backwards == {"captured": 2, "captured without sync": 1}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_seen(ranks2: Ranks, fault: str) -> None:
+    for outcome in ranks2.run(fuzzing.run_case, PLAIN, fault):
+        assert "step 0: gradient of blocks.0" in outcome.difference

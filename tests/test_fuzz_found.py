@@ -1,0 +1,62 @@
+"""What the fuzzer found, each in its smallest form."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import fuzzing
+import torch
+import torch.distributed as dist
+from fuzzing import BlockSpec, FuzzCase, Micro, Step
+from parity import Case, train_both
+from ranks import Ranks
+from torch import nn
+
+SAME = Step((Micro((2, 2)),))
+
+
+def assert_equal(ranks: Ranks, case: FuzzCase) -> None:
+    for outcome in ranks.run(fuzzing.run_case, case):
+        assert outcome.difference == ""
+
+
+def test_one_bucket_with_torchs_reducer(ranks2: Ranks) -> None:
+    """`bucket_cap_mb=math.inf` ended in an OverflowError of torch's DDP as soon as its reducer was needed."""
+    assert_equal(
+        ranks2, FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(SAME,), compiled="nothing", buckets="one")
+    )
+
+
+def test_layout_of_a_gradient_that_only_another_rank_produced(ranks2: Ranks) -> None:
+    """It was contiguous, whatever the parameter's memory order."""
+    case = FuzzCase(
+        blocks=(BlockSpec("layouts"),),
+        width=2,
+        steps=(Step((Micro((2, 2), way=(0, 1)),)), Step((Micro((2, 2), way=(1, 0)),))),
+        ways=((), (0,)),
+        find_unused=True,
+    )
+    assert_equal(ranks2, case)
+
+
+def compiled_every_other_time_on_rank_1(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    compiled, calls = torch.compile(model, backend="aot_eager"), itertools.count()
+    return lambda x: (model if dist.get_rank() == 1 and next(calls) % 2 else compiled)(x)
+
+
+def run_accumulation_that_ends_uncompiled() -> None:
+    torch._dynamo.reset()
+    train_both(
+        Case(
+            build=lambda: nn.Linear(2, 2),
+            batch=lambda rank, step: (torch.full((2, 2), 1.0 + rank + step),),
+            compile_model=compiled_every_other_time_on_rank_1,
+            micro_steps=2,
+        )
+    )
+
+
+def test_accumulation_that_ends_uncompiled_on_one_rank(ranks2: Ranks) -> None:
+    """Rank 1 went over to torch's reducer in its first synchronised backward, rank 0 stayed with the hooks."""
+    ranks2.run(run_accumulation_that_ends_uncompiled)
