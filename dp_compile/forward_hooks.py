@@ -13,7 +13,7 @@ from torch import nn
 from dp_compile import _torch
 from dp_compile.comm_hook import CommHook
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.module_names import fully_qualified
+from dp_compile.module_names import class_name, fully_qualified
 from dp_compile.replica import Group, Replica
 
 
@@ -79,7 +79,7 @@ class Pending(Installed):
         if lazy is not None and module is not root:
             raise ModuleError(
                 f"{lazy} is lazy and gets its shape with the first forward of the replicated "
-                f"{type(root).__name__}. Call that one first, not a part of it."
+                f"{class_name(root)}. Call that one first, not a part of it."
             )
         self._is_starting = True
         try:

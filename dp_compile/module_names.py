@@ -1,4 +1,4 @@
-"""Fully qualified names, without what wrappers put into them."""
+"""Names of modules as their author gave them: without wrappers, and of the class before it was replicated."""
 
 from __future__ import annotations
 
@@ -21,3 +21,9 @@ def by_qualified_name(named: Iterable[tuple[str, T]]) -> dict[str, T]:
     as_given = dict(named)
     stripped = {fully_qualified(name): value for name, value in as_given.items()}
     return stripped if len(stripped) == len(as_given) else as_given
+
+
+def class_name(module: object) -> str:
+    """The name of a module's class; `Net` also while the module is replicated and of class `DDPNet`."""
+    kind = type(module)
+    return str(getattr(kind, "_dp_compile_original", kind).__name__)

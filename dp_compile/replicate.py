@@ -27,6 +27,7 @@ from dp_compile.forward_hooks import ForwardCheck, InputMover, Pending, refuse_t
 from dp_compile.grad_reduction import Averaging, averaging_for
 from dp_compile.graph_pass import GraphPass
 from dp_compile.hooks import install_hooks
+from dp_compile.module_names import class_name
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan import BucketPlan
 from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
@@ -34,7 +35,6 @@ from dp_compile.replica import Group, Reducer, Replica, gradient_specs, owners
 from dp_compile.replicated_module import (
     forget_state,
     is_pending,
-    original_class,
     replica_of,
     replicated_class,
     restore_class,
@@ -239,7 +239,7 @@ def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> 
 def _check_not_pending(module: nn.Module) -> None:
     if is_pending(module):
         raise ModuleError(
-            f"{original_class(module).__name__} is replicated already, it starts with its first forward. "
+            f"{class_name(module)} is replicated already, it starts with its first forward. "
             "Call unreplicate() on it to give other options."
         )
 

@@ -20,6 +20,7 @@ from torch import nn
 from dp_compile.comm_hook import HookFunction, make_comm_hook
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.forward_hooks import Installed, Pending
+from dp_compile.module_names import class_name
 from dp_compile.replica import Replica
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class ReplicatedModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ModuleError(
-            f"a replicated {original_class(_module(self)).__name__} cannot be deep-copied: gradients of the copy would "
+            f"a replicated {class_name(self)} cannot be deep-copied: gradients of the copy would "
             "be reduced by nobody. Copy before replicate(), or after unreplicate(); or build a second module and load "
             "this one's state_dict()."
         )
@@ -75,7 +76,7 @@ class ReplicatedModule:
                 for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
             }
         args = tuple(original if value is type(self) else value for value in args)
-        if rebuild.__name__ == "__newobj__":  # the pickler lets that one make the object's present class only
+        if getattr(rebuild, "__name__", "") == "__newobj__":  # the pickler lets that one make the object's present class only
             rebuild = original.__new__
         return (rebuild, args, *rest)
 
@@ -137,9 +138,7 @@ def state_of(module: nn.Module) -> Replica | Pending:
     found = _state_of.get(module)
     state = found() if found else None
     if state is None:
-        raise ModuleError(
-            f"{original_class(module).__name__} is not replicated. Call dp_compile.replicate(module) first."
-        )
+        raise ModuleError(f"{class_name(module)} is not replicated. Call dp_compile.replicate(module) first.")
     return state
 
 
@@ -151,7 +150,7 @@ def replica_of(module: nn.Module) -> Replica:
     """
     state = state_of(module)
     if isinstance(state, Pending):
-        name = original_class(unwrap(module)).__name__
+        name = class_name(unwrap(module))
         raise ModuleError(
             f"{name} is not replicated yet: it has parameters without values and starts with its forward."
         )
@@ -201,7 +200,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         ConfigError: see `make_comm_hook`.
     """
     owner = state_of(module)
-    name = original_class(unwrap(module)).__name__
+    name = class_name(unwrap(module))
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
     if isinstance(owner, Replica) and owner.backwards.total():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from dp_compile import _torch
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.module_names import by_qualified_name, fully_qualified
+from dp_compile.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.replica import owners
 
 
@@ -60,7 +60,7 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module]) -> None:
     if not isinstance(module, nn.Module):
         raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
     for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
-        place = f"submodule {fully_qualified(name)}" if name else type(module).__name__
+        place = f"submodule {fully_qualified(name)}" if name else class_name(module)
         manager = _manager(submodule)
         if manager is not None:
             raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
@@ -102,7 +102,7 @@ def check_selection(target: Selection, device: torch.device | None) -> None:
     """
     if not target.trainable:
         raise ModuleError(
-            f"{type(target.module).__name__} has no parameter that requires a gradient (outside ignored_modules and "
+            f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules and "
             "fully_shard); there is nothing to reduce."
         )
     _check_values(target)

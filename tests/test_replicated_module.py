@@ -247,7 +247,7 @@ class TestPending:
 
     def test_a_part_that_runs_first(self) -> None:
         lazy = dp_compile.replicate(LazyNet())
-        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is lazy .* replicated DDPLazyNet"):
+        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is lazy .* replicated LazyNet"):
             lazy.head(torch.ones(1, 4))
         with torch.device("meta"):
             model = Net()
