@@ -16,7 +16,7 @@ from dp_compile.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.replicate import replicate
-from dp_compile.replicated_module import no_sync, register_comm_hook, restore_class, share_replica
+from dp_compile.replicated_module import no_sync, register_comm_hook, restore_class, share_replica, unwrap
 from dp_compile.selection import device_of, is_waiting
 
 _REFUSED = {
@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             config=config,
         )
-        restore_class(self.module)  # as in torch, where `.module` keeps its class; it can be copied
+        restore_class(unwrap(self.module))  # as in torch, where `.module` keeps its class; it can be copied
         share_replica(self, self.module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

@@ -58,9 +58,9 @@ class ReplicatedModule:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ModuleError(
-            f"a replicated {class_name(self)} cannot be deep-copied: gradients of the copy would "
-            "be reduced by nobody. Copy before replicate(), or after unreplicate(); or build a second module and load "
-            "this one's state_dict()."
+            f"a replicated {class_name(self)} cannot be deep-copied: nobody would reduce the gradients of the copy. "
+            "Copy before replicate(), or after unreplicate(); or build a second module and load this one's "
+            "state_dict()."
         )
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -76,7 +76,8 @@ class ReplicatedModule:
                 for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
             }
         args = tuple(original if value is type(self) else value for value in args)
-        if getattr(rebuild, "__name__", "") == "__newobj__":  # the pickler lets that one make the object's present class only
+        if getattr(rebuild, "__name__", "") == "__newobj__":
+            # The pickler lets that function make nothing but the class that the object has at present.
             rebuild = original.__new__
         return (rebuild, args, *rest)
 

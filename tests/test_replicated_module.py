@@ -51,6 +51,17 @@ class LazyNet(nn.Module):
         return self.head(self.body(x)) * scale
 
 
+class Around(nn.Module):
+    """Calls a module between two operations."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x * 2) + 1
+
+
 # --- the class --------------------------------------------------------------------------------------------------
 
 
@@ -71,6 +82,9 @@ class TestClass:
         assert type(dp_compile.replicate(model)).__name__ == "DDPNet"
 
     def test_the_wrapper_leaves_the_class_alone(self) -> None:
+        inner = Net()
+        dp_compile.DistributedDataParallel(torch.compile(inner, backend="aot_eager"))
+        assert type(inner) is Net
         wrapped = dp_compile.DistributedDataParallel(Net())
         assert type(wrapped.module) is Net
         twin = copy.deepcopy(wrapped.module)
@@ -207,6 +221,15 @@ def test_inputs_are_moved() -> None:
     assert (other, named["flag"]) == (3, None)
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_inputs_are_moved_inside_a_compiled_forward() -> None:
+    model = dp_compile.replicate(nn.Linear(4, 2), config=AOT)
+    model.register_forward_pre_hook(InputMover(torch.device("cpu")), with_kwargs=True)
+    compiled = torch.compile(nn.Sequential(Net().body, nn.Linear(3, 4), model), backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(1, 4)).sum().backward()
+    assert dp_compile.report(model).backwards == {"captured": 1}
+
+
 # --- the start at the first forward -----------------------------------------------------------------------------
 
 
@@ -228,6 +251,26 @@ class TestPending:
             compiled(torch.ones(1, 4)).sum().backward()
         assert dp_compile.report(model).backwards == {"captured": 2}
         assert [len(each._forward_pre_hooks) for each in model.modules()] == [1, 0, 0, 0, 0]
+
+    def test_inside_a_compiled_module(self) -> None:
+        """What was compiled up to the start is not used afterwards: one graph, without a break."""
+        torch._dynamo.reset()
+        graphs = []
+
+        def backend(graph_module: torch.fx.GraphModule, _: Any) -> Any:
+            graphs.append(graph_module)
+            return graph_module.forward
+
+        with torch.device("meta"):
+            model = nn.Linear(4, 2)
+        dp_compile.replicate(model, config=AOT).to_empty(device="cpu")
+        compiled = torch.compile(Around(model), backend=backend)
+        compiled(torch.ones(1, 4))
+        assert replica_of(model).names == ("weight", "bias")
+        graphs.clear()
+        for _ in range(2):
+            compiled(torch.ones(1, 4))
+        assert len(graphs) == 1
 
     def test_lazy(self) -> None:
         model = dp_compile.replicate(LazyNet(), config=AOT)
