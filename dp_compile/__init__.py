@@ -11,10 +11,11 @@ from dp_compile.errors import InvalidGraphError as InvalidGraphError
 from dp_compile.errors import ModuleError as ModuleError
 from dp_compile.errors import ReductionError as ReductionError
 from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
-from dp_compile.replicate import no_sync as no_sync
 from dp_compile.replicate import replicate as replicate
 from dp_compile.replicate import report as report
 from dp_compile.replicate import unreplicate as unreplicate
+from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
+from dp_compile.replicated_module import no_sync as no_sync
 
 __all__ = [
     "ConfigError",
@@ -25,6 +26,7 @@ __all__ = [
     "ModuleError",
     "ReductionError",
     "ReplicateConfig",
+    "ReplicatedModule",
     "UnsupportedTorchError",
     "calibrate",
     "compiled_backward",

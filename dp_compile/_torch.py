@@ -7,7 +7,7 @@ for. If the installed torch lacks one of them the import fails with one clear er
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -18,6 +18,7 @@ from dp_compile.errors import UnsupportedTorchError
 
 try:
     import torch._dynamo.compiled_autograd as _compiled_autograd
+    from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import Store as Store
     from torch._dynamo import config as _dynamo_config
     from torch._dynamo import eval_frame as _eval_frame
@@ -46,6 +47,7 @@ try:
         _get_process_group_name,
         _resolve_process_group,
     )
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as _FullyShardState
     from torch.distributed.utils import _sync_params_and_buffers
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
@@ -54,6 +56,7 @@ try:
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
+    _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
     raise UnsupportedTorchError(
@@ -273,20 +276,27 @@ def composable_apis(module: nn.Module) -> tuple[str, ...]:
     return tuple(_get_registry(module) or ())
 
 
-class TorchReducer:
-    """torch's C++ reducer for a module, driven from the backward instead of from a wrapped forward.
+def is_hook_of_fully_shard(hook: object) -> bool:
+    """Whether an autograd hook belongs to a module that `fully_shard` manages."""
+    return isinstance(getattr(hook, "__self__", None), _FullyShardState)
 
-    Holds a `torch.nn.parallel.DistributedDataParallel` of which only the reducer is used. `prepare` does before each
-    backward what its forward would have done: torch's `_pre_forward` and `_post_forward`, same order.
+
+class TorchReducer:
+    """torch's C++ reducer for parameters, driven from the backward instead of from a wrapped forward.
+
+    Holds a `torch.nn.parallel.DistributedDataParallel` of which only the reducer is used, around a module that has
+    nothing but the parameters, as torch's composable `replicate` does. `prepare` does before each backward what its
+    forward would have done: torch's `_pre_forward` and `_post_forward`, same order.
     """
 
-    def __init__(self, module: nn.Module, ignored: Sequence[str], **options: Any) -> None:
-        names = [*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *ignored]
-        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
-        try:
-            self._ddp = nn.parallel.DistributedDataParallel(module, init_sync=False, **options)
-        finally:
-            del module._ddp_params_and_buffers_to_ignore
+    def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
+        holder = nn.Module()
+        holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
+        self._ddp = nn.parallel.DistributedDataParallel(holder, init_sync=False, **options)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""
+        _register_comm_hook(self._ddp.reducer, state, hook)
 
     def prepare(self, outputs: Sequence[torch.Tensor]) -> None:
         """Arm the reducer for the backward from `outputs`."""

@@ -163,7 +163,7 @@ def _search(outputs: Sequence[Any]) -> _Found:
 
 def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
     """Whether the hooks reduce in this backward; if not, arm torch's reducer. Switches between the two."""
-    wants_hooks = replica.config.uses_python_hook()
+    wants_hooks = replica.config.uses_python_hook() and replica.comm_hook is None
     if wants_hooks and compiled and replica.hooks is None:
         if replica.reducer is not None:
             logger.info("the forward is compiled now: dp_compile's hooks take over from torch's reducer")
@@ -198,6 +198,8 @@ def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
         return "its forward was not compiled"
     if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
         return FIRST_AS_DDP
+    if any(replica.beside_shards for replica in found.replicas):
+        return "parts of the module are managed by fully_shard"
     if create_graph:
         return "create_graph=True"
     if torch.is_anomaly_enabled():

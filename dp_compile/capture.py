@@ -19,6 +19,7 @@ from torch import fx
 from dp_compile import _torch
 from dp_compile.binding import Binder, Binding, find_sites
 from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
+from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, open_round
 from dp_compile.replica import Replica
 from dp_compile.settling import Shares, settle
@@ -96,6 +97,7 @@ class CapturedBackward:
             binding = self._binder.bind(replicas, inputs, rest[2])
         compiled = self._compiled.get(binding)
         if compiled is None:
+            _refuse_shards(rest[2])
             captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
             compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
         if compiled.gave_up:
@@ -140,3 +142,12 @@ def _outside_window() -> Iterator[None]:
         yield
     finally:
         _window.acquire()
+
+
+def _refuse_shards(hooks: Sequence[Any]) -> None:
+    """Refuse to capture the hooks of `fully_shard`: the captured code gives other gradients than they do (measured)."""
+    if any(_torch.is_hook_of_fully_shard(hook) for hook in hooks):
+        raise ReductionError(
+            "a captured backward reaches a module that fully_shard manages. Call replicate() on a module around it, "
+            "after fully_shard(): the backward is then not captured, and the gradients are right."
+        )

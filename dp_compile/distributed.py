@@ -12,9 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile import _torch
+from dp_compile.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
-from dp_compile.errors import ConfigError
-from dp_compile.replicate import no_sync, replicate, share_replica
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.replicate import replicate
+from dp_compile.replicated_module import no_sync, register_comm_hook, restore_class, share_replica, unwrap
+from dp_compile.selection import device_of, is_waiting
 
 _REFUSED = {
     "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
@@ -81,6 +84,11 @@ class DistributedDataParallel(nn.Module):
             raise ConfigError(f"dim must be 0, got {dim}. Only the batch dimension is split over ranks.")
         if not init_sync:
             raise ConfigError("init_sync=False is not supported: ranks always start from the first rank's state.")
+        if isinstance(module, nn.Module) and is_waiting(module, frozenset()):
+            raise ModuleError(
+                f"{type(module).__name__} has lazy parameters, or parameters on the meta device. Give them values "
+                "first, or use dp_compile.replicate(), which can wait for the first forward."
+            )
         self.device = _one_device(module, device_ids, output_device)
         self.module = replicate(
             module,
@@ -92,6 +100,7 @@ class DistributedDataParallel(nn.Module):
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             config=config,
         )
+        restore_class(unwrap(self.module))  # as in torch, where `.module` keeps its class; it can be copied
         share_replica(self, self.module)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -105,6 +114,15 @@ class DistributedDataParallel(nn.Module):
         """Accumulate gradients locally inside; the first backward after it reduces the sums."""
         with no_sync(self.module):
             yield
+
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+        """Let `hook(state, bucket)` reduce the buckets, called by torch's C++ reducer; backwards are not captured then.
+
+        Raises:
+            ModuleError: there is a hook already, or a backward has run already.
+            ConfigError: the hook is not a function of (state, bucket), or not offered for the group's backend.
+        """
+        register_comm_hook(self.module, state, hook)
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)
@@ -125,14 +143,10 @@ def _one_device(
         return None
     if device_ids is None or len(device_ids) != 1:
         raise ConfigError(f"device_ids must hold one device (output_device the same), got {device_ids}.")
-    device = _as_device(device_ids[0])
-    if output_device is not None and _as_device(output_device) != device:
+    device = device_of(device_ids[0], "device_ids")
+    if output_device is not None and device_of(output_device, "output_device") != device:
         raise ConfigError(f"output_device must be the device of device_ids, {device}, got {output_device}.")
     for name, parameter in module.named_parameters():
         if parameter.device != device:
             raise ConfigError(f"{name} is on {parameter.device}, device_ids says {device}. Call module.to({device}).")
     return device
-
-
-def _as_device(given: int | torch.device) -> torch.device:
-    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)

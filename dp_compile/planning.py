@@ -16,6 +16,7 @@ from dp_compile import _torch
 from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
+from dp_compile.module_names import fully_qualified
 from dp_compile.plan import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.ready_times import ReadyTimes, assumed_times, in_ready_order
 from dp_compile.replica import Group, Revision
@@ -153,13 +154,13 @@ def _unit_of(module: nn.Module, policy: BucketPolicy) -> Callable[[str], str]:
         kinds = tuple(policy)
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
             raise ConfigError(f"bucket_policy must be a function or a set of module classes, got {policy!r}.")
-        units = {name for name, submodule in module.named_modules() if isinstance(submodule, kinds)}
+        units = {fully_qualified(name) for name, submodule in module.named_modules() if isinstance(submodule, kinds)}
     else:
-        answers = {name: policy(name, submodule) for name, submodule in module.named_modules()}
+        answers = {name: policy(fully_qualified(name), submodule) for name, submodule in module.named_modules()}
         odd = [name for name, answer in answers.items() if not isinstance(answer, bool)]
         if odd:
             raise ConfigError(f"bucket_policy must return True or False, returned {answers[odd[0]]!r} for '{odd[0]}'.")
-        units = {name for name, answer in answers.items() if answer}
+        units = {fully_qualified(name) for name, answer in answers.items() if answer}
 
     def unit_of(parameter: str) -> str:
         around = parameter

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile.certificate import Certificate
+from dp_compile.comm_hook import CommHook
 from dp_compile.config import ReplicateConfig
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ModuleError, ReductionError
@@ -91,10 +92,14 @@ class Replica:
     """The parameters in the order in which their gradients arrived in the first backward, if it was not captured."""
     seen_launches: list[Launches] = field(default_factory=list)
     """What this rank has measured for the revision from launches."""
+    beside_shards: bool = False
+    """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)
     """Replicas with equal keys can share compiled code: the model itself is never part of it."""
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
+    comm_hook: CommHook | None = None
+    """The user's own reduction of a bucket. Only torch's reducer can call it, so it reduces every backward then."""
     hooks: Removable | None = None
     reducer: Reducer | None = None
     make_reducer: Callable[[], Reducer] | None = None

@@ -7,8 +7,9 @@ import dataclasses
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
 
@@ -16,26 +17,46 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from dp_compile import _torch
 from dp_compile.agreement import Statement, agree
 from dp_compile.backward import BROADCAST_BYTES, install_entry
 from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.errors import ConfigError, DPCompileError, ModuleError
+from dp_compile.forward_hooks import ForwardCheck, InputMover, Pending, refuse_traced_backward, remove_forward_hooks
 from dp_compile.grad_reduction import Averaging, averaging_for
 from dp_compile.graph_pass import GraphPass
 from dp_compile.hooks import install_hooks
+from dp_compile.module_names import class_name
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan import BucketPlan
 from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
-from dp_compile.replica import Group, Replica, gradient_specs, owners
+from dp_compile.replica import Group, Reducer, Replica, gradient_specs, owners
+from dp_compile.replicated_module import (
+    forget_state,
+    is_pending,
+    replica_of,
+    replicated_class,
+    restore_class,
+    set_state,
+    state_of,
+    unwrap,
+)
 from dp_compile.report import Report
+from dp_compile.selection import (
+    Selection,
+    check_ignored,
+    check_not_managed,
+    check_selection,
+    device_of,
+    is_waiting,
+    owning_modules,
+    select,
+)
 from dp_compile.settling import table_of
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_replica_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica]] = weakref.WeakKeyDictionary()
 _meetings: Counter[str] = Counter()
 
 
@@ -45,6 +66,7 @@ def replicate(
     ddp_python_hook: bool | None = None,
     process_group: dist.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
+    device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
     bucket_cap_mb: float | None = None,
     find_unused_parameters: bool | None = None,
@@ -57,9 +79,13 @@ def replicate(
 ) -> ModuleT:
     """Average the gradients of `module` over a process group in every backward. Returns the same object.
 
-    Call it with or without `torch.compile`, before or after; the training loop stays as it is. State dict keys,
-    parameters and the module's class do not change. Parameters and buffers of the group's first rank are copied to
-    all ranks, after the ranks have compared what they replicate.
+    Call it with or without `torch.compile`, before or after; the training loop stays as it is. Parameters and buffers
+    of the group's first rank are copied to all ranks, after the ranks have compared what they replicate. A module
+    that has lazy parameters, or parameters on the meta device, starts with its first forward instead; all that can be
+    checked before is checked now.
+
+    State dict keys, parameters and pickles do not change. The module's class `Net` becomes `DDPNet`, a subclass with
+    the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are left to it.
 
     Args:
         module: what to replicate; a module that `torch.compile` returned is fine too.
@@ -67,7 +93,9 @@ def replicate(
             C++ reducer. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then
             `True`.
         process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
-        device_mesh: a mesh with one dimension, in place of `process_group`.
+        device_mesh: a mesh with one dimension, also a slice of a larger one, in place of `process_group`.
+        device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
+            has to be there already. A CPU is allowed and moves nothing, as in torch.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
         bucket_cap_mb: asks for buckets of a fixed size: MiB at which a bucket is closed.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
@@ -81,8 +109,8 @@ def replicate(
 
     Raises:
         ConfigError: an option has a value that is not allowed, or no process group is initialised.
-        ModuleError: the module cannot be replicated: no trainable parameter, meta or several devices, sparse or
-            complex gradients, already managed by this package, torch's DDP or FSDP.
+        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse or complex
+            gradients, already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     given: dict[str, Any] = {
@@ -92,41 +120,22 @@ def replicate(
         "broadcast_buffers": broadcast_buffers,
         "check_reductions": check_reductions,
     }
-    group = _resolve_group(process_group, device_mesh)
-    try:
-        options = dataclasses.replace(
-            config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
-        )
-        if options.uses_python_hook():
-            _refuse_traced_backward()
-        _refuse_python_reducer()
-        target = _select(unwrap(module), frozenset(ignored_modules or ()))
-        _check_selection(target)
-        chosen = _check_passes(DEFAULT_PASSES if passes is None else tuple(passes))
+    group, inner = _resolve_group(process_group, device_mesh), unwrap(module)
+    with _telling_the_others(group):
+        options = _merge_options(config, given)
+        ignored = check_ignored(ignored_modules)
+        chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
         bucketed = any(graph_pass.realises_plan for graph_pass in chosen)
-        replica = _make_replica(target, group, PlanRequest(options, bucket_policy, plan, bucketed), chosen)
-    except DPCompileError as error:
-        _compare(group, {"error": str(error)}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
-        raise
-    replica.topic = _compare(group, _statement(target, replica), timeout_s=options.timeout_s)
-    _broadcast(replica)
-    _install(target.module, replica)
+        device = None if device_id is None else device_of(device_id, "device_id")
+        order = _Order(group, PlanRequest(options, bucket_policy, plan, bucketed), chosen, ignored, device)
+        check_not_managed(inner, ignored)
+        _check_not_pending(inner)
+        waiting = is_waiting(inner, ignored)
+        if waiting:
+            _wait_for_forward(inner, order)
+    if not waiting:
+        _start(inner, order)
     return module
-
-
-@contextlib.contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does.
-
-    Raises:
-        ModuleError: the module is not replicated.
-    """
-    replica = replica_of(module)
-    before, replica.sync = replica.sync, False
-    try:
-        yield
-    finally:
-        replica.sync = before
 
 
 def report(module: nn.Module) -> Report:
@@ -138,6 +147,8 @@ def report(module: nn.Module) -> Report:
     replica = replica_of(module)
     if replica.hooks is not None:
         mode = "python hooks"
+    elif replica.comm_hook is not None:
+        mode = f"torch's C++ reducer with comm hook {replica.comm_hook.name}"
     elif replica.reducer is not None:
         mode = "torch's C++ reducer"
     else:
@@ -155,40 +166,15 @@ def unreplicate(module: ModuleT) -> ModuleT:
     Raises:
         ModuleError: the module is not replicated.
     """
-    replica = replica_of(module)
-    _detach(unwrap(module))
-    if replica.hooks is not None:
-        replica.hooks.remove()
-    if replica.reducer is not None:
-        replica.reducer.close()
-    replica.hooks = replica.reducer = replica.make_reducer = None
-    owners.remove(replica)
+    inner = unwrap(module)
+    state = state_of(module)
+    if isinstance(state, Replica):
+        _release(state)
+    for submodule in inner.modules() if isinstance(state, Pending) else (inner,):
+        remove_forward_hooks(submodule)
+    restore_class(inner)
+    forget_state(inner)
     return module
-
-
-def replica_of(module: nn.Module) -> Replica:
-    """The state behind a replicated module.
-
-    Raises:
-        ModuleError: the module is not replicated.
-    """
-    module = unwrap(module)
-    found = _replica_of.get(module)
-    replica = found() if found else None
-    if replica is None:
-        raise ModuleError(f"{type(module).__name__} is not replicated. Call dp_compile.replicate(module) first.")
-    return replica
-
-
-def share_replica(outer: nn.Module, inner: nn.Module) -> None:
-    """Let `report`, `no_sync` and `unreplicate` find the replica of `inner` through a module that wraps it."""
-    _replica_of[outer] = weakref.ref(replica_of(inner))
-
-
-def unwrap(module: nn.Module) -> nn.Module:
-    """The module inside what `torch.compile(module)` returned, or the module itself."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
 
 
 # --- which group ------------------------------------------------------------------------------------------------
@@ -202,11 +188,15 @@ def _resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceM
             "no process group is initialised. Call torch.distributed.init_process_group() before replicate()."
         )
     if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ConfigError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}.")
         if device_mesh.ndim != 1:
             raise ConfigError(
                 f"device_mesh must have one dimension, got {device_mesh.ndim}. Take a slice: mesh['name']."
             )
         process_group = device_mesh.get_group()
+    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise ConfigError(f"process_group must be a ProcessGroup, got {type(process_group).__name__}.")
     process_group = process_group if process_group is not None else dist.group.WORLD
     if process_group is None or dist.get_rank(process_group) < 0:
         raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
@@ -216,114 +206,81 @@ def _resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceM
     )
 
 
-# --- which parameters -------------------------------------------------------------------------------------------
+# --- what was asked for -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Selection:
-    """What of a module is replicated, by fully qualified name."""
+class _Order:
+    """What the user asked for, checked as far as that needs no parameters."""
 
-    module: nn.Module
-    trainable: dict[str, nn.Parameter]
-    frozen: dict[str, nn.Parameter]
-    buffers: dict[str, torch.Tensor]
-    ignored: tuple[str, ...]
+    group: Group
+    request: PlanRequest
+    passes: tuple[GraphPass, ...]
+    ignored: frozenset[nn.Module]
+    device: torch.device | None
 
 
-def _select(module: nn.Module, ignored_modules: frozenset[nn.Module]) -> _Selection:
-    if not isinstance(module, nn.Module):
-        raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
-    foreign = [each for each in ignored_modules if not isinstance(each, nn.Module)]
-    if foreign:
-        raise ConfigError(f"ignored_modules must hold modules, got {type(foreign[0]).__name__}.")
-    skipped = {id(tensor) for each in ignored_modules for tensor in (*each.parameters(), *each.buffers())}
-    named = dict(module.named_parameters())
-    kept = {name: parameter for name, parameter in named.items() if id(parameter) not in skipped}
-    named_buffers = dict(module.named_buffers())
-    return _Selection(
-        module,
-        {name: parameter for name, parameter in kept.items() if parameter.requires_grad},
-        {name: parameter for name, parameter in kept.items() if not parameter.requires_grad},
-        {name: buffer for name, buffer in named_buffers.items() if id(buffer) not in skipped},
-        tuple(name for name, tensor in {**named, **named_buffers}.items() if id(tensor) in skipped),
+def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
+    if config is not None and not isinstance(config, ReplicateConfig):
+        raise ConfigError(f"config must be a ReplicateConfig, got {type(config).__name__}.")
+    options = dataclasses.replace(
+        config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
     )
-
-
-def _check_selection(target: _Selection) -> None:
-    _check_not_managed(target.module)
-    if not target.trainable:
-        raise ModuleError(
-            f"{type(target.module).__name__} has no parameter that requires a gradient (outside ignored_modules); "
-            "there is nothing to reduce."
+    if options.uses_python_hook():
+        refuse_traced_backward()
+    if _torch.python_reducer_mode():
+        raise ConfigError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own beside "
+            "its reducer. Leave it at its default, True."
         )
-    tensors = {**target.trainable, **target.frozen, **target.buffers}
-    on_meta = [name for name, tensor in tensors.items() if tensor.is_meta]
-    if on_meta:
+    return options
+
+
+def _check_not_pending(module: nn.Module) -> None:
+    if is_pending(module):
         raise ModuleError(
-            f"{on_meta[0]} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
-            "initialise it."
+            f"{class_name(module)} is replicated already, it starts with its first forward. "
+            "Call unreplicate() on it to give other options."
         )
-    devices = {name: parameter.device for name, parameter in {**target.trainable, **target.frozen}.items()}
-    first_name, first = next(iter(devices.items()))
-    elsewhere = [name for name, device in devices.items() if device != first]
-    if elsewhere:
-        raise ModuleError(
-            f"parameters are on several devices: {first_name} on {first}, {elsewhere[0]} on {devices[elsewhere[0]]}. "
-            "Move the module to one device: module.to(device)."
-        )
-    _check_kinds(target)
 
 
-def _check_not_managed(module: nn.Module) -> None:
-    managers = {
-        nn.parallel.DistributedDataParallel: "torch's DistributedDataParallel",
-        FSDPModule: "fully_shard",
-        FullyShardedDataParallel: "FullyShardedDataParallel",
-    }
-    for name, submodule in module.named_modules():
-        place = f"submodule {name}" if name else type(module).__name__
-        for kind, label in managers.items():
-            if isinstance(submodule, kind):
-                raise ModuleError(f"{place} is managed by {label} already. Use one of the two, not both.")
-        if "replicate" in _torch.composable_apis(submodule):
-            raise ModuleError(f"{place} is managed by torch's replicate already. Use one of the two, not both.")
-
-
-def _check_kinds(target: _Selection) -> None:
-    for name, parameter in target.trainable.items():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ModuleError(f"{name} is lazy. Run one forward with an example input before replicate().")
-        if type(parameter.data) is not torch.Tensor and not isinstance(parameter.data, nn.Parameter):
-            raise ModuleError(f"{name} is a {type(parameter.data).__name__}; only plain tensors are supported.")
-        if not parameter.is_floating_point():
-            raise ModuleError(f"{name} is {parameter.dtype}; gradients of real floating dtypes are supported.")
-        if owners.find(parameter) is not None:
-            raise ModuleError(
-                f"parameter {name} is replicated already. Call replicate() once, on the outermost module."
-            )
-    for name, submodule in target.module.named_modules():
-        if isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse:
-            raise ModuleError(f"{name or 'the module'} makes sparse gradients. Build it with sparse=False.")
-
-
-def _check_passes(passes: tuple[GraphPass, ...]) -> tuple[GraphPass, ...]:
-    for graph_pass in passes:
+def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
+    if not isinstance(passes, Iterable):
+        raise ConfigError(f"passes must be a tuple of graph passes, got {type(passes).__name__}.")
+    chosen = tuple(passes)
+    for graph_pass in chosen:
         if not isinstance(graph_pass, GraphPass):
             raise ConfigError(
                 f"passes must hold graph passes (name, realises_plan, __call__), got {type(graph_pass).__name__}."
             )
-    return passes
+    return chosen
 
 
 # --- putting it together ----------------------------------------------------------------------------------------
 
 
-def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes: tuple[GraphPass, ...]) -> Replica:
-    config = request.config
+def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> None:
+    """Replicate a module whose parameters have values."""
+    with _telling_the_others(order.group):
+        target = select(module, order.ignored)
+        check_selection(target, order.device)
+        swapped = replicated_class(type(module))
+        replica = _make_replica(target, order)
+    replica.topic = _compare(order.group, _statement(target, replica), timeout_s=replica.config.timeout_s)
+    _broadcast(replica)
+    if pending is None:
+        _move_inputs(module, order.device)
+    else:
+        replica.sync, replica.comm_hook = pending.sync, pending.comm_hook
+    _install(module, replica, swapped)
+
+
+def _make_replica(target: Selection, order: _Order) -> Replica:
+    config, group = order.request.config, order.group
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
         group = dataclasses.replace(group, averaging=Averaging("sum", 1.0 / group.world_size))
-    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
+    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -336,19 +293,31 @@ def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes
         ready=planning.ready,
         revise=planning.revise,
         revisions=planning.revisions,
-        passes=passes,
+        passes=order.passes,
+        beside_shards=target.sharded,
     )
-    replica.make_reducer = lambda: _torch.TorchReducer(
-        target.module,
-        target.ignored,
-        process_group=group.process_group,
-        bucket_cap_mb=min(config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),  # torch's DDP takes no math.inf
-        find_unused_parameters=config.find_unused_parameters,
-    )
+    replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     return replica
 
 
-def _statement(target: _Selection, replica: Replica) -> Statement:
+def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
+    """torch's reducer for a replica, which must not hold its replica alive."""
+    replica = of()
+    assert replica is not None
+    reducer = _torch.TorchReducer(
+        dict(zip(replica.names, replica.parameters, strict=True)),
+        process_group=replica.group.process_group,
+        # torch's DDP takes no math.inf
+        bucket_cap_mb=min(replica.config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),
+        find_unused_parameters=replica.config.find_unused_parameters,
+    )
+    if replica.comm_hook is not None:
+        _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
+        reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
+    return reducer
+
+
+def _statement(target: Selection, replica: Replica) -> Statement:
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [
             f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
@@ -385,55 +354,58 @@ def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error:
     return topic
 
 
+@contextlib.contextmanager
+def _telling_the_others(group: Group) -> Iterator[None]:
+    """An error inside reaches the other ranks too, which wait for this one."""
+    try:
+        yield
+    except DPCompileError as error:
+        _compare(group, {"error": str(error)}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
+        raise
+
+
 def _broadcast(replica: Replica) -> None:
     states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *replica.buffers)]
     if replica.group.world_size > 1:
         _torch.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
 
 
-def _install(module: nn.Module, replica: Replica) -> None:
+def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> None:
     owners.add(replica)
-    if replica.config.uses_python_hook():
+    if replica.config.uses_python_hook() and replica.comm_hook is None:
         replica.hooks = install_hooks(replica)
-    _replica_of[module] = weakref.ref(replica)
-    module.register_forward_pre_hook(_ForwardCheck(replica))
+    set_state(module, replica)
+    module.register_forward_pre_hook(ForwardCheck(replica))
+    module.__class__ = swapped
     install_entry()
 
 
-class _ForwardCheck:
-    """Ties a replica's life to its module's, and refuses a tracing mode that would drop the hooks.
-
-    Copies and pickles of the module carry an empty check: a copy is not replicated.
-    """
-
-    def __init__(self, replica: Replica | None) -> None:
-        self.replica = replica
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        _refuse_traced_backward()
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[None]]:
-        return (_ForwardCheck, (None,))
+def _release(replica: Replica) -> None:
+    if replica.hooks is not None:
+        replica.hooks.remove()
+    if replica.reducer is not None:
+        replica.reducer.close()
+    replica.hooks = replica.reducer = replica.make_reducer = None
+    owners.remove(replica)
 
 
-def _refuse_python_reducer() -> None:
-    if _torch.python_reducer_mode():
-        raise ConfigError(
-            "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own beside "
-            "its reducer. Leave it at its default, True."
-        )
+def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
 
 
-def _refuse_traced_backward() -> None:
-    if _torch.trace_autograd_ops():
-        raise ConfigError(
-            "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
-            "gradient would be reduced. Switch it off and call backward() outside the compiled function."
-        )
+def _wait_for_forward(module: nn.Module, order: _Order) -> None:
+    """Start with the first forward, when every parameter has a value."""
 
+    def start(root: nn.Module, pending: Pending) -> None:
+        _start(root, order, pending)
+        for submodule in root.modules():
+            remove_forward_hooks(submodule, only=pending)
 
-def _detach(module: nn.Module) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, _ForwardCheck):
-            del module._forward_pre_hooks[key]
-    _replica_of.pop(module, None)
+    pending = Pending(module, order.group, start)
+    swapped = replicated_class(type(module), waiting=True)
+    _move_inputs(module, order.device)
+    for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
+        owner.register_forward_pre_hook(pending, with_kwargs=True)
+    set_state(module, pending)
+    module.__class__ = swapped

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 import time
 from datetime import timedelta
 from typing import Any
@@ -14,12 +13,15 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
+from torch.distributed._composable import replicate as torch_replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
-from dp_compile.replicate import replica_of
+from dp_compile.replicated_module import replica_of
 
 
 class Net(nn.Module):
@@ -40,10 +42,9 @@ class Net(nn.Module):
 class TestLocal:
     def test_same_object_same_state_dict(self) -> None:
         model = Net()
-        keys, kind = list(model.state_dict()), type(model)
+        keys = list(model.state_dict())
         assert dp_compile.replicate(model) is model
         assert list(model.state_dict()) == keys
-        assert type(model) is kind
 
     def test_one_hook_for_each_trainable_parameter(self) -> None:
         model = Net()
@@ -52,18 +53,52 @@ class TestLocal:
         hooked = [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]
         assert hooked == ["body.0.weight", "body.0.bias", "head.weight"]
 
-    def test_copies_and_pickles_are_not_replicated(self) -> None:
-        model = dp_compile.replicate(Net())
-        for twin in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
-            twin(torch.ones(1, 4)).sum().backward()
-            with pytest.raises(dp_compile.ModuleError, match="not replicated"):
-                dp_compile.report(twin)
-
     def test_ignored_modules_are_left_alone(self) -> None:
         model = Net()
         dp_compile.replicate(model, ignored_modules=[model.body])
         assert replica_of(model).names == ("head.weight", "head.bias")
         assert not model.body[0].weight._post_accumulate_grad_hooks
+
+    def test_ignored_with_all_descendants_and_wherever_else_they_appear(self) -> None:
+        model = Net()
+        model.more = nn.ModuleDict({"deep": nn.Sequential(nn.BatchNorm1d(3), model.head)})
+        dp_compile.replicate(model, ignored_modules=[model.more])
+        assert replica_of(model).names == ("body.0.weight", "body.0.bias")
+        assert [tensor is model.steps for tensor in replica_of(model).buffers] == [True]
+
+    def test_sparse_gradients_in_ignored_modules_are_no_concern(self) -> None:
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+        assert replica_of(dp_compile.replicate(model, ignored_modules=[model[0]])).names == ("1.weight", "1.bias")
+
+    def test_names_have_no_wrappers(self) -> None:
+        model = Net()
+        model.body[0] = checkpoint_wrapper(model.body[0])
+        model.head = torch.compile(model.head, backend="aot_eager")
+        assert "body.0._checkpoint_wrapped_module.weight" in dict(model.named_parameters())
+        dp_compile.replicate(model, bucket_policy={nn.Linear})
+        plain = dp_compile.replicate(Net(), bucket_policy={nn.Linear})
+        assert replica_of(model).names == replica_of(plain).names
+        assert replica_of(model).plan == replica_of(plain).plan
+        model.body[0].double()
+        dp_compile.unreplicate(model)
+        model.body.requires_grad_(False).to("meta")
+        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device"):
+            dp_compile.replicate(model)(torch.ones(1, 4))
+
+    def test_a_policy_sees_names_without_wrappers(self) -> None:
+        seen = []
+        model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2))
+        dp_compile.replicate(model, bucket_policy=lambda name, module: bool(seen.append(name)))
+        assert sorted(set(seen)) == ["", "0", "1"]
+
+    def test_parent_and_child(self) -> None:
+        model = Net()
+        dp_compile.replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match=r"head\.weight is replicated already.*ignored_modules"):
+            dp_compile.replicate(model)
+        dp_compile.replicate(model, ignored_modules=[model.head])
+        assert replica_of(model).names == ("body.0.weight", "body.0.bias")
+        assert replica_of(model.head).names == ("weight", "bias")
 
     def test_several_calls_on_different_submodules(self) -> None:
         model = Net()
@@ -93,7 +128,18 @@ class TestLocal:
             ({"bucket_cap_mb": math.nan}, "bucket_cap_mb must be > 0, got nan"),
             ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be a number"),
             ({"passes": ["bucket"]}, "passes must hold graph passes"),
-            ({"ignored_modules": ["body"]}, "ignored_modules must hold modules"),
+            ({"passes": 3}, "passes must be a tuple of graph passes, got int"),
+            ({"ignored_modules": ["body"]}, "ignored_modules must hold modules, got str"),
+            ({"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
+            ({"ignored_modules": 3}, "ignored_modules must hold modules, got int"),
+            ({"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
+            ({"device_id": True}, "device_id must be the number of a GPU or a torch.device, got True"),
+            ({"device_id": -1}, "device_id must be the number of a GPU or a torch.device, got -1"),
+            ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0. Call module.to\('cuda:0'\)"),
+            ({"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
+            ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
+            ({"config": {"timeout_s": 3}}, "config must be a ReplicateConfig, got dict"),
+            ({"find_unused_parameters": "yes"}, "find_unused_parameters must be True or False, got 'yes'"),
         ],
     )
     def test_bad_options(self, options: dict[str, Any], message: str) -> None:
@@ -115,11 +161,14 @@ class TestLocal:
         with pytest.raises(dp_compile.ModuleError, match="ReLU has no parameter"):
             dp_compile.replicate(nn.ReLU())
 
-    def test_meta_device(self) -> None:
-        with torch.device("meta"):
-            model = Net()
-        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device.*to_empty"):
-            dp_compile.replicate(model)
+    def test_not_a_module(self) -> None:
+        with pytest.raises(dp_compile.ModuleError, match=r"takes an nn\.Module, got function"):
+            dp_compile.replicate(lambda x: x)  # type: ignore[type-var]
+
+    def test_device_id_of_a_cpu_moves_nothing(self) -> None:
+        model = dp_compile.replicate(Net(), device_id=torch.device("cpu"))
+        assert model(torch.ones(1, 4)).shape == (1, 2)
+        assert len(model._forward_pre_hooks) == 1
 
     def test_two_devices(self) -> None:
         model = Net()
@@ -141,14 +190,23 @@ class TestLocal:
             dp_compile.replicate(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
         with pytest.raises(dp_compile.ModuleError, match=r"weight is torch\.complex64"):
             dp_compile.replicate(nn.Linear(2, 2, dtype=torch.complex64))
-        with pytest.raises(dp_compile.ModuleError, match="weight is lazy"):
-            dp_compile.replicate(nn.LazyLinear(2))
 
     def test_managed_by_fully_shard(self) -> None:
         model = Net()
         fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(dp_compile.ModuleError, match="submodule head is managed by fully_shard"):
+        dp_compile.replicate(model)
+        assert replica_of(model).names == ("body.0.weight", "body.0.bias")
+        with pytest.raises(dp_compile.ModuleError, match="Linear is managed by fully_shard already"):
+            dp_compile.replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match=r"has no parameter .* and fully_shard"):
+            dp_compile.replicate(nn.Sequential(model.head))
+
+    def test_managed_by_torch_replicate(self) -> None:
+        model = Net()
+        torch_replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match="submodule head is managed by torch's replicate"):
             dp_compile.replicate(model)
+        dp_compile.replicate(model, ignored_modules=[model.head])
 
     def test_not_a_member_of_the_group(self) -> None:
         with pytest.raises(dp_compile.ConfigError, match="not in the given process group"):
@@ -286,7 +344,9 @@ def two_groups() -> list[float]:
     dp_compile.replicate(inner, process_group=pairs[rank // 2], bucket_cap_mb=1e-6, config=config)
     run = torch.compile(nn.Sequential(inner, outer), backend="aot_eager")
     run(torch.full((1, 3), float(rank))).sum().backward()
-    reference_outer, reference_inner = copy.deepcopy(outer), copy.deepcopy(inner)
+    reference_outer, reference_inner = nn.Linear(3, 3), nn.Linear(3, 3)
+    reference_outer.load_state_dict(outer.state_dict())
+    reference_inner.load_state_dict(inner.state_dict())
     results = []
     for model, reference, members in (
         (outer, reference_outer, range(4)),
@@ -305,6 +365,68 @@ def two_groups() -> list[float]:
 def test_two_groups_in_one_backward(ranks4: Ranks) -> None:
     for differences in ranks4.run(two_groups):
         assert max(differences) < 1e-6
+
+
+def slices_of_a_mesh() -> tuple[float, float, int]:
+    """One module on each dimension of a 2 x 2 mesh. Returns each one's gradient."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    results = []
+    for name in ("rows", "columns"):
+        model = nn.Linear(1, 1, bias=False)
+        dp_compile.replicate(model, device_mesh=mesh[name], config=dp_compile.ReplicateConfig(backend="aot_eager"))
+        torch.compile(model, backend="aot_eager")(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+        assert dp_compile.report(model).backwards == {"captured": 1}
+        results.append(model.weight.grad.item())
+    return results[0], results[1], replica_of(model).group.world_size
+
+
+def test_slices_of_a_mesh(ranks4: Ranks) -> None:
+    # The ranks are 0 1 / 2 3: averages over the first dimension are those of columns, (0 + 2) / 2 and (1 + 3) / 2.
+    assert ranks4.run(slices_of_a_mesh) == [(1.0, 0.5, 2), (2.0, 0.5, 2), (1.0, 2.5, 2), (2.0, 2.5, 2)]
+
+
+def beside_fully_shard(compiled: bool) -> tuple[dict[str, int], float]:
+    """Part of a model sharded by torch, the rest replicated. Returns the way and the largest error of a gradient."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    alone = copy.deepcopy(model)
+    fully_shard(model.body)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    batches = [torch.full((2, 4), 1.0 + rank) for rank in range(2)]
+    run(batches[dist.get_rank()]).square().mean().backward()
+    (sum(alone(batch).square().mean() for batch in batches) / 2).backward()
+    worst = 0.0
+    for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        worst = max(worst, float((grad - reference.grad).abs().max()))
+    return dict(dp_compile.report(model).backwards), worst
+
+
+def test_beside_fully_shard(ranks2: Ranks) -> None:
+    for compiled, way in ((False, "torch reducer"), (True, "eager hooks")):
+        for backwards, worst in ranks2.run(beside_fully_shard, compiled):
+            assert backwards == {way: 1}
+            assert worst < 1e-6
+
+
+def beside_fully_shard_unseen() -> str:
+    torch._dynamo.reset()
+    model = Net()
+    fully_shard(model.body)
+    dp_compile.replicate(model.head, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    try:
+        torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_fully_shard_in_a_captured_backward_is_refused(ranks2: Ranks) -> None:
+    for text in ranks2.run(beside_fully_shard_unseen):
+        assert "reaches a module that fully_shard manages" in text
 
 
 def one_rank_stalls() -> str:
