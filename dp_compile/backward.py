@@ -27,7 +27,7 @@ from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, install_hooks, open_round
 from dp_compile.replica import Replica, Revision, owners
-from dp_compile.settling import revise_if_due, settle
+from dp_compile.settling import agree_on_hooks, revise_if_due, settle
 
 logger = logging.getLogger(__name__)
 BROADCAST_BYTES = 250 * 2**20
@@ -163,14 +163,15 @@ def _search(outputs: Sequence[Any]) -> _Found:
 
 def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
     """Whether the hooks reduce in this backward; if not, arm torch's reducer. Switches between the two."""
-    wants_hooks = replica.config.uses_python_hook() and replica.comm_hook is None
-    if wants_hooks and compiled and replica.hooks is None:
+    if _reduces_by_hooks(replica, compiled):
         if replica.reducer is not None:
             logger.info("the forward is compiled now: dp_compile's hooks take over from torch's reducer")
             replica.reducer.close()
             replica.reducer = None
-        replica.hooks = install_hooks(replica)
-    elif replica.reducer is None and (not wants_hooks or not (compiled or _was_captured(replica))):
+        if replica.hooks is None:
+            replica.hooks = install_hooks(replica)
+        return True
+    if replica.reducer is None:
         assert replica.make_reducer is not None
         if replica.hooks is not None:
             logger.warning(
@@ -180,16 +181,25 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
             replica.hooks.remove()
             replica.hooks = None
         replica.reducer = replica.make_reducer()
-    if replica.hooks is not None:
-        return True
-    if replica.sync and replica.reducer is not None:
+    if replica.sync:
         replica.reducer.prepare([output for output in outputs if isinstance(output, torch.Tensor)])
     replica.backwards["torch reducer" if replica.sync else "without sync"] += 1
     return False
 
 
-def _was_captured(replica: Replica) -> bool:
-    return any(replica.backwards[way] for way in ("captured", "captured without sync", "eager hooks"))
+def _reduces_by_hooks(replica: Replica, compiled: bool) -> bool:
+    """Hooks, if the user wants them and the forward of some rank was compiled; nobody has to agree without a sync.
+
+    The ranks ask each other in the first synchronised backward, and while torch's reducer is at work in the second,
+    third, fifth, ninth and so on: often after a start that was not compiled, next to never in a long run.
+    """
+    if not replica.config.uses_python_hook() or replica.comm_hook is not None:
+        return False
+    done = replica.synced_backwards
+    asks = replica.by_hooks is None or (not replica.by_hooks and done & (done - 1) == 0)
+    if replica.sync and asks:
+        replica.by_hooks = agree_on_hooks(replica, compiled)
+    return replica.by_hooks is not False
 
 
 def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
@@ -226,7 +236,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
-        if not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
+        if replica.sync and not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
             logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.sync]

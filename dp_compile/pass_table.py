@@ -34,7 +34,8 @@ from dp_compile.grad_reduction import emit
 from dp_compile.partition import optimal_partition
 from dp_compile.passes import DEFAULT_PASSES, Pipeline
 from dp_compile.plan import BucketKey, BucketPlan, GradientSpec, format_bytes, plan_buckets
-from dp_compile.replicate import no_sync, replicate, report, unreplicate
+from dp_compile.replicate import replicate, report, unreplicate
+from dp_compile.replicated_module import no_sync
 from dp_compile.report import CaptureRecord, PassRecord
 from dp_compile.timeline import ReadyGradient
 from dp_compile.train.gpt import GPT, Block, GPTConfig

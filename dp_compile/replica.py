@@ -63,6 +63,18 @@ class Reducer(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class BufferPlace:
+    """Where a buffer is found. A forward may put another tensor there, as `self.scale = ...` does."""
+
+    owner: weakref.ref[nn.Module]
+    name: str
+
+    def find(self) -> torch.Tensor | None:
+        found = getattr(self.owner(), self.name, None)
+        return found if isinstance(found, torch.Tensor) else None
+
+
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Replica:
     """The state of one replicated module. Made by `replicate`, found again through its parameters.
@@ -74,7 +86,7 @@ class Replica:
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
     frozen: tuple[tuple[str, nn.Parameter], ...]
-    buffers: tuple[torch.Tensor, ...]
+    buffer_places: tuple[BufferPlace, ...]
     group: Group
     config: ReplicateConfig
     plan: BucketPlan
@@ -88,6 +100,10 @@ class Replica:
     revisions: tuple[Revision, ...] = ()
     """When the plan will be made anew, by `revise`: the next occasion first."""
     synced_backwards: int = 0
+    settled_after: int = 0
+    """How many synchronised backwards there were before the one in which the plan was settled."""
+    by_hooks: bool | None = None
+    """Whether hooks reduce, or torch's reducer; the same on every rank, not decided before the first backward."""
     arrivals: tuple[int, ...] = ()
     """The parameters in the order in which their gradients arrived in the first backward, if it was not captured."""
     seen_launches: list[Launches] = field(default_factory=list)
@@ -130,6 +146,11 @@ class Replica:
     def awaits(self, revision: Revision) -> bool:
         """Whether this is the next occasion on which the plan is made anew."""
         return self.revisions[:1] == (revision,)
+
+    @property
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """The buffers as they are now."""
+        return tuple(buffer for place in self.buffer_places if (buffer := place.find()) is not None)
 
     @property
     def device(self) -> torch.device:

@@ -200,7 +200,14 @@ def _resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceM
     process_group = process_group if process_group is not None else dist.group.WORLD
     if process_group is None or dist.get_rank(process_group) < 0:
         raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
-    backend, world_size = str(dist.get_backend(process_group)), dist.get_world_size(process_group)
+    return _group_on(process_group, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
+    """A group with the facts that hold for tensors on one type of device: each type can have a backend of its own."""
+    world_size = dist.get_world_size(process_group)
+    backends = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
+    backend = backends.get(device_type) or next(iter(backends.values()))
     return Group(
         process_group, _torch.group_name(process_group), backend, world_size, averaging_for(backend, world_size)
     )
@@ -276,8 +283,9 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
 
 
 def _make_replica(target: Selection, order: _Order) -> Replica:
-    config, group = order.request.config, order.group
+    config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
+    group = _group_on(order.group.process_group, parameters[0].device.type)
     if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
         group = dataclasses.replace(group, averaging=Averaging("sum", 1.0 / group.world_size))
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
@@ -285,7 +293,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         parameters=parameters,
         names=names,
         frozen=tuple(target.frozen.items()),
-        buffers=tuple(target.buffers.values()),
+        buffer_places=target.buffer_places(),
         group=group,
         config=config,
         plan=planning.planned.plan,

@@ -6,6 +6,7 @@ manages, each with all below them, and their tensors wherever else they appear.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dp_compile import _torch
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.replica import owners
+from dp_compile.replica import BufferPlace, owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,15 @@ class Selection:
     buffers: dict[str, torch.Tensor]
     sharded: bool
     """Whether parts of the module were left to `fully_shard`."""
+
+    def buffer_places(self) -> tuple[BufferPlace, ...]:
+        chosen = {id(buffer) for buffer in self.buffers.values()}
+        return tuple(
+            BufferPlace(weakref.ref(owner), name)
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if id(buffer) in chosen
+        )
 
 
 def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.Module]:

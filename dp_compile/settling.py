@@ -1,10 +1,10 @@
 """When a plan is made anew, on all ranks in the same backward, and from what.
 
-| revision        | when                                   | from                                         |
-|-----------------|----------------------------------------|----------------------------------------------|
+| revision        | when                                   | from                                           |
+|-----------------|----------------------------------------|------------------------------------------------|
 | `FROM_GRAPH`    | in the first synchronised backward     | the first rank's captured graph, if it has one |
-| `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP       |
-| `FROM_LAUNCHES` | before number `replan_after` + 2       | every rank's measured launches               |
+| `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP         |
+| `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
 
 Synchronised backwards are counted: they are the same ones on every rank. What one rank knows the others read from the
 key-value store; then every rank makes the same plan from the same numbers.
@@ -70,14 +70,34 @@ def revise_if_due(replica: Replica) -> None:
     """
     if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards == 1:
         _revise(replica, _in_order_of_arrival(replica), None)
-    elif replica.awaits(Revision.FROM_LAUNCHES) and replica.synced_backwards == (replica.config.replan_after or 0) + 1:
+    elif replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
         times = _measured(replica)
         _revise(replica, times, None if times is None else _measured_cost(replica))
+
+
+def agree_on_hooks(replica: Replica, compiled: bool) -> bool:
+    """Whether hooks reduce this synchronised backward on every rank: if the forward of any rank was compiled.
+
+    Raises:
+        DesyncError: a rank has not come to this backward within the time-out.
+    """
+    table = table_of(replica.group, replica.config.timeout_s)
+    if table is None:
+        return compiled
+    topic = f"{replica.topic}/hooks/{replica.synced_backwards}"
+    said = collect(table, topic, compiled)
+    return bool(decide(table, topic, any(said)))
+
+
+def _has_measured_enough(replica: Replica) -> bool:
+    wanted = (replica.config.replan_after or 0) + 1  # the first one is compiled
+    return replica.synced_backwards >= replica.settled_after + wanted
 
 
 def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
     """The revision is over; without times the plan stays."""
     occasion, replica.revisions = replica.revisions[0], replica.revisions[1:]
+    replica.settled_after = replica.synced_backwards
     if times is None:
         return
     assert replica.revise is not None

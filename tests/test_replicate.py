@@ -454,3 +454,30 @@ def test_a_collective_that_times_out_says_so() -> None:
     finally:
         ranks.stop()
     assert "timed out" in first.lower()
+
+
+class Scaled(nn.Module):
+    """Replaces its buffer in each forward, as many models do with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = 0.5 * self.scale + x.detach().abs().mean()
+        result: torch.Tensor = self.linear(x) * self.scale
+        return result
+
+
+def replaced_buffers() -> float:
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Scaled(), config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        compiled(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
+    return float(model.scale)
+
+
+def test_a_buffer_that_the_forward_replaces_is_copied(ranks2: Ranks) -> None:
+    assert ranks2.run(replaced_buffers) == [1.875, 1.875]

@@ -73,7 +73,8 @@ def same_bits(world_size: int, backend: str, cap_mb: float = 0.01) -> int:
         x = torch.randn(16, 40, generator=torch.Generator().manual_seed(number * world_size + dist.get_rank()))
         for model, optimizer in zip((compiled, theirs), optimizers, strict=True):
             optimizer.zero_grad()
-            step(model, x)
+            with torch._dynamo.config.patch(optimize_ddp=False):  # which would cut the reference's graph into pieces
+                step(model, x)
         for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(mine.grad, other.grad), f"gradient of {name} in step {number}"
         for optimizer in optimizers:
@@ -184,3 +185,63 @@ def late_leader() -> str:
 
 def test_the_deciding_rank_is_missing(ranks2: Ranks) -> None:
     assert "rank 0 has not decided within 1 s" in ranks2.run(late_leader)[1]
+
+
+# --- hooks or torch's reducer -------------------------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    """A compiled block that a rank may skip, and a head that is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Backwards(1, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, use_block: bool) -> torch.Tensor:
+        if use_block:
+            x = self.block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def skip_the_compiled_part() -> dict[str, int]:
+    """In the first backward only rank 0 runs anything compiled. Every rank has to reduce in the same way."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = Optional()
+    theirs = DistributedDataParallel(copy.deepcopy(ours), find_unused_parameters=True)
+    dp_compile.replicate(ours, config=CONFIG, find_unused_parameters=True)
+    ours.block.compile(backend="aot_eager")
+    for number in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number + 7 * dist.get_rank()))
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x, dist.get_rank() == number % 2).square().sum().backward()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+    return dict(dp_compile.report(ours).backwards)
+
+
+def test_one_rank_runs_compiled_code_and_the_other_does_not(ranks2: Ranks) -> None:
+    one, other = ranks2.run(skip_the_compiled_part)
+    assert one == {"captured": 2, "eager hooks": 2}
+    assert other == {"captured": 2, "eager hooks": 2}
+
+
+def late_compilation() -> dict[str, int]:
+    """Rank 0 compiles from the third step on, rank 1 never: hooks take over on both when they ask each other."""
+    torch._dynamo.reset()
+    ours = dp_compile.replicate(Backwards(2), config=CONFIG)
+    compiled = torch.compile(ours, backend="aot_eager")
+    for number in range(6):
+        ours.zero_grad()
+        step(compiled if number >= 3 and dist.get_rank() == 0 else ours, torch.ones(2, 24) * (dist.get_rank() + 1))
+    return dict(dp_compile.report(ours).backwards)
+
+
+def test_hooks_come_back_on_all_ranks_at_once(ranks2: Ranks) -> None:
+    """They ask before backwards 1, 2, 3 and 5."""
+    one, other = ranks2.run(late_compilation)
+    assert one == {"torch reducer": 4, "captured": 2}
+    assert other == {"torch reducer": 4, "eager hooks": 2}
