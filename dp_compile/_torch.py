@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,8 @@ from dp_compile.errors import UnsupportedTorchError
 
 try:
     import torch._dynamo.compiled_autograd as _compiled_autograd
+    import torch._dynamo.convert_frame as _convert_frame
+    import torch._inductor.compile_fx as _compile_fx_module
     from torch._C._distributed_c10d import Store as Store
     from torch._dynamo import config as _dynamo_config
     from torch._dynamo import eval_frame as _eval_frame
@@ -65,6 +68,12 @@ RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitH
 
 BackwardEntry = Callable[..., tuple[torch.Tensor, ...]]
 GraphPassFn = Callable[[fx.Graph], None]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return tensor._version
+
 
 # --- the autograd engine ---------------------------------------------------------------------------------------
 
@@ -138,6 +147,11 @@ def trace_autograd_ops() -> bool:
 def python_reducer_mode() -> bool:
     """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
     return str(_dynamo_config.optimize_ddp).startswith("python_reducer")
+
+
+def is_of_compiler(file: str) -> bool:
+    """Whether a source file is on the stack while torch compiles, and only then."""
+    return file in (_convert_frame.__file__, _compile_fx_module.__file__)
 
 
 # --- compilers -------------------------------------------------------------------------------------------------
@@ -231,6 +245,25 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     return _get_default_store()
+
+
+def collectives_launched(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has launched on a group. Only differences mean something."""
+    return int(cast(Any, group)._get_sequence_number_for_group())
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether an error came from a process group or a store. gloo's is a plain RuntimeError that names its source."""
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("/gloo/", "Operation timed out!"))
+
+
+def connect_again(store: Store, timeout_s: float) -> Store:
+    """A connection of its own to the same store, with its own time-out."""
+    connection = cast(Store, cast(Any, store).clone())
+    connection.set_timeout(timedelta(seconds=timeout_s))
+    return connection
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:

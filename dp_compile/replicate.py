@@ -26,6 +26,7 @@ from dp_compile.errors import ConfigError, DPCompileError, ModuleError
 from dp_compile.grad_reduction import Averaging, averaging_for
 from dp_compile.graph_pass import GraphPass
 from dp_compile.hooks import install_hooks
+from dp_compile.monitor import unwatch, watch
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan import BucketPlan
 from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
@@ -163,6 +164,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
     owners.remove(replica)
+    unwatch(replica)
     return module
 
 
@@ -398,6 +400,7 @@ def _install(module: nn.Module, replica: Replica) -> None:
     _replica_of[module] = weakref.ref(replica)
     module.register_forward_pre_hook(_ForwardCheck(replica))
     install_entry()
+    watch(replica)
 
 
 class _ForwardCheck:
