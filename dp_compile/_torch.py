@@ -247,9 +247,15 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def collectives_launched(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has launched on a group. Only differences mean something."""
-    return int(cast(Any, group)._get_sequence_number_for_group())
+def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
+
+    gloo and NCCL count them; for a backend that does not the answer is always 0.
+    """
+    try:
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
 
 
 def is_communication_error(error: BaseException | None) -> bool:

@@ -81,7 +81,7 @@ class Watched:
 
     def count_from_here(self) -> None:
         """Collectives launched so far are not those of the plan."""
-        self._bases = [_torch.collectives_launched(replica.group.process_group) for replica in self._replicas]
+        self._bases = [_launched(replica) for replica in self._replicas]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -90,7 +90,7 @@ class Watched:
             return
         try:
             self._note(error)
-            if error is not None and _concerns_others(error):
+            if error is not None and _concerns_others(error) and not isinstance(error, CommunicationError):
                 self._explain(error)
         finally:
             if self._outer is None:
@@ -135,7 +135,7 @@ class Watched:
         """Collectives of a replica's group that this backward has launched; `None` if the replica is not in it."""
         for replica, base in zip(self._replicas, self._bases, strict=True):
             if replica.topic == topic:
-                return _torch.collectives_launched(replica.group.process_group) - base
+                return _launched(replica) - base
         return None
 
     def _labels(self, replica: Replica) -> tuple[str, ...]:
@@ -174,6 +174,10 @@ _backwards: Final[dict[int, Watched]] = {}
 """The synchronised backward that each thread is in."""
 _records: Final[dict[str, _Record]] = {}
 """By topic, which is the same on every rank."""
+
+
+def _launched(replica: Replica) -> int:
+    return _torch.collectives_launched(replica.group.process_group, replica.device)
 
 
 def _concerns_others(error: BaseException) -> bool:
@@ -239,7 +243,7 @@ class Monitor:
         self._leaving = self._has_news = False
         self._reconnect = False
         self._store: _torch.Store | None = None
-        self._seen = -1
+        self._rank = self._seen = -1
         self._trouble = ""
 
     def watch(self, replica: Replica) -> None:
@@ -319,6 +323,7 @@ class Monitor:
 
     def _connect(self) -> None:
         self._reconnect, self._trouble = False, ""
+        self._rank = dist.get_rank()  # still known when the default group is destroyed
         self._store = _torch.connect_again(_torch.default_store(), STORE_TIMEOUT_S)
         self._seen = int(self._store.add(_ASKED, 0))
         self._say()
@@ -333,7 +338,7 @@ class Monitor:
         self._has_news = False
         if self._store is not None:
             word = _own_word(self._seen, list(_records) if left else self._topics(), left=left)
-            self._store.set(f"{_SAID}/{dist.get_rank()}", word.to_json())
+            self._store.set(f"{_SAID}/{self._rank}", word.to_json())
 
     def _topics(self) -> list[str]:
         return [replica.topic for ref in self._watched if (replica := ref()) is not None]
@@ -348,7 +353,7 @@ class Monitor:
             self._store.set(f"{_ASKED}/{question}", "")
             self._say()
             # Rank 0 often serves the store and ends with its error: the others read first.
-            deadline = time.monotonic() + self._patience_s() + 0.5 * (dist.get_rank() == 0)
+            deadline = time.monotonic() + self._patience_s() + 0.5 * (self._rank == 0)
             pause_s = max(0.1, len(ranks) / MAX_REQUESTS_PER_S)
             while time.monotonic() < deadline and any(not _is_final(words.get(rank), question) for rank in ranks):
                 time.sleep(pause_s)

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,7 +29,8 @@ from ranks import Ranks
 from torch import nn
 
 import dp_compile
-from dp_compile.progress import Answers, Standing, View, Word, explain
+from dp_compile.monitor import _occupation
+from dp_compile.progress import COMPILING, Answers, Standing, View, Word, explain
 
 STEPS = 6
 FAULT_STEP = 3
@@ -281,6 +283,21 @@ def test_the_rank_that_serves_the_store_is_killed() -> None:
     assert "who is missing is not known: the key-value store does not answer, it ended with rank 0 or" in text
 
 
+@pytest.mark.parametrize("check", [True, False])
+def test_stepping_on_gradients_that_were_not_reduced(fake_group: dist.ProcessGroup, check: bool) -> None:
+    model = model_of(None, check_reductions=check)
+    compiled, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), lr=0.1)
+    with dp_compile.no_sync(model):
+        compiled(torch.randn(8, 16)).square().mean().backward()
+    compiled(torch.randn(8, 16)).square().mean().backward()  # the end of an accumulation: nothing was changed between
+    optimizer.step()
+    with dp_compile.no_sync(model):
+        compiled(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(dp_compile.ReductionError, match="no_sync") if check else contextlib.nullcontext():
+        compiled(torch.randn(8, 16)).square().mean().backward()
+
+
 # --- starting again ---------------------------------------------------------------------------------------------
 
 
@@ -351,6 +368,27 @@ def test_who_is_to_blame_comes_first(other: Word, expected: str) -> None:
     assert text.startswith("synchronised backward 8, 3 of 3 collectives launched; rank 1 ")
     assert expected in text
     assert text.endswith("; rank 2 waits in the same place")
+
+
+def test_what_a_thread_is_doing() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(_occupation(threading.get_ident()))
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        look()
+        return graph_module
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.compiler.disable(look)()
+        return x + 1
+
+    torch.compile(run, backend=backend)(torch.ones(2))
+    places, doing = zip(*seen, strict=True)
+    assert doing == ("", COMPILING)
+    assert places[0].startswith("test_faults.py:")
+    assert places[0].endswith(" in look")
 
 
 def test_nobody_is_to_blame() -> None:
