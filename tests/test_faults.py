@@ -251,7 +251,7 @@ def test_a_rank_is_killed() -> None:
     for rank, (ok, text) in enumerate(others):
         assert ok
         assert text.startswith(f"CommunicationError: rank {rank}, module of 0.weight: synchronised backward 4")
-        assert "; rank 2 gives no sign of life: killed, stopped or cut off" in text
+        assert "; rank 2 gives no sign of life: killed, stopped, cut off or held up" in text
         assert text.index("rank 2") < text.index(f"rank {1 - rank}")  # the cause first
 
 
@@ -356,7 +356,7 @@ SAME = word(MINE)
         ),
         (
             word(Standing(6, 0, None), question=4),
-            "no sign of life: killed, stopped or cut off; its last word came after 6",
+            "cut off or held up in native code; its last word came after 6",
         ),
         (word(Standing(7, 0, None, "E: x")), "rank 1 left backward 8 with an error: E: x"),
         (word(Standing(7, 0, None, "E: x", True)), "rank 1 gave up in backward 8: E: x"),
