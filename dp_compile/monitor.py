@@ -41,8 +41,8 @@ LOOK_EVERY_S: Final = 1.0
 MAX_REQUESTS_PER_S: Final = 1000
 STORE_TIMEOUT_S: Final = 10.0
 READ_S_PER_RANK: Final = 0.01
-"""When a rank dies all others ask at once. Each reads a word per rank, twice or so: 4 us a word, measured on a TCPStore,
-so this leaves the store time for 1,000 ranks."""
+"""When a rank dies all others ask at once. Each reads a word per rank, twice or so: 4 us a word, measured on a
+TCPStore, so this leaves the store time for 1,000 ranks."""
 _ASKED: Final = "dp_compile.monitor/asked"
 _SAID: Final = "dp_compile.monitor/said"
 _NOT_THE_USERS: Final = tuple(
@@ -281,7 +281,7 @@ class Monitor:
             thread.join(timeout=LOOK_EVERY_S)
 
     def ask(self, ranks: Sequence[int]) -> Answers:
-        """How far those ranks are. Called by any thread; takes about 4 s if one does not answer, longer in a group of hundreds."""
+        """How far those ranks are. Called by any thread; takes 4 s if one does not answer, longer with 100s of ranks."""
         if self._thread is None or not self._thread.is_alive():
             return Answers(trouble="no rank could be asked, the monitor is off (monitor_after_s=None)")
         question = _Question(tuple(ranks))

@@ -306,7 +306,7 @@ def test_a_restarted_run_ends_with_the_same_parameters(survivors: Ranks, tmp_pat
     script, result = Path(__file__).with_name("resumable_run.py"), tmp_path / "result.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += [str(script), str(tmp_path / "interrupted"), str(result)]
-    # torch 2.13 keeps one store over all attempts, where gloo then finds addresses of dead ranks (pytorch#167288).
+    # torch 2.13 keeps one store over all attempts, where gloo then finds addresses of dead ranks (compare pytorch#135712).
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * HANGS_AFTER_S)
     assert run.returncode == 0, run.stderr[-4000:]
