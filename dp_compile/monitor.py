@@ -281,7 +281,7 @@ class Monitor:
             thread.join(timeout=LOOK_EVERY_S)
 
     def ask(self, ranks: Sequence[int]) -> Answers:
-        """How far those ranks are. Called by any thread; takes 4 s if one does not answer, longer with 100s of ranks."""
+        """How far those ranks are. Called by any thread; takes some 4 s if one does not answer, or longer."""
         if self._thread is None or not self._thread.is_alive():
             return Answers(trouble="no rank could be asked, the monitor is off (monitor_after_s=None)")
         question = _Question(tuple(ranks))

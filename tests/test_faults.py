@@ -71,7 +71,9 @@ def shorten(group: dist.ProcessGroup, timeout_s: float) -> None:
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
 
 
-def train(fault: Callable[[nn.Module], Any], group: dist.ProcessGroup, **options: Any) -> str:
+def train(
+    fault: Callable[[nn.Module], Any], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S, **options: Any
+) -> str:
     """Train; the last rank runs `fault` in step `FAULT_STEP`. Returns the error as text, with its class."""
     Boom.armed = False
     model = model_of(group, **options)
@@ -80,7 +82,7 @@ def train(fault: Callable[[nn.Module], Any], group: dist.ProcessGroup, **options
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for number in range(STEPS):
         if number == 2:
-            shorten(group, TIMEOUT_S)
+            shorten(group, timeout_s)
         context: Any = contextlib.nullcontext()
         if number == FAULT_STEP and dist.get_rank() == dist.get_world_size() - 1:
             context = fault(model) or context
@@ -107,7 +109,7 @@ def stall(model: nn.Module) -> None:
 
 
 def pause(model: nn.Module) -> None:
-    time.sleep(TIMEOUT_S - 0.5)
+    time.sleep(5.0)
 
 
 def skip(model: nn.Module) -> Any:
@@ -199,7 +201,7 @@ def logged_while_waiting() -> tuple[str, list[str]]:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("dp_compile.monitor")
     logger.addHandler(handler)
-    text = train(pause, dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S)), monitor_after_s=1.0)
+    text = train(pause, dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S)), HANGS_AFTER_S, monitor_after_s=1.0)
     dist.barrier()
     logger.removeHandler(handler)
     return text, [line for line in lines if "backward 4" in line]
@@ -208,7 +210,7 @@ def logged_while_waiting() -> tuple[str, list[str]]:
 def test_the_monitor_names_who_is_waited_for(survivors: Ranks) -> None:
     (waiting, lines), (late, nothing) = survivors.run(logged_while_waiting, timeout_s=HANGS_AFTER_S)
     assert waiting == late == "no error"
-    assert 1 <= len(lines) <= 2  # after 1 s and after 2 s
+    assert 1 <= len(lines) <= 4  # after 1 s, 2 s and 4 s; after 8 s if this machine is slow
     assert "s in a backward. rank 0, module of 0.weight: synchronised backward 4, 3 of 3 collectives" in lines[0]
     assert "rank 1 is waited for in bucket 0 of 3 (2.bias .. 2.weight)" in lines[0]
     assert " in pause" in lines[0]
@@ -306,7 +308,7 @@ def test_a_restarted_run_ends_with_the_same_parameters(survivors: Ranks, tmp_pat
     script, result = Path(__file__).with_name("resumable_run.py"), tmp_path / "result.pt"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command += [str(script), str(tmp_path / "interrupted"), str(result)]
-    # torch 2.13 keeps one store over all attempts, where gloo then finds addresses of dead ranks (compare pytorch#135712).
+    # torch 2.13 keeps one store over all attempts, where gloo then finds addresses of dead ranks: pytorch#135712.
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * HANGS_AFTER_S)
     assert run.returncode == 0, run.stderr[-4000:]
