@@ -259,10 +259,15 @@ def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Whether an error came from a process group or a store. gloo's is a plain RuntimeError that names its source."""
+    """Whether an error came from a process group or a store.
+
+    gloo's is a plain RuntimeError. It names its source file, but for the one with which an operation that timed out
+    ends all others.
+    """
     if isinstance(error, dist.DistError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in ("/gloo/", "Operation timed out!"))
+    signs = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 def connect_again(store: Store, timeout_s: float) -> Store:
