@@ -4,6 +4,7 @@ from dp_compile.backward import compiled_backward as compiled_backward
 from dp_compile.calibration import calibrate as calibrate
 from dp_compile.config import ReplicateConfig as ReplicateConfig
 from dp_compile.distributed import DistributedDataParallel as DistributedDataParallel
+from dp_compile.errors import CommunicationError as CommunicationError
 from dp_compile.errors import ConfigError as ConfigError
 from dp_compile.errors import DesyncError as DesyncError
 from dp_compile.errors import DPCompileError as DPCompileError
@@ -18,6 +19,7 @@ from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
 from dp_compile.replicated_module import no_sync as no_sync
 
 __all__ = [
+    "CommunicationError",
     "ConfigError",
     "DPCompileError",
     "DesyncError",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -18,6 +19,8 @@ from dp_compile.errors import UnsupportedTorchError
 
 try:
     import torch._dynamo.compiled_autograd as _compiled_autograd
+    import torch._dynamo.convert_frame as _convert_frame
+    import torch._inductor.compile_fx as _compile_fx_module
     from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import Store as Store
     from torch._dynamo import config as _dynamo_config
@@ -70,6 +73,12 @@ RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitH
 
 BackwardEntry = Callable[..., tuple[torch.Tensor, ...]]
 GraphPassFn = Callable[[fx.Graph], None]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return tensor._version
+
 
 # --- the autograd engine ---------------------------------------------------------------------------------------
 
@@ -143,6 +152,11 @@ def trace_autograd_ops() -> bool:
 def python_reducer_mode() -> bool:
     """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
     return str(_dynamo_config.optimize_ddp).startswith("python_reducer")
+
+
+def is_of_compiler(file: str) -> bool:
+    """Whether a source file is on the stack while torch compiles, and only then."""
+    return file in (_convert_frame.__file__, _compile_fx_module.__file__)
 
 
 # --- compilers -------------------------------------------------------------------------------------------------
@@ -246,6 +260,36 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     return _get_default_store()
+
+
+def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
+
+    gloo and NCCL count them; for a backend that does not the answer is always 0.
+    """
+    try:
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether an error came from a process group or a store.
+
+    gloo's is a plain RuntimeError. It names its source file, but for the one with which an operation that timed out
+    ends all others.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def connect_again(store: Store, timeout_s: float) -> Store:
+    """A connection of its own to the same store, with its own time-out."""
+    connection = cast(Store, cast(Any, store).clone())
+    connection.set_timeout(timedelta(seconds=timeout_s))
+    return connection
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:

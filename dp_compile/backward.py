@@ -26,6 +26,7 @@ from dp_compile import _torch
 from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, install_hooks, open_round
+from dp_compile.monitor import Watched
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import agree_on_hooks, revise_if_due, settle
 
@@ -84,25 +85,34 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
         _remove_entry_if_idle()
         return call.run()
     synced = [replica for replica in found.replicas if replica.sync]
-    for replica in synced:
-        revise_if_due(replica)
-    by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
-    obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
-    if not by_hooks:
-        result = call.run()
-    elif obstacle is not None:
-        result = _run_eagerly(by_hooks, obstacle, call)
-    else:
-        with try_capturing(by_hooks) as backward:
-            if backward is not None:
-                result = _run_captured(by_hooks, backward, call)
-        if backward is None:
-            result = _run_eagerly(by_hooks, "another backward is captured at the moment", call)
-    for replica in synced:
-        replica.synced_backwards += 1
-        if replica.config.broadcast_buffers:
-            _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
+    with Watched(synced) as watched:
+        for replica in synced:
+            replica.check_unchanged()
+            revise_if_due(replica)
+        by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
+        watched.count_from_here()
+        obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
+        result = _run(by_hooks, obstacle, call)
+        for replica in synced:
+            if replica.config.broadcast_buffers:
+                _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
+    for replica in found.replicas:
+        if replica.sync:
+            replica.synced_backwards += 1
+        else:
+            replica.note_without_sync()
     return result
+
+
+def _run(by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
+    if not by_hooks:
+        return call.run()
+    if obstacle is not None:
+        return _run_eagerly(by_hooks, obstacle, call)
+    with try_capturing(by_hooks) as backward:
+        if backward is not None:
+            return _run_captured(by_hooks, backward, call)
+    return _run_eagerly(by_hooks, "another backward is captured at the moment", call)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,12 +79,19 @@ class ReplicateConfig:
     timeout_s: float = 300.0
     """How long a rank waits for the others when they compare what they replicate."""
 
+    monitor_after_s: float | None = 30.0
+    """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
+    it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
+    knows."""
+
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
         _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
         _check_power_of_two("alignment_bytes", self.alignment_bytes)
+        if self.monitor_after_s is not None:
+            _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
         for name in ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions"):
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile import _torch
 from dp_compile.certificate import Certificate
 from dp_compile.comm_hook import CommHook
 from dp_compile.config import ReplicateConfig
@@ -39,6 +40,11 @@ class Group:
     backend: str
     world_size: int
     averaging: Averaging
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks that really exist."""
+        return self.world_size > 1 and self.backend != "fake"
 
 
 class Revision(enum.Enum):
@@ -124,6 +130,8 @@ class Replica:
     backwards: Counter[str] = field(default_factory=Counter)
     used_without_sync: set[int] = field(default_factory=set)
     """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
+    version_without_sync: int | None = None
+    """How often the parameters had been changed at the latest backward without synchronisation since then."""
     _flags: tuple[tuple[int, ...], torch.Tensor] | None = None
     _unread: deque[_HostCopy] = field(default_factory=deque)
 
@@ -191,6 +199,27 @@ class Replica:
         if self.config.check_reductions:
             self._unread.append(_HostCopy(flags))
             self._read_flags(unused)
+
+    def note_without_sync(self) -> None:
+        """A backward without synchronisation has ended."""
+        self.version_without_sync = self._version()
+
+    def check_unchanged(self) -> None:
+        """The guard before a synchronised backward: nobody stepped on gradients that were not reduced.
+
+        Raises:
+            ReductionError: parameters were changed after a backward without synchronisation.
+        """
+        before, self.version_without_sync = self.version_without_sync, None
+        if self.config.check_reductions and before is not None and before != self._version():
+            raise ReductionError(
+                "parameters were changed after a backward under no_sync and before its gradients were reduced, so "
+                "they differ between ranks: did optimizer.step() follow it, perhaps on this rank only? End each "
+                "accumulation with a backward outside of no_sync, or pass check_reductions=False."
+            )
+
+    def _version(self) -> int:
+        return sum(_torch.version_of(parameter) for parameter in self.parameters)
 
     def _read_flags(self, unused: Sequence[int]) -> None:
         """Look at the flags that have reached the host. Reading a GPU's at once would stop it once a step."""

@@ -22,12 +22,12 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("cost_model",),
     ("config", "fx", "links", "timeline", "calibration", "module_names", "comm_hook"),
     ("plan", "partition"),
-    ("certificate", "report", "model_shapes", "ready_times"),
+    ("certificate", "report", "model_shapes", "ready_times", "progress"),
     ("strategies", "launch_clock"),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
     ("settling",),
     ("passes", "hooks", "planning", "forward_hooks", "selection"),
-    ("binding", "replicated_module"),
+    ("binding", "monitor", "replicated_module"),
     ("compilation",),
     ("capture",),
     ("backward",),
@@ -70,6 +70,7 @@ OPTIONS = [
     "check_reductions",
     "backend",
     "timeout_s",
+    "monitor_after_s",
 ]
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
