@@ -45,6 +45,7 @@ try:
         _resolve_process_group,
     )
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -53,6 +54,8 @@ try:
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
+    # `hint_int` in older versions.
+    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.hint_int  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
     raise UnsupportedTorchError(
         f"dp_compile needs a private name that torch {torch.__version__} does not have: {error}. "
@@ -166,6 +169,11 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
 
     backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
     return backend(gm, inputs)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a size has in the example that is being traced, without a guard on it."""
+    return int(_size_hint(size))
 
 
 def memory_of(tensor: torch.Tensor) -> int:
