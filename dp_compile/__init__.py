@@ -11,10 +11,14 @@ from dp_compile.errors import InvalidGraphError as InvalidGraphError
 from dp_compile.errors import ModuleError as ModuleError
 from dp_compile.errors import ReductionError as ReductionError
 from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+from dp_compile.join import join as join
+from dp_compile.join import joinable as joinable
 from dp_compile.replicate import no_sync as no_sync
 from dp_compile.replicate import replicate as replicate
 from dp_compile.replicate import report as report
 from dp_compile.replicate import unreplicate as unreplicate
+from dp_compile.warmup import WarmupRecord as WarmupRecord
+from dp_compile.warmup import warmup as warmup
 
 __all__ = [
     "ConfigError",
@@ -26,10 +30,14 @@ __all__ = [
     "ReductionError",
     "ReplicateConfig",
     "UnsupportedTorchError",
+    "WarmupRecord",
     "calibrate",
     "compiled_backward",
+    "join",
+    "joinable",
     "no_sync",
     "replicate",
     "report",
     "unreplicate",
+    "warmup",
 ]

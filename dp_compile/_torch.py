@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.algorithms.join import Joinable
 
 from dp_compile.errors import UnsupportedTorchError
 
@@ -121,6 +122,11 @@ def is_capture_in_the_way(error: NotImplementedError) -> bool:
 def captures() -> int:
     """How many backwards compiled autograd has captured in this process so far."""
     return int(_counters["compiled_autograd"]["captures"])
+
+
+def compiled_graphs() -> int:
+    """How many graphs, of forwards and backwards, Dynamo has handed to a compiler in this process so far."""
+    return int(_counters["stats"]["unique_graphs"])
 
 
 def dispatch_mode_is_active() -> bool:
@@ -241,16 +247,23 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
-    """Copy the tensors of the group's first rank to all its ranks, coalesced by dtype."""
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
+    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype."""
     if tensors:
-        _broadcast_coalesced(group, list(tensors), bucket_bytes, 0)
+        _broadcast_coalesced(group, list(tensors), bucket_bytes, source)
 
 
-def broadcast_state(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+def broadcast_state(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0
+) -> None:
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
-        _sync_params_and_buffers(group, list(tensors), bucket_bytes, 0)
+        _sync_params_and_buffers(group, list(tensors), bucket_bytes, source)
+
+
+def join_is_on(joinable: Joinable) -> bool:
+    """Whether the latest `Join` context of a joinable is enabled."""
+    return bool(joinable._join_config.enable)
 
 
 def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:

@@ -25,7 +25,8 @@ import torch
 from dp_compile import _torch
 from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
-from dp_compile.hooks import close_round, install_hooks, open_round
+from dp_compile.finite import check_finite
+from dp_compile.hooks import close_round, install_hooks, open_rounds
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import revise_if_due, settle
 
@@ -84,6 +85,7 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
         _remove_entry_if_idle()
         return call.run()
     synced = [replica for replica in found.replicas if replica.sync]
+    _announce(synced)
     for replica in synced:
         revise_if_due(replica)
     by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
@@ -99,10 +101,44 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
         if backward is None:
             result = _run_eagerly(by_hooks, "another backward is captured at the moment", call)
     for replica in synced:
-        replica.synced_backwards += 1
-        if replica.config.broadcast_buffers:
-            _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
+        _complete(replica, outputs)
     return result
+
+
+def _announce(replicas: Sequence[Replica]) -> None:
+    """Tell ranks that have run out of inputs what is about to be reduced."""
+    members = [replica.uneven for replica in replicas if replica.uneven is not None]
+    if members:
+        members[0].announce(replicas)
+
+
+def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
+    """What a rank does after a synchronised backward of its own."""
+    if replica.uneven is not None:
+        replica.uneven.rescale()
+    if replica.reducer is not None:
+        replica.fill_missing()
+    grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
+    complete_backward(replica, {name: grad for name, grad in grads if grad is not None}, outputs)
+
+
+def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any] = ()) -> None:
+    """What follows a synchronised backward on every rank, also on one that took part with zeros only.
+
+    Args:
+        replica: whose gradients were reduced.
+        reduced: the reduced gradients by name.
+        outputs: what the backward started from on this rank.
+
+    Raises:
+        ReductionError: `check_nan` is on and a reduced gradient is not finite.
+    """
+    replica.synced_backwards += 1
+    if replica.config.check_nan:
+        check_finite(replica, reduced, outputs)
+    if replica.config.broadcast_buffers:
+        source = 0 if replica.uneven is None else replica.uneven.source
+        _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES, source)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +200,15 @@ def _search(outputs: Sequence[Any]) -> _Found:
 def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
     """Whether the hooks reduce in this backward; if not, arm torch's reducer. Switches between the two."""
     wants_hooks = replica.config.uses_python_hook()
-    if wants_hooks and compiled and replica.hooks is None:
+    needs_hooks = compiled or replica.uneven is not None  # a rank without inputs runs the plan's collectives
+    if wants_hooks and needs_hooks and replica.hooks is None:
         if replica.reducer is not None:
-            logger.info("the forward is compiled now: dp_compile's hooks take over from torch's reducer")
+            why = "the forward is compiled now" if compiled else "inputs may be uneven"
+            logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
             replica.reducer.close()
             replica.reducer = None
         replica.hooks = install_hooks(replica)
-    elif replica.reducer is None and (not wants_hooks or not (compiled or _was_captured(replica))):
+    elif replica.reducer is None and (not wants_hooks or not (needs_hooks or _was_captured(replica))):
         assert replica.make_reducer is not None
         if replica.hooks is not None:
             logger.warning(
@@ -229,7 +267,7 @@ def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tup
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.sync]
     settle(synced)
-    rounds = [open_round(replica) for replica in synced]
+    rounds = open_rounds(synced)
     try:
         result = call.run()
         for reduction_round in rounds:

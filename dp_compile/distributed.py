@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile import _torch
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
-from dp_compile.replicate import no_sync, replicate, share_replica
+from dp_compile.join import join, join_hook, joinable
+from dp_compile.replicate import no_sync, replica_of, replicate, share_replica
 
 _REFUSED = {
     "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
@@ -26,7 +28,7 @@ _REFUSED = {
 }
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
     Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. What torch's reducer does
@@ -75,7 +77,8 @@ class DistributedDataParallel(nn.Module):
         config: ReplicateConfig | None = None,
         **unsupported: Any,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         _refuse(unsupported)
         if dim != 0:
             raise ConfigError(f"dim must be 0, got {dim}. Only the batch dimension is split over ranks.")
@@ -105,6 +108,32 @@ class DistributedDataParallel(nn.Module):
         """Accumulate gradients locally inside; the first backward after it reduces the sums."""
         with no_sync(self.module):
             yield
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Train with a different number of batches on each rank; see `dp_compile.join`."""
+        return join(
+            self.module,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join([ddp, optimizer])`: what this rank does once it has no inputs left."""
+        return join_hook(self, replica_of(self.module), **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        return joinable(self.module).join_device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return joinable(self.module).join_process_group
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -343,7 +343,7 @@ def _make_replica(target: _Selection, group: Group, request: PlanRequest, passes
         target.ignored,
         process_group=group.process_group,
         bucket_cap_mb=config.caps_mb()[0],
-        find_unused_parameters=config.find_unused_parameters,
+        find_unused_parameters=config.unused != "error",
     )
     return replica
 
