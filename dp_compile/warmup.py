@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dp_compile import _torch
@@ -27,7 +28,9 @@ from dp_compile.replicate import no_sync, replica_of, unwrap
 from dp_compile.settling import table_of
 
 BatchT = TypeVar("BatchT")
-ROUNDS = 2
+MOST_ROUNDS: Final = 8
+"""Each dynamic size that torch finds takes up to two rounds."""
+
 _calls: Counter[str] = Counter()
 
 
@@ -35,20 +38,19 @@ _calls: Counter[str] = Counter()
 class WarmupRecord:
     """What a warm-up compiled on this rank.
 
-    `captures` are graphs of compiled autograd, `graphs` what Dynamo handed to a compiler, forward and backward;
-    `late` are those of them that came in the last round, when all batches had been seen: 0 unless something about the
-    model changes with each step. `backwards` were run.
+    `captures` are graphs of compiled autograd, `graphs` what Dynamo handed to a compiler, forward and backward, in
+    `backwards` backwards. `settled`: the last round over all batches compiled nothing.
     """
 
     backwards: int
     captures: int
     graphs: int
-    late: int
+    settled: bool
 
     def __str__(self) -> str:
-        late = f", {self.late} of them late" if self.late else ""
         made = f"{count(self.captures, 'capture')}, {count(self.graphs, 'compiled graph')}"
-        return f"warm-up: {count(self.backwards, 'backward')}, {made}{late}"
+        unsettled = "" if self.settled else "; something is still compiled in each round"
+        return f"warm-up: {count(self.backwards, 'backward')}, {made}{unsettled}"
 
 
 def warmup(
@@ -61,10 +63,10 @@ def warmup(
 ) -> WarmupRecord:
     """Compile forward and backward for these batches before training. Every rank has to call it.
 
-    Runs `loss(batch).backward()` for each batch in each variant, twice over, collectives included. Parameters,
-    gradients, buffers and torch's random numbers are afterwards what they were, and the optimizer is not involved. No
-    backward counts as a step: `replan_after` measures none of them. The plan is settled as in a first backward.
-    Returns when all ranks are done.
+    Runs `loss(batch).backward()` for each batch in each variant, collectives included, and all again until nothing is
+    compiled on any rank. Parameters, gradients, buffers and torch's random numbers are afterwards what they were, and
+    the optimizer is not involved. No backward counts as a step: `replan_after` measures none of them. The plan is
+    settled as in a first backward. Returns when all ranks are done.
 
     Args:
         module: the replicated module, or what `torch.compile` returned for it.
@@ -91,15 +93,24 @@ def warmup(
     done = _meet(replica, {"batches": len(examples), "backwards": kinds})
     made = [_made()]
     with _without_a_trace(unwrap(module), replica):
-        for _ in range(ROUNDS):
+        while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
             for batch, (synced, kept) in itertools.product(examples, kinds):
                 _prepare(replica, kept=kept)
                 with contextlib.nullcontext() if synced else no_sync(module):
                     loss(batch).backward()
             made.append(_made())
     done()
+    settled = made[-1] == made[-2]
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
-    return WarmupRecord(ROUNDS * len(examples) * len(kinds), captures, graphs, sum(made[-1]) - sum(made[-2]))
+    backwards = (len(made) - 1) * len(examples) * len(kinds)
+    return WarmupRecord(backwards, captures, graphs, settled)
+
+
+def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
+    """Whether the last round compiled nothing on any rank."""
+    is_new = torch.tensor([float(made[-1] != made[-2])] if len(made) > 1 else [1.0], device=replica.device)
+    dist.all_reduce(is_new, op=dist.ReduceOp.MAX, group=replica.group.process_group)
+    return not bool(is_new.item())
 
 
 def _meet(replica: Replica, statement: Statement) -> Callable[[], None]:

