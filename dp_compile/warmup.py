@@ -1,6 +1,6 @@
 """Compile everything that training will need before it starts, on all ranks, and leave no trace.
 
-    for each batch: { gradients None, gradients kept } x { reduced, inside no_sync() }
+    for each batch: { reduced, inside no_sync() } x { gradients None, kept from a reduction, kept from no_sync() }
 
 Shapes are compiled as they come: torch makes a size dynamic when it sees a second value of it. So pass batches of two
 different lengths if lengths vary, and the last, smaller batch if the loader keeps it.
@@ -73,9 +73,8 @@ def warmup(
         batches: an example of each shape, the same number on every rank. Two values of a size make it dynamic.
         loss: computes the loss of a batch exactly as the training loop does, autocast included:
             `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled anew.
-        accumulation: also compile the backward inside `no_sync()`.
-        gradients_kept: also compile the backward that adds to gradients, after `zero_grad(set_to_none=False)` or in the
-            second micro step.
+        accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
+        gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
 
     Raises:
         ModuleError: the module is not replicated.
@@ -85,11 +84,7 @@ def warmup(
     replica, examples = replica_of(module), list(batches)
     if not examples:
         raise ConfigError("warmup() needs at least one batch, got none.")
-    kinds = [
-        (synced, kept)
-        for synced in ((True, False) if accumulation else (True,))
-        for kept in ((False, True) if gradients_kept else (False,))
-    ]
+    kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
     done = _meet(replica, {"batches": len(examples), "backwards": kinds})
     made = [_made()]
     with _without_a_trace(unwrap(module), replica):
@@ -104,6 +99,19 @@ def warmup(
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     backwards = (len(made) - 1) * len(examples) * len(kinds)
     return WarmupRecord(backwards, captures, graphs, settled)
+
+
+def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:
+    """Whether each backward reduces, and whether it adds to the gradients of the one before.
+
+    Gradients from a reduction are parts of one bucket, others have memory of their own: code differs.
+    """
+    kinds = [(True, False)]
+    if gradients_kept:
+        kinds += [(True, True), (False, True)] if accumulation else [(True, True)]
+    if accumulation:
+        kinds += [(False, False), (False, True), (True, True)]
+    return kinds
 
 
 def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
