@@ -195,6 +195,8 @@ def _round_of_this_backward(replica: Replica) -> ReductionRound:
     current = _open_rounds.get(replica)
     if current is not None and current.graph_task in (None, _torch.graph_task()):
         return current
+    if replica.uneven is not None:
+        raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
     # None is open, or an earlier backward was interrupted and left its round behind.
     revise_if_due(replica)
     settle([replica])

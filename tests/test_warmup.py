@@ -90,7 +90,7 @@ def test_nothing_is_compiled_after_the_warm_up() -> None:
 
 @pytest.mark.usefixtures("fake_group")
 def test_what_a_length_that_changes_costs() -> None:
-    """The forward: static, then dynamic. The backward: with each of them; then dynamic, which takes Dynamo two steps."""
+    """The forward: static, then dynamic. The backward: with each of them, then dynamic in two steps more."""
     model, loss = build()
     compiled_at = []
     for length in (8, 7, 6, 5, 9, 10, 11, 8):
