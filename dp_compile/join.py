@@ -162,9 +162,10 @@ class _Membership:
         world_size = self.replica.group.world_size
         if self._divides_initially or not self.active or len(self.active) == world_size:
             return
-        for index, parameter in enumerate(self.replica.parameters):
-            if parameter.grad is not None and index not in self.replica.untouched:
-                parameter.grad.mul_(world_size / len(self.active))
+        with torch.no_grad():
+            for index, parameter in enumerate(self.replica.parameters):
+                if parameter.grad is not None and index not in self.replica.untouched:
+                    parameter.grad.mul_(world_size / len(self.active))
 
     @property
     def source(self) -> int:

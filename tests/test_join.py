@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -245,23 +246,28 @@ def test_plans_are_made_anew_meanwhile(ranks2: Ranks, options: dict[str, Any]) -
     assert (few, many) == (2, 7)
 
 
-def run_unused_error() -> str:
+def run_error(config: dp_compile.ReplicateConfig, kind: str) -> str:
+    """Rank 1 goes on alone, and leaves parameters out, or has a loss that is not a number."""
     torch._dynamo.reset()
-    model = dp_compile.replicate(Net(branches=True), config=CONFIG)
+    model = dp_compile.replicate(Net(branches=True), config=config)
     call = torch.compile(model, backend="aot_eager")
     try:
         with dp_compile.join(model):
             for number, x in enumerate(batches((1, 3)[dist.get_rank()])):
-                call(x, number == 0).square().mean().backward()
+                factor = float("nan") if kind == "nan" and number else 1.0
+                (factor * call(x, kind == "nan" or number == 0).square().mean()).backward()
     except dp_compile.ReductionError as error:
         return str(error)
     return "no error"
 
 
 def test_errors_reach_a_rank_without_inputs(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_unused_error)
+    first, second = ranks2.run(run_error, CONFIG, "unused")
     assert "on another rank: side.weight, side.bias" in first
     assert "on this rank: side.weight, side.bias" in second
+    for message in ranks2.run(run_error, dataclasses.replace(CONFIG, check_nan=True), "nan"):
+        assert "not finite: first.weight (nan)" in message
+        assert "The loss was not finite on rank(s) 1" in message
 
 
 @pytest.mark.usefixtures("fake_group")
