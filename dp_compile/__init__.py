@@ -12,11 +12,15 @@ from dp_compile.errors import InvalidGraphError as InvalidGraphError
 from dp_compile.errors import ModuleError as ModuleError
 from dp_compile.errors import ReductionError as ReductionError
 from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+from dp_compile.join import join as join
+from dp_compile.join import joinable as joinable
 from dp_compile.replicate import replicate as replicate
 from dp_compile.replicate import report as report
 from dp_compile.replicate import unreplicate as unreplicate
 from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
 from dp_compile.replicated_module import no_sync as no_sync
+from dp_compile.warmup import WarmupRecord as WarmupRecord
+from dp_compile.warmup import warmup as warmup
 
 __all__ = [
     "CommunicationError",
@@ -30,10 +34,14 @@ __all__ = [
     "ReplicateConfig",
     "ReplicatedModule",
     "UnsupportedTorchError",
+    "WarmupRecord",
     "calibrate",
     "compiled_backward",
+    "join",
+    "joinable",
     "no_sync",
     "replicate",
     "report",
     "unreplicate",
+    "warmup",
 ]

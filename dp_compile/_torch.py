@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.algorithms.join import Joinable
 
 from dp_compile.errors import UnsupportedTorchError
 
@@ -52,6 +53,7 @@ try:
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as _FullyShardState
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -61,6 +63,8 @@ try:
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
+    # `hint_int` in older versions.
+    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.hint_int  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
     raise UnsupportedTorchError(
         f"dp_compile needs a private name that torch {torch.__version__} does not have: {error}. "
@@ -134,6 +138,11 @@ def captures() -> int:
     return int(_counters["compiled_autograd"]["captures"])
 
 
+def compiled_graphs() -> int:
+    """How many graphs, of forwards and backwards, Dynamo has handed to a compiler in this process so far."""
+    return int(_counters["stats"]["unique_graphs"])
+
+
 def dispatch_mode_is_active() -> bool:
     """Whether a TorchDispatchMode is on: capture then fails or records the wrong thing."""
     return _dispatch_modes_active() > 0
@@ -185,6 +194,11 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
 
     backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
     return backend(gm, inputs)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a size has in the example that is being traced, without a guard on it."""
+    return int(_size_hint(size))
 
 
 inductor_ir: Any = _inductor_ir
@@ -292,16 +306,23 @@ def connect_again(store: Store, timeout_s: float) -> Store:
     return connection
 
 
-def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
-    """Copy the tensors of the group's first rank to all its ranks, coalesced by dtype."""
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
+    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype."""
     if tensors:
-        _broadcast_coalesced(group, list(tensors), bucket_bytes, 0)
+        _broadcast_coalesced(group, list(tensors), bucket_bytes, source)
 
 
-def broadcast_state(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+def broadcast_state(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0
+) -> None:
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
-        _sync_params_and_buffers(group, list(tensors), bucket_bytes, 0)
+        _sync_params_and_buffers(group, list(tensors), bucket_bytes, source)
+
+
+def join_is_on(joinable: Joinable) -> bool:
+    """Whether the latest `Join` context of a joinable is enabled."""
+    return bool(joinable._join_config.enable)
 
 
 def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:

@@ -262,7 +262,7 @@ class CompiledBackward:
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())
-        if found:
+        if found and any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling):
             self._settle_plans(graph_module.graph)
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         pipeline = Pipeline(self._passes, self._plans, self._note_passes, held)

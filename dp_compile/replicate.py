@@ -318,7 +318,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         process_group=replica.group.process_group,
         # torch's DDP takes no math.inf
         bucket_cap_mb=min(replica.config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),
-        find_unused_parameters=replica.config.find_unused_parameters,
+        find_unused_parameters=replica.config.unused != "error",
     )
     if replica.comm_hook is not None:
         _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
