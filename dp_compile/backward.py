@@ -215,6 +215,9 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
             logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
             replica.reducer.close()
             replica.reducer = None
+            # No hook has noted what was used while torch's reducer was at work, inside no_sync() for example.
+            parameters = enumerate(replica.parameters)
+            replica.used_without_sync.update(index for index, parameter in parameters if parameter.grad is not None)
         if replica.hooks is None:
             replica.hooks = install_hooks(replica)
         return True
