@@ -36,13 +36,13 @@ try:
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as _inductor_config
     from torch._inductor import ir as _inductor_ir
-    from torch._inductor import metrics as _inductor_metrics
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
     from torch._inductor.custom_graph_pass import get_hash_for_files
     from torch._inductor.lowering import lowerings as _lowerings
     from torch._inductor.lowering import register_lowering as register_lowering
     from torch._inductor.utils import fresh_cache as _fresh_cache
+    from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
     from torch.autograd import graph as _autograd_graph
     from torch.distributed._composable.contract import _get_registry
@@ -225,9 +225,9 @@ def generated_anew() -> contextlib.AbstractContextManager[None]:
     return cast(contextlib.AbstractContextManager[None], _inductor_config.patch(fx_graph_cache=False))
 
 
-def generated_kernels() -> int:
-    """How many kernels Inductor has generated code for in this process so far; calls of libraries not counted."""
-    return int(_inductor_metrics.generated_kernel_count)
+def code_of(function: Callable[[], Any]) -> list[str]:
+    """The code that Inductor generates while `function` runs, a text for each graph."""
+    return [str(code) for code in _run_and_get_code(function)[1]]
 
 
 class ChainedPass(CustomGraphPass):
