@@ -46,7 +46,7 @@ class BlockSpec:
 
 @dataclass(frozen=True, slots=True)
 class Micro:
-    """One forward and backward: for each rank the batch size and the way, an index into `FuzzCase.ways`."""
+    """One forward and backward: for even and odd ranks the batch size and the way, an index into `FuzzCase.ways`."""
 
     batch: tuple[int, int]
     way: tuple[int, int] = (0, 0)
@@ -433,9 +433,9 @@ def _scope(case: FuzzCase) -> AbstractContextManager[None]:
 def _batch(case: FuzzCase, micro: Micro, number: int) -> tuple[torch.Tensor, torch.Tensor, tuple[bool, ...]]:
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(1000 * case.seed + 100 * rank + number)
-    rows = micro.batch[rank]
+    rows = micro.batch[rank % 2]
     x = torch.randn(rows, case.width, generator=generator)
-    left_out = case.ways[micro.way[rank]]
+    left_out = case.ways[micro.way[rank % 2]]
     uses = tuple(position not in left_out for position in range(len(case.blocks)))
     return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), uses
 

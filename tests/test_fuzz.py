@@ -84,24 +84,36 @@ def _no_mutations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConjectureRunner, "generate_mutations_from", lambda runner, data: None)
 
 
-@pytest.mark.timeout(max(600, 10 * EXAMPLES))
-def test_random_training_runs(ranks2: Ranks) -> None:
+def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
+    """Run so many random cases; returns how often each kind of thing was met."""
     met: Counter[str] = Counter()
 
-    @settings(max_examples=EXAMPLES, phases=(Phase.explicit, Phase.generate, Phase.shrink))
+    @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate, Phase.shrink))
     @given(cases())
     def run(case: FuzzCase) -> None:
         note(repr(case))
-        outcomes = ranks2.run(fuzzing.run_case, case)
+        outcomes = ranks.run(fuzzing.run_case, case)
         assert not any(outcome.difference for outcome in outcomes), [outcome.difference for outcome in outcomes]
         met.update({case.compiled, case.buckets, outcomes[0].mode, *(block.kind for block in case.blocks)})
         met.update(outcomes[0].backwards.keys())
 
     (seed(int(SEED))(run) if SEED else run)()
-    print(f"met in {EXAMPLES} runs: {dict(sorted(met.items()))}")
+    print(f"met in {examples} runs: {dict(sorted(met.items()))}")
+    return met
+
+
+@pytest.mark.timeout(max(600, 10 * EXAMPLES))
+def test_random_training_runs(ranks2: Ranks) -> None:
+    met = run_cases(ranks2, EXAMPLES)
     if EXAMPLES >= 200:
         assert met["captured"] > EXAMPLES / 3
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
+
+
+@pytest.mark.timeout(max(600, 10 * EXAMPLES))
+def test_random_training_runs_on_4_ranks(ranks4: Ranks) -> None:
+    """Fewer, for four processes share the machine's cores."""
+    assert run_cases(ranks4, max(1, EXAMPLES // 10))["captured"]
 
 
 PLAIN = FuzzCase(
