@@ -28,6 +28,7 @@ from dp_compile import _torch
 from dp_compile.backward import BROADCAST_BYTES, complete_backward
 from dp_compile.errors import ConfigError, DesyncError
 from dp_compile.hooks import ReductionRound
+from dp_compile.monitor import Watched
 from dp_compile.replica import Replica, owners
 from dp_compile.replicated_module import replica_of
 from dp_compile.settling import revise_if_due, settle
@@ -211,15 +212,17 @@ class _ShadowHook(JoinHook):
 
 def _shadow(replicas: Sequence[Replica]) -> None:
     """Take part in one backward of the other ranks: the same plans, the same collectives, nothing of our own."""
-    for replica in replicas:
-        revise_if_due(replica)
-    settle(replicas)
-    rounds = [ReductionRound(replica, absent=True) for replica in replicas]
-    for reduction_round in rounds:
-        reduction_round.finish()
-    for replica, reduction_round in zip(replicas, rounds, strict=True):
-        averages = {name: reduction_round.averages[index] for index, name in enumerate(replica.names)}
-        complete_backward(replica, averages)
+    with Watched(replicas) as watched:
+        for replica in replicas:
+            revise_if_due(replica)
+        settle(replicas)
+        watched.count_from_here()
+        rounds = [ReductionRound(replica, absent=True) for replica in replicas]
+        for reduction_round in rounds:
+            reduction_round.finish()
+        for replica, reduction_round in zip(replicas, rounds, strict=True):
+            averages = {name: reduction_round.averages[index] for index, name in enumerate(replica.names)}
+            complete_backward(replica, averages)
 
 
 def _meet(replica: Replica, words: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:

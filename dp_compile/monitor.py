@@ -107,7 +107,7 @@ class Watched:
             if record is None:
                 continue
             if error is None:
-                record.done = replica.synced_backwards + 1
+                record.done = replica.synced_backwards
             else:
                 record.failed, record.gave_up = _in_one_line(error), _concerns_others(error)
                 _monitor.speak()
