@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -35,6 +35,8 @@ FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the
 _CAPTURE_PATIENCE_S = 600.0
 
 _scope = threading.local()
+_under_way: set[Replica] = set()
+"""The modules whose backward is running in some thread."""
 _original: _torch.BackwardEntry | None = None
 
 
@@ -70,6 +72,9 @@ class _Found:
     replicas: tuple[Replica, ...]
     compiled: bool
 
+    def without(self, replicas: Set[Replica]) -> _Found:
+        return _Found(tuple(each for each in self.replicas if each not in replicas), self.compiled)
+
 
 _NOTHING = _Found((), compiled=False)
 
@@ -79,10 +84,28 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
     wait_for_window()
     # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
     found = _search(outputs) if kwargs.get("accumulate_grad") else _NOTHING
+    if _torch.graph_task() != _torch.NO_GRAPH_TASK:
+        found = found.without(_under_way)
     call = _Call(outputs, args, kwargs)
     if not found.replicas:
         _remove_entry_if_idle()
         return call.run()
+    with _marked(found.replicas):
+        return _reduce(found, call)
+
+
+@contextlib.contextmanager
+def _marked(replicas: Sequence[Replica]) -> Iterator[None]:
+    """A backward of these modules is under way: those inside it, as of reentrant checkpointing, are parts of it."""
+    _under_way.update(replicas)
+    try:
+        yield
+    finally:
+        _under_way.difference_update(replicas)
+
+
+def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
+    outputs, args, kwargs = call.outputs, call.args, call.kwargs
     synced = [replica for replica in found.replicas if replica.sync]
     for replica in synced:
         revise_if_due(replica)
