@@ -98,7 +98,7 @@ class ReductionRound:
     flights: list[_Flight] = field(default_factory=list)
 
     def arrive(self, index: int) -> None:
-        """The gradient of parameter `index` is complete. Launches every bucket that is complete and next.
+        """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
 
         Raises:
             ReductionError: the parameter arrived twice in one backward.
@@ -108,10 +108,11 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
-        self.arrived[index] = None
+        # Without this gradient: the user's own hooks on it, which may change it, can come after ours.
         buckets = self.replica.plan.buckets
         while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
             self._launch(buckets[len(self.flights)], None)
+        self.arrived[index] = None
 
     def finish(self) -> None:
         """Complete the set with zeros, wait for all buckets and hand the averages out.

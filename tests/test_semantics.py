@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile import _torch
+from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.report import Report
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -81,33 +85,36 @@ def beside(
     steps: int = 3,
     compile_model: Callable[[nn.Module], Any] = compile_whole,
     find_unused: bool = False,
-    comparison: Callable[..., None] = compare,
+    **options: Any,
 ) -> Report:
     """Train `build()` twice, with torch's DDP and with ours, by the same steps; raise where they differ."""
     torch._dynamo.reset()
-    with _both(build, compile_model, find_unused) as sides:
+    with _both(build, compile_model, find_unused, options) as sides:
         for number in range(steps):
             for side in sides:
                 torch.manual_seed(100 * number + dist.get_rank())
                 side.optimizer.zero_grad()
                 step(side, number)
-            comparison(sides[0].module, sides[1].module, f"step {number}", rtol=1e-4, atol=1e-6)
+            compare(sides[0].module, sides[1].module, f"step {number}", rtol=1e-4, atol=1e-6)
             for side in sides:
                 side.optimizer.step()
-        comparison(sides[0].module, sides[1].module, "the end", rtol=1e-4, atol=1e-6)
+        compare(sides[0].module, sides[1].module, "the end", rtol=1e-4, atol=1e-6)
         return dp_compile.report(sides[0].module)
 
 
 @contextmanager
 def _both(
-    build: Callable[[], nn.Module], compile_model: Callable[[nn.Module], Any], find_unused: bool
+    build: Callable[[], nn.Module],
+    compile_model: Callable[[nn.Module], Any],
+    find_unused: bool,
+    options: dict[str, Any],
 ) -> Iterator[tuple[Side, Side]]:
     torch.manual_seed(0)
     ours = build()
     torch.manual_seed(0)
     theirs = build()
     wrapped = DistributedDataParallel(theirs, find_unused_parameters=find_unused)
-    dp_compile.replicate(ours, config=AOT, find_unused_parameters=find_unused)
+    dp_compile.replicate(ours, config=AOT, find_unused_parameters=find_unused, **options)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     try:
         yield (
@@ -288,15 +295,20 @@ def compile_blocks(module: nn.Module) -> nn.Module:
     return module
 
 
-def run_checkpointed(way: str, use_reentrant: bool) -> Report:
+def run_checkpointed(way: str, use_reentrant: bool) -> list[str]:
     ways = {"whole": compile_whole, "blocks": compile_blocks, "not compiled": not_compiled}
-    return beside(lambda: Checkpointed(use_reentrant), plain, compile_model=ways[way])
+    with warnings_of_ours() as lines:
+        beside(lambda: Checkpointed(use_reentrant), plain, compile_model=ways[way], bucket_cap_mb=1e-4)
+    return lines
 
 
 @pytest.mark.parametrize("way", ["whole", "blocks", "not compiled"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_activation_checkpointing(ranks2: Ranks, way: str, use_reentrant: bool) -> None:
-    ranks2.run(run_checkpointed, way, use_reentrant)
+    for lines in ranks2.run(run_checkpointed, way, use_reentrant):
+        if way != "not compiled":
+            said = ["reentrant" if "reentrant" in line else "broken" for line in lines]
+            assert said == ([] if way == "whole" else ["reentrant" if use_reentrant else "broken"])
 
 
 def doubled(parameter: torch.Tensor) -> None:
@@ -340,7 +352,7 @@ HOOK_WAYS = {
 
 def run_hooks(way: str) -> Report:
     compile_model, step = HOOK_WAYS[way]
-    return beside(WithHooks, with_a_late_hook(step), compile_model=compile_model)
+    return beside(WithHooks, with_a_late_hook(step), compile_model=compile_model, bucket_cap_mb=1e-6)
 
 
 @pytest.mark.parametrize("way", HOOK_WAYS)
@@ -535,3 +547,264 @@ def run_exception(way: str) -> Report:
 @pytest.mark.parametrize("way", EXCEPTION_WAYS)
 def test_training_goes_on_after_an_exception_in_a_backward(ranks2: Ranks, way: str) -> None:
     ranks2.run(run_exception, way)
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------
+
+
+class WithBuffers(nn.Module):
+    """Statistics of two dtypes, some of them replaced and some changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.register_buffer("scale", torch.ones(1))
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps.add_(1 + dist.get_rank())
+        self.scale = 0.5 * self.scale + x.detach().abs().mean()
+        result: torch.Tensor = self.last(self.norm(self.first(x))) * self.scale
+        return result
+
+
+def run_buffers() -> tuple[list[dict[str, int]], str, dict[str, torch.Tensor]]:
+    calls, state, report = [], {}, None
+
+    def step(side: Side, number: int) -> None:
+        if side.ours:
+            calls.append(gloo_calls(lambda: plain(side, number)))
+            state.update({name: buffer.clone() for name, buffer in side.module.named_buffers()})
+        else:
+            plain(side, number)
+
+    report = beside(WithBuffers, step)
+    return calls, str([record.passes for record in report.captures]), state
+
+
+def test_buffers_are_copied_coalesced_and_outside_the_captured_graph(ranks2: Ranks) -> None:
+    """One broadcast for each dtype; the captured graphs hold none."""
+    first, second = ranks2.run(run_buffers)
+    for calls, passes, state in (first, second):
+        assert calls == [{"gloo:all_reduce": 1, "gloo:broadcast": 2}] * 3
+        assert "all_reduce" in passes
+        assert "broadcast" not in passes
+        assert state["steps"].item() == 3
+    for name, buffer in first[2].items():
+        assert torch.equal(buffer, second[2][name])
+
+
+def synced_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.SyncBatchNorm(6), nn.Linear(6, 6))
+
+
+def run_synced_norm(device: str, training: bool) -> str:
+    def step(side: Side, number: int) -> None:
+        side.module.train(training)
+        side.run(batch(number).to(device)).square().mean().backward()
+
+    try:
+        beside(lambda: synced_norm().to(device), step, compile_model=compile_whole)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "as torch's DDP"
+
+
+def test_synced_batch_norm_on_a_cpu(ranks2: Ranks) -> None:
+    """torch has no training of it there, and says so. Frozen statistics train as anywhere."""
+    for text in ranks2.run(run_synced_norm, "cpu", True):
+        assert "SyncBatchNorm expected input tensor to be on GPU" in text
+    assert ranks2.run(run_synced_norm, "cpu", False) == ["as torch's DDP"] * 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="SyncBatchNorm trains on GPUs only")
+def test_synced_batch_norm_on_a_gpu(ranks2: Ranks) -> None:
+    assert ranks2.run(run_synced_norm, "cuda", True) == ["as torch's DDP"] * 2
+
+
+# --- shapes -----------------------------------------------------------------------------------------------------
+
+
+class Sequences(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block, self.head = nn.Embedding(11, 6), Block(), nn.Linear(6, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        scores = torch.softmax(x @ x.transpose(1, 2), dim=-1)
+        result: torch.Tensor = self.head(self.block(scores @ x))
+        return result
+
+
+def of_other_shapes(side: Side, number: int) -> None:
+    """Length by rank and step, a smaller last batch."""
+    rank = dist.get_rank()
+    rows, length = (4 if number < 4 else 1 + rank), 3 + (2 * number + 3 * rank) % 7
+    tokens = torch.randint(0, 11, (rows, length), generator=torch.Generator().manual_seed(2 * number + rank))
+    side.run(tokens).square().mean().backward()
+
+
+def run_shapes(way: str) -> Report:
+    return beside(Sequences, of_other_shapes, steps=5, compile_model=WAYS[way], bucket_cap_mb=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_shapes_that_differ_by_rank_and_step(ranks2: Ranks, way: str) -> None:
+    for report in ranks2.run(run_shapes, way):
+        assert report.backwards == ({"captured": 5} if way == "compiled" else {"torch reducer": 5})
+
+
+# --- gradients of kinds that are not reduced --------------------------------------------------------------------
+
+
+class SparseByFunction(nn.Module):
+    """No module says that these gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5, 6))
+        self.block = Block()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.block(nn.functional.embedding(tokens, self.table, sparse=True))
+        return result
+
+
+SPARSE_WAYS = {"whole": compile_whole, "blocks": compile_blocks}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("way", SPARSE_WAYS)
+def test_a_sparse_gradient_that_no_module_announces(way: str) -> None:
+    torch._dynamo.reset()
+    model = dp_compile.replicate(SparseByFunction(), config=AOT)
+    compiled = SPARSE_WAYS[way](model)
+    with pytest.raises(dp_compile.ReductionError, match="table.*sparse"):
+        compiled(torch.tensor([1, 2])).sum().backward()
+
+
+# --- the module changes after replicate -------------------------------------------------------------------------
+
+CHANGE_WAYS = {
+    "compiled": (compile_whole, nullcontext),
+    "eager hooks": (compile_whole, lambda: torch.autograd.set_detect_anomaly(True, check_nan=False)),
+    "not compiled": (not_compiled, nullcontext),
+}
+
+
+def changed(change: Callable[[nn.Module], Any], way: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> str:
+    """Train a step, change the module, train another one; the error of that one."""
+    torch._dynamo.reset()
+    model = dp_compile.replicate(mlp(), config=AOT, **options)
+    compile_model, mode = CHANGE_WAYS[way]
+    compiled = compile_model(model)
+    compiled(torch.ones(2, 6)).sum().backward()
+    model.zero_grad()
+    change(model)
+    device = model[0].weight.device
+    with warnings.catch_warnings(), pytest.raises(dp_compile.DPCompileError) as caught, mode():
+        warnings.simplefilter("ignore")
+        compiled(torch.ones(2, 6, dtype=dtype, device=device)).sum().backward()
+    return str(caught.value)
+
+
+def new_weight(model: nn.Module) -> None:
+    model[2].weight = nn.Parameter(torch.ones(6, 6))
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("way", CHANGE_WAYS)
+class TestChangesAfterReplicate:
+    @pytest.mark.parametrize("find_unused", [False, True])
+    def test_a_parameter_is_replaced(self, way: str, find_unused: bool) -> None:
+        text = changed(new_weight, way, find_unused_parameters=find_unused)
+        assert "2.weight" in text
+        assert "replaced" in text
+
+    def test_a_parameter_is_unfrozen(self, way: str) -> None:
+        torch._dynamo.reset()
+        model = mlp()
+        model[0].bias.requires_grad_(False)
+        dp_compile.replicate(model, config=AOT)
+        compile_model, mode = CHANGE_WAYS[way]
+        compiled = compile_model(model)
+        compiled(torch.ones(2, 6)).sum().backward()
+        model[0].bias.requires_grad_(True)
+        with warnings.catch_warnings(), mode(), pytest.raises(dp_compile.ReductionError, match=r"0\.bias.*frozen"):
+            warnings.simplefilter("ignore")
+            compiled(torch.ones(2, 6)).sum().backward()
+
+    def test_moved_to_another_dtype(self, way: str) -> None:
+        text = changed(lambda model: model.double(), way, dtype=torch.float64)
+        assert "0.weight is float64" in text
+        assert "float32" in text
+
+    def test_a_part_moved_to_another_dtype(self, way: str) -> None:
+        def move(model: nn.Module) -> None:
+            model[0].double()
+            model[0].register_forward_hook(lambda module, args, output: output.float())
+
+        text = changed(move, way, dtype=torch.float64)
+        assert "float64" in text
+        assert "0." in text
+
+    def test_moved_to_another_device(self, way: str) -> None:
+        text = changed(lambda model: model.to("meta"), way)
+        assert "0.weight is on meta" in text
+        assert "cpu" in text
+
+
+# --- ranks that were started differently ------------------------------------------------------------------------
+
+
+class Ordered(nn.Module):
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.ones(2)))
+
+
+def differ(how: str) -> str:
+    second, options, model = dist.get_rank() == 1, {}, Ordered(["a", "b"])
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "parameter order":
+            model = Ordered(["b", "a"] if second else ["a", "b"])
+        if how == "plan file":
+            options["plan"] = str(plan_file(second))
+        if second and how == "version of the package":
+            patch.setitem(dp_compile.replicate.__globals__, "version", lambda name: "0.0.7")
+        if second and how == "version of torch":
+            patch.setattr(torch, "__version__", "2.12.1")
+        if second and how == "environment":
+            patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+        try:
+            dp_compile.replicate(model, **options)
+        except dp_compile.DesyncError as error:
+            return str(error)
+    return "no error"
+
+
+def plan_file(separate: bool) -> Path:
+    """One bucket, or one for each parameter."""
+    buckets = [["a"], ["b", UNUSED_FLAGS]] if separate else [["a", "b", UNUSED_FLAGS]]
+    members = [{"members": [{"gradient": {"name": name}, "offset": None} for name in names]} for names in buckets]
+    file = Path(tempfile.mkdtemp(), "plan.json")
+    file.write_text(json.dumps({"version": PLAN_VERSION, "buckets": members}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("how", "difference"),
+    [
+        ("parameter order", "trainable parameters[0] is \"b: float32[2] strides [1]\" there"),
+        ("plan file", "plan is"),
+        ("version of the package", 'dp_compile is "0.0.7" there'),
+        ("version of torch", 'torch is "2.12.1" there'),
+        ("environment", "options.ddp_python_hook is false there, true on rank 0"),
+    ],
+)
+def test_ranks_that_were_started_differently(ranks2: Ranks, how: str, difference: str) -> None:
+    for text in ranks2.run(differ, how):
+        assert "rank 1 differs from rank 0" in text
+        assert difference in text
