@@ -26,6 +26,7 @@ from dp_compile import _torch
 from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, install_hooks, open_round
+from dp_compile.intact import check_intact, refuse_unreduced
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import agree_on_hooks, revise_if_due, settle
 
@@ -163,6 +164,7 @@ def _search(outputs: Sequence[Any]) -> _Found:
     The first leaf is usually a parameter behind a compiled backward, so this ends after a few nodes.
     """
     replicas: set[Replica] = set()
+    strangers: list[torch.Tensor] = []
     compiled = bool(getattr(_scope, "forced", False))
     seen: set[Any] = set()
     stack = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
@@ -177,11 +179,22 @@ def _search(outputs: Sequence[Any]) -> _Found:
             owner = owners.find(variable)
             if owner is not None:
                 replicas.add(owner[0])
+            elif isinstance(variable, torch.nn.Parameter):
+                strangers.append(variable)
             continue
         compiled = compiled or _torch.is_aot_backward(node)
         stack.extend(following for following, _ in node.next_functions)
+    if not replicas:
+        _refuse_unreduced(strangers)
     # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
     return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
+
+
+def _refuse_unreduced(parameters: Sequence[torch.Tensor]) -> None:
+    """The guard for a backward that seems to be of other modules: every parameter of one of ours may be a new one."""
+    for replica in owners if parameters else ():
+        if replica.sync and replica.config.check_reductions:
+            refuse_unreduced(replica, parameters)
 
 
 def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
@@ -194,6 +207,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
         if replica.hooks is None:
             replica.hooks = install_hooks(replica)
         return True
+    check_intact(replica)
     if replica.reducer is None:
         assert replica.make_reducer is not None
         if replica.hooks is not None:
@@ -259,6 +273,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
+        check_intact(replica)
         if replica.sync and not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
             logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1

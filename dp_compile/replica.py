@@ -75,6 +75,19 @@ class BufferPlace:
         return found if isinstance(found, torch.Tensor) else None
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """Where a parameter was found, and its fully qualified name. The user may put another one there."""
+
+    owner: weakref.ref[nn.Module]
+    attribute: str
+    name: str
+
+    def find(self) -> nn.Parameter | None:
+        owner = self.owner()
+        return None if owner is None else owner._parameters.get(self.attribute)
+
+
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Replica:
     """The state of one replicated module. Made by `replicate`, found again through its parameters.
@@ -91,6 +104,7 @@ class Replica:
     config: ReplicateConfig
     plan: BucketPlan
     passes: tuple[GraphPass, ...]
+    parameter_places: tuple[ParameterPlace, ...] = ()
     certificate: Certificate | None = None
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""

@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("certificate", "report", "model_shapes", "ready_times"),
     ("strategies", "launch_clock"),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
-    ("settling",),
+    ("settling", "intact"),
     ("passes", "hooks", "planning", "forward_hooks", "selection"),
     ("binding", "replicated_module"),
     ("compilation",),
