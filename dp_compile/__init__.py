@@ -4,6 +4,7 @@ from dp_compile.backward import compiled_backward as compiled_backward
 from dp_compile.calibration import calibrate as calibrate
 from dp_compile.config import ReplicateConfig as ReplicateConfig
 from dp_compile.distributed import DistributedDataParallel as DistributedDataParallel
+from dp_compile.errors import CommunicationError as CommunicationError
 from dp_compile.errors import ConfigError as ConfigError
 from dp_compile.errors import DesyncError as DesyncError
 from dp_compile.errors import DPCompileError as DPCompileError
@@ -11,13 +12,18 @@ from dp_compile.errors import InvalidGraphError as InvalidGraphError
 from dp_compile.errors import ModuleError as ModuleError
 from dp_compile.errors import ReductionError as ReductionError
 from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+from dp_compile.join import join as join
+from dp_compile.join import joinable as joinable
 from dp_compile.replicate import replicate as replicate
 from dp_compile.replicate import report as report
 from dp_compile.replicate import unreplicate as unreplicate
 from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
 from dp_compile.replicated_module import no_sync as no_sync
+from dp_compile.warmup import WarmupRecord as WarmupRecord
+from dp_compile.warmup import warmup as warmup
 
 __all__ = [
+    "CommunicationError",
     "ConfigError",
     "DPCompileError",
     "DesyncError",
@@ -28,10 +34,14 @@ __all__ = [
     "ReplicateConfig",
     "ReplicatedModule",
     "UnsupportedTorchError",
+    "WarmupRecord",
     "calibrate",
     "compiled_backward",
+    "join",
+    "joinable",
     "no_sync",
     "replicate",
     "report",
     "unreplicate",
+    "warmup",
 ]

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.algorithms.join import Joinable
 
 from dp_compile.errors import UnsupportedTorchError
 
 try:
     import torch._dynamo.compiled_autograd as _compiled_autograd
+    import torch._dynamo.convert_frame as _convert_frame
+    import torch._inductor.compile_fx as _compile_fx_module
     from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import Store as Store
     from torch._dynamo import config as _dynamo_config
@@ -32,13 +36,13 @@ try:
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as _inductor_config
     from torch._inductor import ir as _inductor_ir
-    from torch._inductor import metrics as _inductor_metrics
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
     from torch._inductor.custom_graph_pass import get_hash_for_files
     from torch._inductor.lowering import lowerings as _lowerings
     from torch._inductor.lowering import register_lowering as register_lowering
     from torch._inductor.utils import fresh_cache as _fresh_cache
+    from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
     from torch.autograd import graph as _autograd_graph
     from torch.distributed._composable.contract import _get_registry
@@ -49,6 +53,7 @@ try:
     )
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as _FullyShardState
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -58,6 +63,8 @@ try:
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
+    # `hint_int` in older versions.
+    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.hint_int  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
     raise UnsupportedTorchError(
         f"dp_compile needs a private name that torch {torch.__version__} does not have: {error}. "
@@ -70,6 +77,12 @@ RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitH
 
 BackwardEntry = Callable[..., tuple[torch.Tensor, ...]]
 GraphPassFn = Callable[[fx.Graph], None]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor has been changed in place."""
+    return tensor._version
+
 
 # --- the autograd engine ---------------------------------------------------------------------------------------
 
@@ -133,6 +146,11 @@ def captures() -> int:
     return int(_counters["compiled_autograd"]["captures"])
 
 
+def compiled_graphs() -> int:
+    """How many graphs, of forwards and backwards, Dynamo has handed to a compiler in this process so far."""
+    return int(_counters["stats"]["unique_graphs"])
+
+
 def dispatch_mode_is_active() -> bool:
     """Whether a TorchDispatchMode is on: capture then fails or records the wrong thing."""
     return _dispatch_modes_active() > 0
@@ -151,6 +169,11 @@ def trace_autograd_ops() -> bool:
 def python_reducer_mode() -> bool:
     """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
     return str(_dynamo_config.optimize_ddp).startswith("python_reducer")
+
+
+def is_of_compiler(file: str) -> bool:
+    """Whether a source file is on the stack while torch compiles, and only then."""
+    return file in (_convert_frame.__file__, _compile_fx_module.__file__)
 
 
 # --- compilers -------------------------------------------------------------------------------------------------
@@ -181,6 +204,11 @@ def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraph
     return backend(gm, inputs)
 
 
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a size has in the example that is being traced, without a guard on it."""
+    return int(_size_hint(size))
+
+
 inductor_ir: Any = _inductor_ir
 """The kinds of kernels, buffers and views that a lowering puts together."""
 
@@ -205,9 +233,9 @@ def generated_anew() -> contextlib.AbstractContextManager[None]:
     return cast(contextlib.AbstractContextManager[None], _inductor_config.patch(fx_graph_cache=False))
 
 
-def generated_kernels() -> int:
-    """How many kernels Inductor has generated code for in this process so far; calls of libraries not counted."""
-    return int(_inductor_metrics.generated_kernel_count)
+def code_of(function: Callable[[], Any]) -> list[str]:
+    """The code that Inductor generates while `function` runs, a text for each graph."""
+    return [str(code) for code in _run_and_get_code(function)[1]]
 
 
 class ChainedPass(CustomGraphPass):
@@ -256,16 +284,53 @@ def default_store() -> Store:
     return _get_default_store()
 
 
-def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
-    """Copy the tensors of the group's first rank to all its ranks, coalesced by dtype."""
+def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
+
+    gloo and NCCL count them; for a backend that does not the answer is always 0.
+    """
+    try:
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether an error came from a process group or a store.
+
+    gloo's is a plain RuntimeError. It names its source file, but for the one with which an operation that timed out
+    ends all others.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def connect_again(store: Store, timeout_s: float) -> Store:
+    """A connection of its own to the same store, with its own time-out."""
+    connection = cast(Store, cast(Any, store).clone())
+    connection.set_timeout(timedelta(seconds=timeout_s))
+    return connection
+
+
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
+    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype."""
     if tensors:
-        _broadcast_coalesced(group, list(tensors), bucket_bytes, 0)
+        _broadcast_coalesced(group, list(tensors), bucket_bytes, source)
 
 
-def broadcast_state(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int) -> None:
+def broadcast_state(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0
+) -> None:
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
-        _sync_params_and_buffers(group, list(tensors), bucket_bytes, 0)
+        _sync_params_and_buffers(group, list(tensors), bucket_bytes, source)
+
+
+def join_is_on(joinable: Joinable) -> bool:
+    """Whether the latest `Join` context of a joinable is enabled."""
+    return bool(joinable._join_config.enable)
 
 
 def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:

@@ -2,7 +2,8 @@
 
 Two rounds: every rank posts its statement; the first rank of the group reads them all and posts one verdict that
 every rank reads. So all ranks go on, or all raise the same error. Traffic on the store is linear in the ranks.
-What only one rank has to know the others read from it: `decide`.
+What only one rank has to know the others read from it: `decide`. What all ranks have to know of each other, once and
+rarely, as it is quadratic in the ranks: `exchange`.
 """
 
 from __future__ import annotations
@@ -90,14 +91,30 @@ def collect(table: Table, topic: str, value: Any) -> list[Any]:
     table.store.set(f"{topic}/{table.rank}", json.dumps(value))
     if table.rank:
         return []
-    said = []
-    for rank in range(table.world_size):
-        try:
-            table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
-        except RuntimeError as error:
-            raise DesyncError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
-        said.append(json.loads(table.store.get(f"{topic}/{rank}")))
-    return said
+    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
+
+
+def exchange(table: Table, topic: str, value: Any) -> list[Any]:
+    """What each rank says on `topic`, by rank, on every rank. Also a barrier: nobody returns before all have spoken.
+
+    Args:
+        table: where to meet.
+        topic: unique for this exchange on this table.
+        value: plain JSON data.
+
+    Raises:
+        DesyncError: some rank has not said anything after `table.timeout_s`; the text names it.
+    """
+    table.store.set(f"{topic}/{table.rank}", json.dumps(value))
+    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
+
+
+def _word_of(table: Table, topic: str, rank: int) -> Any:
+    try:
+        table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
+    except RuntimeError as error:
+        raise DesyncError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
+    return json.loads(table.store.get(f"{topic}/{rank}"))
 
 
 def _judge(table: Table, topic: str, own: Statement) -> str:

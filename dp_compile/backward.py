@@ -25,8 +25,10 @@ import torch
 from dp_compile import _torch
 from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
-from dp_compile.hooks import close_round, install_hooks, open_round
+from dp_compile.finite import check_finite
+from dp_compile.hooks import close_round, install_hooks, open_rounds
 from dp_compile.intact import check_intact, refuse_unreduced
+from dp_compile.monitor import Watched
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import agree_on_hooks, revise_if_due, settle
 
@@ -108,25 +110,69 @@ def _marked(replicas: Sequence[Replica]) -> Iterator[None]:
 def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
     outputs, args, kwargs = call.outputs, call.args, call.kwargs
     synced = [replica for replica in found.replicas if replica.sync]
-    for replica in synced:
-        revise_if_due(replica)
-    by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
-    obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
-    if not by_hooks:
-        result = call.run()
-    elif obstacle is not None:
-        result = _run_eagerly(by_hooks, obstacle, call)
-    else:
-        with try_capturing(by_hooks) as backward:
-            if backward is not None:
-                result = _run_captured(by_hooks, backward, call)
-        if backward is None:
-            result = _run_eagerly(by_hooks, "another backward is captured at the moment", call)
-    for replica in synced:
-        replica.synced_backwards += 1
-        if replica.config.broadcast_buffers:
-            _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES)
+    with Watched(synced) as watched:
+        for replica in synced:
+            replica.check_unchanged()
+        _announce(synced)
+        for replica in synced:
+            revise_if_due(replica)
+        by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
+        watched.count_from_here()
+        obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
+        result = _run(by_hooks, obstacle, call)
+        for replica in synced:
+            _complete(replica, outputs)
+    for replica in found.replicas:
+        if not replica.sync:
+            replica.note_without_sync()
     return result
+
+
+def _run(by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
+    if not by_hooks:
+        return call.run()
+    if obstacle is not None:
+        return _run_eagerly(by_hooks, obstacle, call)
+    with try_capturing(by_hooks) as backward:
+        if backward is not None:
+            return _run_captured(by_hooks, backward, call)
+    return _run_eagerly(by_hooks, "another backward is captured at the moment", call)
+
+
+def _announce(replicas: Sequence[Replica]) -> None:
+    """Tell ranks that have run out of inputs what is about to be reduced."""
+    members = [replica.uneven for replica in replicas if replica.uneven is not None]
+    if members:
+        members[0].announce(replicas)
+
+
+def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
+    """What a rank does after a synchronised backward of its own."""
+    if replica.uneven is not None:
+        replica.uneven.rescale()
+    if replica.reducer is not None:
+        replica.fill_missing()
+    grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
+    complete_backward(replica, {name: grad for name, grad in grads if grad is not None}, outputs)
+
+
+def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any] = ()) -> None:
+    """What follows a synchronised backward on every rank, also on one that took part with zeros only.
+
+    Args:
+        replica: whose gradients were reduced.
+        reduced: the reduced gradients by name.
+        outputs: what the backward started from on this rank.
+
+    Raises:
+        ReductionError: `check_nan` is on and a reduced gradient is not finite.
+    """
+    if replica.config.broadcast_buffers:
+        source = 0 if replica.uneven is None else replica.uneven.source
+        _torch.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES, source)
+    replica.synced_backwards += 1
+    if replica.config.check_nan:
+        check_finite(replica, reduced, outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +247,13 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
     """Whether the hooks reduce in this backward; if not, arm torch's reducer. Switches between the two."""
     if _reduces_by_hooks(replica, compiled):
         if replica.reducer is not None:
-            logger.info("the forward is compiled now: dp_compile's hooks take over from torch's reducer")
+            why = "the forward is compiled now" if compiled else "inputs may be uneven"
+            logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
             replica.reducer.close()
             replica.reducer = None
+            # No hook has noted what was used while torch's reducer was at work, inside no_sync() for example.
+            parameters = enumerate(replica.parameters)
+            replica.used_without_sync.update(index for index, parameter in parameters if parameter.grad is not None)
         if replica.hooks is None:
             replica.hooks = install_hooks(replica)
         return True
@@ -279,7 +329,7 @@ def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tup
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.sync]
     settle(synced)
-    rounds = [open_round(replica) for replica in synced]
+    rounds = open_rounds(synced)
     try:
         result = call.run()
         for reduction_round in rounds:

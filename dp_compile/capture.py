@@ -20,7 +20,7 @@ from dp_compile import _torch
 from dp_compile.binding import Binder, Binding, find_sites
 from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
 from dp_compile.errors import ReductionError
-from dp_compile.hooks import close_round, open_round
+from dp_compile.hooks import close_round, open_rounds
 from dp_compile.replica import Replica
 from dp_compile.settling import Shares, settle
 
@@ -124,7 +124,7 @@ class CapturedBackward:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""
         synced = [replica for replica in replicas if replica.sync]
         settle(synced)
-        rounds = [open_round(replica) for replica in synced]
+        rounds = open_rounds(synced)
         try:
             outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)
             for reduction_round in rounds:

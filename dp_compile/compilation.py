@@ -267,6 +267,7 @@ class CompiledBackward:
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
+        if found and any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling):
             self._settle_plans(graph_module.graph)
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         pipeline = Pipeline(self._passes, self._plans, self._note_passes, held)

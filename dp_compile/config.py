@@ -16,11 +16,13 @@ from dp_compile.errors import ConfigError
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 BACKENDS: Final = ("inductor", "aot_eager")
+UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
 BYTES_PER_MB: Final = 2**20
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
 
+SWITCHES: Final = ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions", "check_nan")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -63,9 +65,14 @@ class ReplicateConfig:
     from measured ready times and, without `cost`, a measured link. The backward is then compiled once more. `None`:
     never."""
 
+    unused_parameters: str | None = None
+    """What a parameter without a gradient means. `error`: an error on every rank that names it. `zeros`: it takes part
+    with zeros, or with the gradient that it has kept, and gets the average on every rank, also if no rank used it.
+    `find`: as torch's DDP, gradients that no rank produced stay untouched, gradients that some ranks produced become
+    the average over all ranks. `None`: what `find_unused_parameters` says."""
+
     find_unused_parameters: bool = False
-    """`False`: a parameter without a gradient is an error on every rank. `True`: as torch's DDP, gradients that no
-    rank produced stay untouched, gradients that some ranks produced become the average over all ranks."""
+    """torch's name: `True` means `unused_parameters="find"`, `False` the same as not given, `error`."""
 
     broadcast_buffers: bool = True
     """Copy the buffers of the group's first rank to all ranks after each synchronised backward."""
@@ -73,11 +80,20 @@ class ReplicateConfig:
     check_reductions: bool = True
     """After each backward, check that every gradient was reduced exactly once on every rank."""
 
+    check_nan: bool = False
+    """After each synchronised backward, raise on every rank if a reduced gradient is not finite. Stops the host until
+    the gradients are there. Leave it off with a `GradScaler`, which handles such gradients itself."""
+
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
     timeout_s: float = 300.0
     """How long a rank waits for the others when they compare what they replicate."""
+
+    monitor_after_s: float | None = 30.0
+    """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
+    it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
+    knows."""
 
     def __post_init__(self) -> None:
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
@@ -85,10 +101,13 @@ class ReplicateConfig:
                 _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
         _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
         _check_power_of_two("alignment_bytes", self.alignment_bytes)
-        for name in ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions"):
+        if self.monitor_after_s is not None:
+            _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
+        for name in SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
+        self._check_unused()
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}.")
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
@@ -97,6 +116,20 @@ class ReplicateConfig:
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
+
+    def _check_unused(self) -> None:
+        if self.unused_parameters is not None and self.unused_parameters not in UNUSED:
+            raise ConfigError(f"unused_parameters must be one of {', '.join(UNUSED)}, got {self.unused_parameters!r}.")
+        if self.find_unused_parameters and self.unused_parameters not in (None, "find"):
+            raise ConfigError(
+                f"find_unused_parameters=True means unused_parameters='find', but that is '{self.unused_parameters}'. "
+                "Give one of the two."
+            )
+
+    @property
+    def unused(self) -> str:
+        """What a parameter without a gradient means: `error`, `zeros` or `find`."""
+        return self.unused_parameters or ("find" if self.find_unused_parameters else "error")
 
     def caps_mb(self) -> tuple[float, float]:
         """The caps of `fixed` in MiB: of any bucket, and of the first of its key."""

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile import _torch
 from dp_compile.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.join import join, join_hook, joinable
 from dp_compile.replicate import replicate
-from dp_compile.replicated_module import no_sync, register_comm_hook, restore_class, share_replica, unwrap
+from dp_compile.replicated_module import (
+    no_sync,
+    register_comm_hook,
+    replica_of,
+    restore_class,
+    share_replica,
+    unwrap,
+)
 from dp_compile.selection import device_of, is_waiting
 
 _REFUSED = {
@@ -29,7 +38,7 @@ _REFUSED = {
 }
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
     Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. What torch's reducer does
@@ -78,7 +87,8 @@ class DistributedDataParallel(nn.Module):
         config: ReplicateConfig | None = None,
         **unsupported: Any,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
         _refuse(unsupported)
         if dim != 0:
             raise ConfigError(f"dim must be 0, got {dim}. Only the batch dimension is split over ranks.")
@@ -123,6 +133,32 @@ class DistributedDataParallel(nn.Module):
             ConfigError: the hook is not a function of (state, bucket), or not offered for the group's backend.
         """
         register_comm_hook(self.module, state, hook)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Train with a different number of batches on each rank; see `dp_compile.join`."""
+        return join(
+            self.module,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            enable=enable,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join([ddp, optimizer])`: what this rank does once it has no inputs left."""
+        return join_hook(self, replica_of(self.module), **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        return joinable(self.module).join_device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return joinable(self.module).join_process_group
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=True)

@@ -4,6 +4,7 @@ DPCompileError
 ├── ConfigError            an option has a value that is not allowed            (also a ValueError)
 ├── ModuleError            this module cannot be replicated, or not like this   (also a ValueError)
 ├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
+├── CommunicationError     other ranks cannot be reached, or did not come        (also a RuntimeError)
 ├── ReductionError         a gradient was not reduced exactly once              (also a RuntimeError)
 ├── InvalidGraphError      a pass left or found a graph that breaks a contract  (also a RuntimeError)
 └── UnsupportedTorchError  this torch lacks a private name that is needed       (also an ImportError)
@@ -24,6 +25,10 @@ class ModuleError(DPCompileError, ValueError):
 
 class DesyncError(DPCompileError, RuntimeError):
     """The ranks of a group disagree, or one of them did not arrive in time."""
+
+
+class CommunicationError(DPCompileError, RuntimeError):
+    """A collective of a backward failed: another rank is dead, late, cut off, or did something else."""
 
 
 class ReductionError(DPCompileError, RuntimeError):

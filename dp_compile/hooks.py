@@ -94,9 +94,15 @@ class ReductionRound:
     replica: Replica
     graph_task: int | None = None
     """The engine's number of the backward, if its end is seen by the engine only."""
+    before: ReductionRound | None = None
+    """The round of another module in the same backward. It launches everything first, as captured code does."""
+    absent: bool = False
+    """This rank has no inputs left: it takes part with zeros and keeps nothing of the result."""
     arrived: dict[int, None] = field(default_factory=dict)
     """Parameters in the order in which their gradients were completed."""
     flights: list[_Flight] = field(default_factory=list)
+    averages: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The reduced gradients and flags by index, once the round is finished."""
 
     def arrive(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
@@ -116,41 +122,49 @@ class ReductionRound:
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
         # Without this gradient: the user's own hooks on it, which may change it, can come after ours.
+        self._launch_complete()
+        self.arrived[index] = None
+
+    def _launch_complete(self) -> None:
+        if self.before is not None and not self.before.is_launched():
+            return
         buckets = self.replica.plan.buckets
         while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
             self._launch(buckets[len(self.flights)], None)
-        self.arrived[index] = None
 
     def finish(self) -> None:
         """Complete the set with zeros, wait for all buckets and hand the averages out.
 
         Raises:
-            ReductionError: a parameter was unused on some rank and `find_unused_parameters` is off, or a parameter
-                that has a gradient has no hook any more.
+            ReductionError: a parameter was unused on some rank and that is an error, or a parameter that has a
+                gradient has no hook any more.
         """
-        replica = self.replica
+        replica, everything = self.replica, range(len(self.replica.parameters))
         try:
-            unused = [index for index in range(len(replica.parameters)) if index not in self.arrived]
+            unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.used_without_sync})
             flags = replica.unused_flags(unused, used)
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
-            averages: dict[int, torch.Tensor] = {}
             for flight in self.flights:
                 flight.work.wait()
                 for member, view in _views(flight.bucket, flight.tensors):
-                    averages[member.gradient.index] = view
+                    self.averages[member.gradient.index] = view
             with torch.no_grad():
                 for index in self.arrived:
                     grad = replica.parameters[index].grad
                     assert grad is not None
-                    grad.copy_(averages[index])
+                    grad.copy_(self.averages[index])
             replica.used_without_sync.clear()
             replica.arrivals = replica.arrivals or tuple(self.arrived)
-            replica.settle_unused(averages[len(replica.parameters)], unused, [averages[index] for index in unused])
+            flags = self.averages[len(replica.parameters)]
+            replica.settle_unused(flags, unused, [self.averages[index] for index in unused])
         finally:
             replica.synced_backwards += self.graph_task is not None  # else whoever saw the end counts
             close_round(replica)
+
+    def is_launched(self) -> bool:
+        return len(self.flights) == len(self.replica.plan.buckets)
 
     def _is_complete(self, bucket: Bucket) -> bool:
         return all(member.gradient.index in self.arrived for member in bucket.members)
@@ -164,7 +178,7 @@ class ReductionRound:
             for member, view in _views(bucket, tensors):
                 index = member.gradient.index
                 source = parameters[index].grad if index < len(parameters) else flags
-                if source is not None:
+                if source is not None and not self.absent:
                     torch.mul(source, member.gradient.scale, out=view)
         work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
         self.flights.append(_Flight(bucket, tensors, work))
@@ -187,10 +201,13 @@ def _all_reduce(tensors: list[torch.Tensor], reduce_op: str, group: dist.Process
 _open_rounds: dict[Replica, ReductionRound] = {}
 
 
-def open_round(replica: Replica) -> ReductionRound:
-    """Start the round of a backward whose end the caller sees."""
-    _open_rounds[replica] = ReductionRound(replica)
-    return _open_rounds[replica]
+def open_rounds(replicas: Sequence[Replica]) -> list[ReductionRound]:
+    """Start the rounds of a backward whose end the caller sees. To be finished in the same order."""
+    rounds: list[ReductionRound] = []
+    for replica in replicas:
+        _open_rounds[replica] = ReductionRound(replica, before=rounds[-1] if rounds else None)
+        rounds.append(_open_rounds[replica])
+    return rounds
 
 
 def close_round(replica: Replica) -> None:
@@ -202,6 +219,8 @@ def _round_of_this_backward(replica: Replica) -> ReductionRound:
     current = _open_rounds.get(replica)
     if current is not None and current.graph_task in (None, _torch.graph_task()):
         return current
+    if replica.uneven is not None:
+        raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
     # None is open, or an earlier backward was interrupted and left its round behind.
     revise_if_due(replica)
     settle([replica])

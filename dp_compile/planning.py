@@ -122,7 +122,7 @@ def _as_ddp(
 ) -> Planning:
     """torch's DDP: one bucket for each key at first, then buckets in the order in which gradients arrived.
 
-    With `find_unused_parameters` it fills buckets in the parameters' order, and keeps them.
+    If it finds unused parameters it fills buckets in the parameters' order, and keeps them.
     Source: torch's `DistributedDataParallel._ddp_init_helper` and `Reducer::rebuild_buckets`.
     """
     cap_bytes = int(config.caps_mb()[0] * BYTES_PER_MB) if config.caps_mb()[0] < math.inf else sys.maxsize
@@ -132,9 +132,9 @@ def _as_ddp(
         order = [gradient.index for gradient in in_ready_order(gradients, times) if gradient.index < len(parameters)]
         return plan_ddp(gradients, _torch.ddp_buckets([parameters[index] for index in order], caps_bytes, order))
 
-    at_first = caps_bytes if config.find_unused_parameters else [sys.maxsize]
+    at_first = caps_bytes if config.unused == "find" else [sys.maxsize]
     planned = plan_ddp(gradients, _torch.ddp_buckets(parameters, at_first, [])[::-1])
-    if config.find_unused_parameters:
+    if config.unused == "find":
         return Planning(planned, ready)
     return Planning(planned, ready, rebuilt, (Revision.FROM_ARRIVALS,))
 

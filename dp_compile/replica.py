@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile import _torch
 from dp_compile.certificate import Certificate
 from dp_compile.comm_hook import CommHook
 from dp_compile.config import ReplicateConfig
@@ -39,6 +40,11 @@ class Group:
     backend: str
     world_size: int
     averaging: Averaging
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there are other ranks that really exist."""
+        return self.world_size > 1 and self.backend != "fake"
 
 
 class Revision(enum.Enum):
@@ -86,6 +92,17 @@ class ParameterPlace:
     def find(self) -> nn.Parameter | None:
         owner = self.owner()
         return None if owner is None else owner._parameters.get(self.attribute)
+
+
+class Uneven(Protocol):
+    """Where ranks that have run out of inputs learn what the others reduce."""
+
+    def announce(self, replicas: Sequence[Replica]) -> None: ...
+
+    def rescale(self) -> None: ...
+
+    @property
+    def source(self) -> int: ...
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -138,6 +155,12 @@ class Replica:
     backwards: Counter[str] = field(default_factory=Counter)
     used_without_sync: set[int] = field(default_factory=set)
     """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
+    version_without_sync: int | None = None
+    """How often the parameters had been changed at the latest backward without synchronisation since then."""
+    untouched: tuple[int, ...] = ()
+    """Parameters whose gradients the last synchronised backward left as they were, because no rank had used them."""
+    uneven: Uneven | None = None
+    """While ranks may run out of inputs: how the others learn what this rank's next backward reduces."""
     _flags: tuple[tuple[int, ...], torch.Tensor] | None = None
     _unread: deque[_HostCopy] = field(default_factory=deque)
 
@@ -161,6 +184,13 @@ class Replica:
         """Whether this is the next occasion on which the plan is made anew."""
         return self.revisions[:1] == (revision,)
 
+    def fill_missing(self) -> None:
+        """Zeros for parameters that no rank used, for a reducer that leaves them without a gradient."""
+        if self.config.unused == "zeros":
+            for parameter in self.parameters:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The buffers as they are now."""
@@ -173,11 +203,11 @@ class Replica:
     def unused_flags(self, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
         """What this rank tells the others, one number for each parameter.
 
-        With `find_unused_parameters` a one says "used here", so that nothing but zeros means that no rank used it;
-        without it a one says "unused here", so that nothing but zeros means that all is well. Both survive averaging
-        in any floating dtype.
+        To find unused ones a one says "used here", so that nothing but zeros means that no rank used it; if they are
+        errors a one says "unused here", so that nothing but zeros means that all is well. Both survive averaging in any
+        floating dtype. If they take part as zeros there is nothing to tell.
         """
-        told = tuple(used if self.config.find_unused_parameters else unused)
+        told = tuple({"find": used, "error": unused, "zeros": ()}[self.config.unused])
         if self._flags is None or self._flags[0] != told:
             flags = torch.zeros(len(self.parameters), dtype=self.parameters[0].dtype)
             flags[list(told)] = 1.0
@@ -193,18 +223,41 @@ class Replica:
             averages: the reduced gradient of each of them.
 
         Raises:
-            ReductionError: a parameter was unused on some rank and `find_unused_parameters` is off. What only other
-                ranks did not use is reported at once on a CPU, up to `MAX_UNREAD_FLAGS` backwards later on a GPU.
+            ReductionError: a parameter was unused on some rank and that is an error. What only other ranks did not
+                use is reported at once on a CPU, up to `MAX_UNREAD_FLAGS` backwards later on a GPU.
         """
-        if self.config.find_unused_parameters:
+        self.untouched = ()
+        if self.config.unused != "error":
+            found = self.config.unused == "find"
+            self.untouched = tuple(index for index in unused if found and not bool(flags[index]))
             with torch.no_grad():
                 for index, average in zip(unused, averages, strict=True):
-                    if bool(flags[index]):
+                    if index not in self.untouched:
                         _set_grad(self.parameters[index], average)
-            return
-        if self.config.check_reductions:
+        elif self.config.check_reductions:
             self._unread.append(_HostCopy(flags))
             self._read_flags(unused)
+
+    def note_without_sync(self) -> None:
+        """A backward without synchronisation has ended."""
+        self.version_without_sync = self._version()
+
+    def check_unchanged(self) -> None:
+        """The guard before a synchronised backward: nobody stepped on gradients that were not reduced.
+
+        Raises:
+            ReductionError: parameters were changed after a backward without synchronisation.
+        """
+        before, self.version_without_sync = self.version_without_sync, None
+        if self.config.check_reductions and before is not None and before != self._version():
+            raise ReductionError(
+                "parameters were changed after a backward under no_sync and before its gradients were reduced, so "
+                "they differ between ranks: did optimizer.step() follow it, perhaps on this rank only? End each "
+                "accumulation with a backward outside of no_sync, or pass check_reductions=False."
+            )
+
+    def _version(self) -> int:
+        return sum(_torch.version_of(parameter) for parameter in self.parameters)
 
     def _read_flags(self, unused: Sequence[int]) -> None:
         """Look at the flags that have reached the host. Reading a GPU's at once would stop it once a step."""
@@ -223,8 +276,8 @@ class Replica:
             parts.append(f"without a gradient on another rank: {self.name_list(elsewhere)}")
         return (
             f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
-            "If some may be left out, pass find_unused_parameters=True; if they never train, "
-            "call requires_grad_(False) on them before replicate()."
+            "If some may be left out, pass find_unused_parameters=True, or unused_parameters='zeros'; if they never "
+            "train, call requires_grad_(False) on them before replicate()."
         )
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:

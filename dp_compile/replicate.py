@@ -28,6 +28,7 @@ from dp_compile.grad_reduction import Averaging, averaging_for
 from dp_compile.graph_pass import GraphPass
 from dp_compile.hooks import install_hooks
 from dp_compile.module_names import class_name
+from dp_compile.monitor import unwatch, watch
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan import BucketPlan
 from dp_compile.planning import BucketPolicy, PlanRequest, make_plan
@@ -318,7 +319,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         process_group=replica.group.process_group,
         # torch's DDP takes no math.inf
         bucket_cap_mb=min(replica.config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),
-        find_unused_parameters=replica.config.find_unused_parameters,
+        find_unused_parameters=replica.config.unused != "error",
     )
     if replica.comm_hook is not None:
         _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
@@ -387,6 +388,7 @@ def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> N
     module.register_forward_pre_hook(ForwardCheck(replica))
     module.__class__ = swapped
     install_entry()
+    watch(replica)
 
 
 def _release(replica: Replica) -> None:
@@ -396,6 +398,7 @@ def _release(replica: Replica) -> None:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
     owners.remove(replica)
+    unwatch(replica)
 
 
 def _move_inputs(module: nn.Module, device: torch.device | None) -> None:

@@ -40,7 +40,6 @@ class Selection:
             if id(buffer) in chosen
         )
 
-
     def parameter_places(self) -> tuple[ParameterPlace, ...]:
         """Every place of every parameter: tied ones have several."""
         chosen = {id(parameter) for parameter in (*self.trainable.values(), *self.frozen.values())}

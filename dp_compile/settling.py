@@ -34,7 +34,7 @@ Shares = Mapping[int, float]
 
 def table_of(group: Group, timeout_s: float) -> Table | None:
     """Where the ranks of a group meet; `None` if there is nobody to meet."""
-    if group.world_size == 1 or group.backend == "fake":
+    if not group.has_others:
         return None
     return Table(_torch.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
 

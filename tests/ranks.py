@@ -37,6 +37,13 @@ class Ranks:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
         """Call `function(*args)` on every rank and return the results by rank."""
+        results = self.outcomes(function, *args, timeout_s=timeout_s)
+        if all(ok for ok, _ in results):
+            return [value for _, value in results]
+        raise RankError(self._describe_and_stop(dict(enumerate(results))))
+
+    def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[tuple[bool, Any]]:
+        """Call `function(*args)` on every rank; by rank whether it returned, and its result, traceback or death."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -49,8 +56,8 @@ class Ranks:
                     results[rank] = _receive(connection)
                     if not results[rank][0]:
                         deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
-        if len(results) == self.world_size and all(ok for ok, _ in results.values()):
-            return [results[rank][1] for rank in range(self.world_size)]
+        if len(results) == self.world_size:
+            return [results[rank] for rank in range(self.world_size)]
         raise RankError(self._describe_and_stop(results))
 
     def _start(self) -> None:
@@ -116,5 +123,7 @@ def _serve(rank: int, world_size: int, directory: str, connection: Connection) -
             return
         try:
             connection.send((True, function(*args)))
+        except SystemExit:
+            raise
         except BaseException:
             connection.send((False, traceback.format_exc()))

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_compile.agreement import Table, agree, collect, decide, first_difference
+from dp_compile.agreement import Table, agree, collect, decide, exchange, first_difference
 from dp_compile.errors import DesyncError
 
 SAME = {"options": {"cap": 25.0}, "parameters": [["weight", [4, 2]], ["bias", [4]]]}
@@ -160,3 +160,22 @@ def test_the_first_rank_hears_all() -> None:
 def test_a_rank_says_nothing() -> None:
     with pytest.raises(DesyncError, match=r"topic: no word from rank 1 within 0\.05 s"):
         collect(Table(dist.HashStore(), 0, 2, 0.05), "topic", None)
+
+
+def test_exchange_tells_all_to_all() -> None:
+    store, heard = dist.HashStore(), {}
+
+    def say(rank: int) -> None:
+        heard[rank] = exchange(Table(store, rank, 3, 20.0), "topic", {"rank": rank})
+
+    threads = [threading.Thread(target=say, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == {rank: [{"rank": 0}, {"rank": 1}, {"rank": 2}] for rank in range(3)}
+
+
+def test_exchange_names_who_is_missing() -> None:
+    with pytest.raises(DesyncError, match=r"topic: no word from rank 0 within 0\.05 s"):
+        exchange(Table(dist.HashStore(), 1, 2, 0.05), "topic", None)

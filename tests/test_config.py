@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dp_compile.config import HOOK_VARIABLE, ReplicateConfig
+from dp_compile.config import HOOK_VARIABLE, SWITCHES, ReplicateConfig
 from dp_compile.errors import ConfigError, DPCompileError
 
 
@@ -21,15 +21,18 @@ def test_defaults() -> None:
         "cost": None,
         "replan_after": None,
         "alignment_bytes": 64,
+        "unused_parameters": None,
         "find_unused_parameters": False,
         "broadcast_buffers": True,
         "check_reductions": True,
+        "check_nan": False,
         "backend": "inductor",
         "timeout_s": 300.0,
+        "monitor_after_s": 30.0,
     }
 
 
-@pytest.mark.parametrize("name", ["bucket_cap_mb", "first_bucket_cap_mb", "timeout_s"])
+@pytest.mark.parametrize("name", ["bucket_cap_mb", "first_bucket_cap_mb", "timeout_s", "monitor_after_s"])
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", True])
 def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*got {value!r}"):
@@ -97,7 +100,35 @@ def test_unclear_environment(text: str) -> None:
     assert ReplicateConfig(ddp_python_hook=True).uses_python_hook({HOOK_VARIABLE: text}) is True
 
 
-@pytest.mark.parametrize("name", ["find_unused_parameters", "broadcast_buffers", "check_reductions", "ddp_python_hook"])
+@pytest.mark.parametrize(
+    ("options", "meaning"),
+    [
+        ({}, "error"),
+        ({"find_unused_parameters": False}, "error"),
+        ({"find_unused_parameters": True}, "find"),
+        ({"unused_parameters": "error"}, "error"),
+        ({"unused_parameters": "zeros"}, "zeros"),
+        ({"unused_parameters": "find"}, "find"),
+        ({"unused_parameters": "find", "find_unused_parameters": True}, "find"),
+    ],
+)
+def test_what_unused_means(options: dict[str, Any], meaning: str) -> None:
+    assert ReplicateConfig(**options).unused == meaning
+
+
+@pytest.mark.parametrize("mode", ["error", "zeros"])
+def test_contradiction_about_unused_parameters(mode: str) -> None:
+    with pytest.raises(ConfigError, match=f"find_unused_parameters=True means .*'find', but that is '{mode}'"):
+        ReplicateConfig(unused_parameters=mode, find_unused_parameters=True)
+
+
+@pytest.mark.parametrize("value", ["", "none", True, 0])
+def test_unknown_meaning_of_unused(value: Any) -> None:
+    with pytest.raises(ConfigError, match="unused_parameters must be one of error, zeros, find, got"):
+        ReplicateConfig(unused_parameters=value)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
 @pytest.mark.parametrize("value", ["no", 1])
 def test_switches_are_true_or_false(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be True or False, got {value!r}"):

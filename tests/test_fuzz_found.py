@@ -60,3 +60,19 @@ def run_accumulation_that_ends_uncompiled() -> None:
 def test_accumulation_that_ends_uncompiled_on_one_rank(ranks2: Ranks) -> None:
     """Rank 1 went over to torch's reducer in its first synchronised backward, rank 0 stayed with the hooks."""
     ranks2.run(run_accumulation_that_ends_uncompiled)
+
+
+def test_hooks_return_in_the_middle_of_an_accumulation(ranks2: Ranks) -> None:
+    """What was used inside `no_sync()` while torch's reducer was at work counted as unused by every rank."""
+    case = FuzzCase(
+        blocks=(BlockSpec("linear"), BlockSpec("linear")),
+        width=4,
+        steps=(
+            Step((Micro((1, 1), way=(1, 1)), Micro((1, 1)))),
+            Step((Micro((1, 1)), Micro((1, 1), way=(1, 1)))),
+        ),
+        ways=((), (0,)),
+        compiled="late",
+        find_unused=True,
+    )
+    assert_equal(ranks2, case)

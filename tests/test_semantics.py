@@ -418,8 +418,11 @@ def penalty(side: Side, number: int) -> None:
 
 
 def run_penalty() -> Report:
-    return beside(lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False)),
-                  penalty, compile_model=not_compiled)
+    return beside(
+        lambda: nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False)),
+        penalty,
+        compile_model=not_compiled,
+    )
 
 
 def test_gradient_of_a_gradient(ranks2: Ranks) -> None:
@@ -725,7 +728,9 @@ CHANGES: dict[str, tuple[Callable[[Casting], Any], str]] = {
     "another dtype": (lambda model: model.double(), r"last\.bias is float64, it was float32"),
     "a part of another dtype": (lambda model: model.first.double(), r"first\.weight is float64, it was float32"),
     "all replaced": (
-        lambda model: model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True),
+        lambda model: model.load_state_dict(
+            {name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True
+        ),
         r"not reduced: first\.weight, last\.weight, last\.bias. The parameter was replaced",
     ),
     "another device": (lambda model: model.to("meta"), r"not reduced: first\.weight, last\.weight, last\.bias"),
@@ -802,7 +807,7 @@ def plan_file(separate: bool) -> Path:
 @pytest.mark.parametrize(
     ("how", "difference"),
     [
-        ("parameter order", "trainable parameters[0] is \"b: float32[2] strides [1]\" there"),
+        ("parameter order", 'trainable parameters[0] is "b: float32[2] strides [1]" there'),
         ("plan file", "plan is"),
         ("version of the package", 'dp_compile is "0.0.7" there'),
         ("version of torch", 'torch is "2.12.1" there'),

@@ -11,6 +11,7 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
+from dp_compile import _torch
 from dp_compile.grad_reduction import REDUCE_GRAD
 
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
@@ -22,7 +23,8 @@ def ready_shares(graph: fx.Graph) -> Mapping[tuple[int, int], float]:
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
     Patterson, CACM 2009); FLOPs as torch's flop counter has them. `graph` is as Dynamo leaves it, with fake tensors in
-    `meta["example_value"]`. A graph without work gives every gradient the share 1.
+    `meta["example_value"]`; of a dynamic size counts the example's value, and nothing is guarded on it. A graph without
+    work gives every gradient the share 1.
     """
     done, at = 0.0, dict[tuple[int, int], float]()
     for node in graph.nodes:
@@ -54,8 +56,17 @@ def _flops(node: fx.Node, value: Any) -> float:
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("example_value"))
-    return float(formula(*args, **kwargs, out_val=value))
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _static(each.meta.get("example_value")))
+    return float(formula(*args, **kwargs, out_val=_static(value)))
+
+
+def _static(value: Any) -> Any:
+    """The value with plain sizes: a formula would turn a dynamic one into a constant, and each new size recompile."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty([_torch.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
+    if isinstance(value, (list, tuple)):
+        return type(value)(_static(each) for each in value)
+    return _torch.size_hint(value) if isinstance(value, torch.SymInt) else value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -67,4 +78,4 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _nbytes(tensor: torch.Tensor) -> float:
-    return math.prod(int(size) for size in tensor.shape) * tensor.element_size()
+    return math.prod(map(_torch.size_hint, tensor.shape)) * tensor.element_size()

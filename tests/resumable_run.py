@@ -1,0 +1,64 @@
+"""A training run that can be interrupted: torch's distributed checkpoint after each step. Started by `torchrun`.
+
+usage: resumable_run.py CHECKPOINTS RESULT. Rank 1 of the first attempt kills itself in step `KILL_AT`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import dp_compile
+
+STEPS = 6
+KILL_AT = 3
+
+
+def train(directory: str, interrupted: bool) -> dict[str, torch.Tensor]:
+    """Train from the latest checkpoint in `directory` to the end. Returns the parameters."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    first = load(directory, model, optimizer)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(model, backend="aot_eager")
+    print(f"rank {dist.get_rank()} starts at step {first}", flush=True)
+    for number in range(first, STEPS):
+        if interrupted and number == KILL_AT and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        optimizer.zero_grad()
+        compiled(x).square().mean().backward()
+        optimizer.step()
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        checkpoint.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{directory}/{number + 1}")
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def load(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Load the latest complete checkpoint. Returns how many steps it has behind it."""
+    complete = [int(path.parent.name) for path in Path(directory).glob("*/.metadata")]
+    if not complete:
+        return 0
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    checkpoint.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=f"{directory}/{max(complete)}")
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return max(complete)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    parameters = train(sys.argv[1], interrupted=os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+    if dist.get_rank() == 0:
+        torch.save(parameters, sys.argv[2])
+    dist.destroy_process_group()

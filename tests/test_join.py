@@ -1,0 +1,289 @@
+"""Uneven inputs: the same training as in torch's DDP inside its `join()`, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import dp_compile
+
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0005)
+
+
+class Net(nn.Module):
+    """With running statistics, and a branch that not every batch takes."""
+
+    def __init__(self, branches: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Linear(12, 4)
+        self.side = nn.Linear(6, 12) if branches else None
+        self.double()  # differences are differences, not rounding that a small batch's statistics blow up
+
+    def forward(self, x: torch.Tensor, side: bool = False) -> torch.Tensor:
+        hidden = self.first(x)
+        if side and self.side is not None:
+            hidden = hidden + self.side(x)
+        out: torch.Tensor = self.last(self.norm(hidden).relu())
+        return out
+
+
+def batches(count: int, salt: int = 0) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * dist.get_rank() + salt)
+    for _ in range(count):
+        yield torch.randn(5, 6, generator=generator, dtype=torch.float64)
+
+
+def twins(*, compiled: bool = True, **options: Any) -> tuple[Any, Any, Any]:
+    """Our wrapper, what to call, and torch's DDP, all from the same start."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net(branches=bool(options))
+    theirs = TorchDDP(copy.deepcopy(model), find_unused_parameters=bool(options))
+    ours = dp_compile.DistributedDataParallel(model, config=CONFIG, **options)
+    return ours, torch.compile(ours, backend="aot_eager") if compiled else ours, theirs
+
+
+def train(
+    model: Any, run: Any, count: int, *, micro_steps: int = 1, branches: bool = False, **options: bool
+) -> tuple[int, str]:
+    """Train inside `join`; the number of steps, and what was raised."""
+    # In torch's DDP a joined rank hands on the map of used parameters of the step before, so gradients that nobody
+    # produced become zeros there, and stay `None` here. Momentum would show that.
+    optimizer, steps = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.0 if branches else 0.5), 0
+    try:
+        with model.join(**options):
+            for number, x in enumerate(batches(count * micro_steps)):
+                local = (number + 1) % micro_steps != 0
+                with model.no_sync() if local else nullcontext():
+                    side = (branches and (number + dist.get_rank()) % 2 == 0,) if branches else ()
+                    run(x, *side).square().mean().backward()
+                if not local:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    steps += 1
+    except RuntimeError as error:
+        return steps, str(error)
+    return steps, ""
+
+
+def same_state(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, mine), other in zip(ours.state_dict().items(), theirs.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def same_on_all_ranks(module: nn.Module) -> None:
+    for name, tensor in module.state_dict().items():
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, tensor), name
+
+
+def run_uneven(counts: Sequence[int], compiled: bool, settings: dict[str, Any], options: dict[str, Any]) -> int:
+    ours, run, theirs = twins(compiled=compiled, **options)
+    count = counts[dist.get_rank()]
+    steps = train(ours, run, count, branches=bool(options), **settings)
+    assert steps == train(theirs, theirs, count, branches=bool(options), **settings)
+    assert steps == (count, "")
+    same_state(ours, theirs)
+    same_on_all_ranks(ours)
+    # And what follows is ordinary training again.
+    for each, call in ((ours, run), (theirs, theirs)):
+        each.zero_grad()
+        call(next(batches(1, salt=7))).square().mean().backward() if not options else None
+    backwards = dp_compile.report(ours.module).backwards
+    return sum(number for way, number in backwards.items() if "torch" in way)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("counts", [(2, 5), (0, 3), (3, 3)])
+def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool) -> None:
+    ranks2.run(run_uneven, counts, True, {"divide_by_initial_world_size": divide}, {})
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_four_ranks(ranks4: Ranks, divide: bool) -> None:
+    ranks4.run(run_uneven, (1, 4, 0, 6), True, {"divide_by_initial_world_size": divide}, {})
+
+
+def test_a_forward_that_is_not_compiled(ranks2: Ranks) -> None:
+    assert ranks2.run(run_uneven, (2, 4), False, {}, {}) == [0, 0]
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_accumulation(ranks2: Ranks, divide: bool) -> None:
+    ranks2.run(run_uneven, (1, 3), True, {"micro_steps": 3, "divide_by_initial_world_size": divide}, {})
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_unused_parameters(ranks2: Ranks, divide: bool) -> None:
+    ranks2.run(run_uneven, (2, 5), True, {"divide_by_initial_world_size": divide}, {"find_unused_parameters": True})
+
+
+def run_throw(counts: Sequence[int]) -> tuple[str, str]:
+    ours, run, theirs = twins()
+    count = counts[dist.get_rank()]
+    mine = train(ours, run, count, throw_on_early_termination=True)
+    other = train(theirs, theirs, count, throw_on_early_termination=True)
+    assert mine == other
+    assert mine[0] == min(counts)
+    for (name, one), two in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=lambda text, n=name: f"{n}: {text}")
+    return mine[1], other[1]
+
+
+def test_throw_on_early_termination(ranks2: Ranks, ranks4: Ranks) -> None:
+    first, second = ranks2.run(run_throw, (2, 4))
+    assert "Rank 0 exhausted all inputs" in first[0]
+    assert "Detected at least one rank that exhausted inputs" in second[0]
+    for message, _ in ranks4.run(run_throw, (3, 3, 1, 2)):
+        assert "exhausted" in message
+
+
+def run_two_modules() -> None:
+    """Two modules in one context, a backward for each, as in adversarial training.
+
+    torch's DDP divides by the ranks with inputs in the first module only, so this compares the other setting.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    theirs = [TorchDDP(copy.deepcopy(model)) for model in models]
+    ours = [dp_compile.DistributedDataParallel(model, config=CONFIG) for model in models]
+    for pair, calls in ((ours, [torch.compile(each, backend="aot_eager") for each in ours]), (theirs, theirs)):
+        optimizer = torch.optim.SGD([p for each in pair for p in each.parameters()], lr=0.1)
+        with Join(list(pair)):
+            for x in batches((2, 4)[dist.get_rank()]):
+                for call in calls:
+                    call(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    for mine, other in zip(ours, theirs, strict=True):
+        same_state(mine, other)
+        same_on_all_ranks(mine)
+
+
+def test_two_modules_with_a_backward_each(ranks2: Ranks) -> None:
+    ranks2.run(run_two_modules)
+
+
+def run_two_in_one_backward(eager_rank: int) -> None:
+    """torch's DDP cannot shadow this: its buckets of two modules come in whatever order gradients arrive."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    plain = [copy.deepcopy(model) for model in models]
+    ours = [dp_compile.replicate(model, config=CONFIG) for model in models]
+    calls = [torch.compile(each, backend="aot_eager") for each in ours]
+    with dp_compile.join(*ours, divide_by_initial_world_size=False):
+        for x in batches((1, 3)[dist.get_rank()]):
+            for model in ours:
+                model.zero_grad()
+            with torch.autograd.set_detect_anomaly(dist.get_rank() == eager_rank, check_nan=False):
+                sum(call(x).square().mean() for call in calls).backward()
+    if dist.get_rank() == 1:
+        sum(model(x).square().mean() for model in plain).backward()
+        for mine, other in zip(ours, plain, strict=True):
+            for (name, one), two in zip(mine.named_parameters(), other.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, two.grad, msg=lambda text, n=name: f"{n}: {text}")
+    for model in ours:
+        same_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("eager_rank", [-1, 0])
+def test_two_modules_in_one_backward(ranks2: Ranks, eager_rank: int) -> None:
+    ranks2.run(run_two_in_one_backward, eager_rank)
+
+
+def run_with_zero_redundancy() -> None:
+    """Beside a joinable of torch's own: an optimizer whose ranks each hold a part of the state."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of something torch deprecates
+
+    ours, run, theirs = twins()
+    for model, call in ((ours, run), (theirs, theirs)):
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+        with Join([model, optimizer]):
+            for x in batches((2, 4)[dist.get_rank()]):
+                call(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    same_state(ours, theirs)
+
+
+def test_beside_a_joinable_of_torch(ranks2: Ranks) -> None:
+    ranks2.run(run_with_zero_redundancy)
+
+
+def run_replan(options: dict[str, Any]) -> tuple[Any, int]:
+    """Plans that are made anew while a rank has no inputs: it follows."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Net(), config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
+    call = torch.compile(model, backend="aot_eager")
+    with dp_compile.join(model):
+        for x in batches((1, 6)[dist.get_rank()]):
+            model.zero_grad()
+            call(x).square().mean().backward()
+    model.zero_grad()
+    call(next(batches(1))).square().mean().backward()
+    return dp_compile.report(model).plan, sum(dp_compile.report(model).backwards.values())
+
+
+@pytest.mark.parametrize("options", [{"replan_after": 2}, {"strategy": "ddp"}, {}])
+def test_plans_are_made_anew_meanwhile(ranks2: Ranks, options: dict[str, Any]) -> None:
+    (plan, few), (other, many) = ranks2.run(run_replan, options)
+    assert plan == other
+    assert (few, many) == (2, 7)
+
+
+def run_error(config: dp_compile.ReplicateConfig, kind: str) -> str:
+    """Rank 1 goes on alone, and leaves parameters out, or has a loss that is not a number."""
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Net(branches=True), config=config)
+    call = torch.compile(model, backend="aot_eager")
+    try:
+        with dp_compile.join(model):
+            for number, x in enumerate(batches((1, 3)[dist.get_rank()])):
+                factor = float("nan") if kind == "nan" and number else 1.0
+                (factor * call(x, kind == "nan" or number == 0).square().mean()).backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_errors_reach_a_rank_without_inputs(ranks2: Ranks) -> None:
+    first, second = ranks2.run(run_error, CONFIG, "unused")
+    assert "on another rank: side.weight, side.bias" in first
+    assert "on this rank: side.weight, side.bias" in second
+    for message in ranks2.run(run_error, dataclasses.replace(CONFIG, check_nan=True), "nan"):
+        assert "not finite: first.weight (nan)" in message
+        assert "The loss was not finite on rank(s) 1" in message
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_refuses_torch_reducer() -> None:
+    model = dp_compile.replicate(nn.Linear(2, 2), ddp_python_hook=False)
+    with pytest.raises(dp_compile.ConfigError, match="needs dp_compile's hooks"), dp_compile.join(model):
+        pass
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_refuses_a_module_outside_the_context() -> None:
+    torch._dynamo.reset()
+    inside, outside = (dp_compile.replicate(nn.Linear(2, 2), config=CONFIG) for _ in range(2))
+    call = torch.compile(lambda x: outside(inside(x)), backend="aot_eager")
+    with dp_compile.join(inside, enable=False):
+        call(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(dp_compile.ConfigError, match="not in the context: weight"), dp_compile.join(inside):
+        call(torch.ones(1, 2)).sum().backward()
+    call(torch.ones(1, 2)).sum().backward()
