@@ -523,14 +523,9 @@ def blow_once(step: Step) -> Step:
     def fused(side: Side, number: int) -> None:
         if number == 1 and side.ours:
             Fuse.blown = True
-            try:
+            with pytest.raises(Exception, match="blown"):
                 step(side, number)
-            except Exception as error:
-                assert "blown" in str(error)
-            else:
-                raise AssertionError("the backward did not fail")
-            finally:
-                Fuse.blown = False
+            Fuse.blown = False
             side.optimizer.zero_grad()
         step(side, number)
 
@@ -687,7 +682,7 @@ def test_a_sparse_gradient_that_no_module_announces(way: str) -> None:
     model = dp_compile.replicate(SparseByFunction(), config=AOT)
     compiled = SPARSE_WAYS[way](model)
     way_back = torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False)
-    with way_back, pytest.raises(dp_compile.ReductionError, match="table.*sparse"):
+    with way_back, pytest.raises(dp_compile.ReductionError, match=r"table.*sparse"):
         compiled(torch.tensor([1, 2])).sum().backward()
 
 
