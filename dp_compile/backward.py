@@ -107,6 +107,23 @@ def _marked(replicas: Sequence[Replica]) -> Iterator[None]:
         _under_way.difference_update(replicas)
 
 
+@contextlib.contextmanager
+def _interrupted_reducers_end(replicas: Sequence[Replica]) -> Iterator[None]:
+    """After an exception a reducer of torch waits for the rest of its backward; the next one gets a new reducer."""
+    try:
+        yield
+    except BaseException:
+        for replica in replicas:
+            _end_reducer(replica)
+        raise
+
+
+def _end_reducer(replica: Replica) -> None:
+    if replica.reducer is not None:
+        replica.reducer.close()
+        replica.reducer = None
+
+
 def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
     outputs, args, kwargs = call.outputs, call.args, call.kwargs
     synced = [replica for replica in found.replicas if replica.sync]
@@ -119,7 +136,8 @@ def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
         watched.count_from_here()
         obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
-        result = _run(by_hooks, obstacle, call)
+        with _interrupted_reducers_end(found.replicas):
+            result = _run(by_hooks, obstacle, call)
         for replica in synced:
             _complete(replica, outputs)
     for replica in found.replicas:
@@ -249,8 +267,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
         if replica.reducer is not None:
             why = "the forward is compiled now" if compiled else "inputs may be uneven"
             logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
-            replica.reducer.close()
-            replica.reducer = None
+            _end_reducer(replica)
             # No hook has noted what was used while torch's reducer was at work, inside no_sync() for example.
             parameters = enumerate(replica.parameters)
             replica.used_without_sync.update(index for index, parameter in parameters if parameter.grad is not None)

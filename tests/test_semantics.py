@@ -535,6 +535,7 @@ def blow_once(step: Step) -> Step:
 EXCEPTION_WAYS = {
     "compiled": (compile_blocks, plain),
     "eager hooks": (compile_blocks, anomaly),
+    "not compiled": (not_compiled, plain),
 }
 
 
@@ -813,3 +814,100 @@ def test_ranks_that_were_started_differently(ranks2: Ranks, how: str, difference
     for text in ranks2.run(differ, how):
         assert "rank 1 differs from rank 0" in text
         assert difference in text
+
+
+# --- where torch's DDP does something else ----------------------------------------------------------------------
+
+
+def torch_twice_through_one_graph(model: DistributedDataParallel) -> None:
+    loss = model(batch(0)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def torch_after_an_exception(model: DistributedDataParallel) -> None:
+    Fuse.blown = True
+    with pytest.raises(ValueError, match="blown"):
+        model(batch(0)).square().sum().backward()
+    Fuse.blown = False
+    model.zero_grad()
+    model(batch(1)).square().sum().backward()
+
+
+def torch_create_graph(model: DistributedDataParallel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(batch(0)).square().sum().backward(create_graph=True)
+
+
+def torch_replaced(model: DistributedDataParallel) -> None:
+    replace(model.module)
+    model(batch(0)).square().sum().backward()
+    model.zero_grad()
+    model(batch(1)).square().sum().backward()
+
+
+def torch_all_replaced(model: DistributedDataParallel) -> None:
+    model.module.load_state_dict(Casting().state_dict(), assign=True)
+    model(batch(0)).square().sum().backward()
+
+
+def torch_unfrozen(model: DistributedDataParallel) -> None:
+    model.module.first.bias.requires_grad_(True)
+    model(batch(0)).square().sum().backward()
+
+
+def torch_frozen_later(model: DistributedDataParallel) -> None:
+    model.module.last.bias.requires_grad_(False)
+    for number in range(2):
+        model.zero_grad()
+        model(batch(number)).square().sum().backward()
+
+
+def torch_moved(model: DistributedDataParallel) -> None:
+    model(batch(0)).square().sum().backward()
+    model.zero_grad()
+    model.double()
+    model(batch(1).double()).square().sum().backward()
+
+
+def torch_sparse(model: DistributedDataParallel) -> None:
+    model(torch.tensor([dist.get_rank()])).square().sum().backward()
+
+
+TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[DistributedDataParallel], None], str]] = {
+    "twice through one graph": (Casting, torch_twice_through_one_graph, "ranks differ"),
+    "an exception": (Fused, torch_after_an_exception, "Expected to have finished reduction in the prior"),
+    "create_graph": (Casting, torch_create_graph, "leaf Variable that requires grad"),
+    "replaced": (Casting, torch_replaced, "Expected to have finished reduction in the prior iteration"),
+    "all replaced": (Casting, torch_all_replaced, "ranks differ"),
+    "unfrozen": (Casting, torch_unfrozen, "ranks differ"),
+    "frozen later": (Casting, torch_frozen_later, "Expected to have finished reduction in the prior iteration"),
+    "moved": (Casting, torch_moved, "ranks differ"),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(3, 6, sparse=True), Casting()), torch_sparse, "ranks agree"),
+    "complex": (
+        lambda: nn.Linear(6, 6, dtype=torch.complex64),
+        lambda model: model(batch(0).cfloat()).abs().sum().backward(),
+        "ranks agree",
+    ),
+}
+
+
+def run_torch(what: str) -> str:
+    build, train, _ = TORCH[what]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(build())
+    try:
+        train(model)
+    except RuntimeError as error:
+        return str(error)
+    sums = [parameter.grad.to_dense().abs().sum() for parameter in model.parameters() if parameter.grad is not None]
+    both = [torch.empty(len(sums)) for _ in range(2)]
+    dist.all_gather(both, torch.stack(sums).float().detach())
+    return "ranks agree" if torch.allclose(*both) else "ranks differ"
+
+
+@pytest.mark.parametrize("what", TORCH)
+def test_what_torch_ddp_does(ranks2: Ranks, what: str) -> None:
+    for text in ranks2.run(run_torch, what):
+        assert TORCH[what][2] in text
