@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -103,9 +103,17 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+NO_GRAPH_TASK: Final = -1
+
+
 def graph_task() -> int:
-    """The number of the backward that this thread is in, -1 outside of any."""
+    """The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
     return _current_graph_task()
+
+
+def is_reentrant_checkpoint(hook: object) -> bool:
+    """Whether this, among the functions that a captured backward calls, runs a backward of its own for a checkpoint."""
+    return type(hook).__name__ == "CheckpointFunctionBackward"
 
 
 def is_aot_backward(node: object) -> bool:

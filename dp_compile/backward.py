@@ -16,7 +16,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,6 +27,7 @@ from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.finite import check_finite
 from dp_compile.hooks import close_round, install_hooks, open_rounds
+from dp_compile.intact import check_intact, refuse_unreduced
 from dp_compile.monitor import Watched
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import agree_on_hooks, revise_if_due, settle
@@ -37,6 +38,8 @@ FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the
 _CAPTURE_PATIENCE_S = 600.0
 
 _scope = threading.local()
+_under_way: set[Replica] = set()
+"""The modules whose backward is running in some thread."""
 _original: _torch.BackwardEntry | None = None
 
 
@@ -72,6 +75,9 @@ class _Found:
     replicas: tuple[Replica, ...]
     compiled: bool
 
+    def without(self, replicas: Set[Replica]) -> _Found:
+        return _Found(tuple(each for each in self.replicas if each not in replicas), self.compiled)
+
 
 _NOTHING = _Found((), compiled=False)
 
@@ -81,10 +87,45 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
     wait_for_window()
     # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
     found = _search(outputs) if kwargs.get("accumulate_grad") else _NOTHING
+    if _torch.graph_task() != _torch.NO_GRAPH_TASK:
+        found = found.without(_under_way)
     call = _Call(outputs, args, kwargs)
     if not found.replicas:
         _remove_entry_if_idle()
         return call.run()
+    with _marked(found.replicas):
+        return _reduce(found, call)
+
+
+@contextlib.contextmanager
+def _marked(replicas: Sequence[Replica]) -> Iterator[None]:
+    """A backward of these modules is under way: those inside it, as of reentrant checkpointing, are parts of it."""
+    _under_way.update(replicas)
+    try:
+        yield
+    finally:
+        _under_way.difference_update(replicas)
+
+
+@contextlib.contextmanager
+def _interrupted_reducers_end(replicas: Sequence[Replica]) -> Iterator[None]:
+    """After an exception a reducer of torch waits for the rest of its backward; the next one gets a new reducer."""
+    try:
+        yield
+    except BaseException:
+        for replica in replicas:
+            _end_reducer(replica)
+        raise
+
+
+def _end_reducer(replica: Replica) -> None:
+    if replica.reducer is not None:
+        replica.reducer.close()
+        replica.reducer = None
+
+
+def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
+    outputs, args, kwargs = call.outputs, call.args, call.kwargs
     synced = [replica for replica in found.replicas if replica.sync]
     with Watched(synced) as watched:
         for replica in synced:
@@ -95,7 +136,8 @@ def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Ten
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
         watched.count_from_here()
         obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
-        result = _run(by_hooks, obstacle, call)
+        with _interrupted_reducers_end(found.replicas):
+            result = _run(by_hooks, obstacle, call)
         for replica in synced:
             _complete(replica, outputs)
     for replica in found.replicas:
@@ -186,6 +228,7 @@ def _search(outputs: Sequence[Any]) -> _Found:
     The first leaf is usually a parameter behind a compiled backward, so this ends after a few nodes.
     """
     replicas: set[Replica] = set()
+    strangers: list[torch.Tensor] = []
     compiled = bool(getattr(_scope, "forced", False))
     seen: set[Any] = set()
     stack = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
@@ -200,11 +243,22 @@ def _search(outputs: Sequence[Any]) -> _Found:
             owner = owners.find(variable)
             if owner is not None:
                 replicas.add(owner[0])
+            elif isinstance(variable, torch.nn.Parameter):
+                strangers.append(variable)
             continue
         compiled = compiled or _torch.is_aot_backward(node)
         stack.extend(following for following, _ in node.next_functions)
+    if not replicas:
+        _refuse_unreduced(strangers)
     # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
     return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
+
+
+def _refuse_unreduced(parameters: Sequence[torch.Tensor]) -> None:
+    """The guard for a backward that seems to be of other modules: every parameter of one of ours may be a new one."""
+    for replica in owners if parameters else ():
+        if replica.sync and replica.config.check_reductions:
+            refuse_unreduced(replica, parameters)
 
 
 def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
@@ -213,14 +267,14 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
         if replica.reducer is not None:
             why = "the forward is compiled now" if compiled else "inputs may be uneven"
             logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
-            replica.reducer.close()
-            replica.reducer = None
+            _end_reducer(replica)
             # No hook has noted what was used while torch's reducer was at work, inside no_sync() for example.
             parameters = enumerate(replica.parameters)
             replica.used_without_sync.update(index for index, parameter in parameters if parameter.grad is not None)
         if replica.hooks is None:
             replica.hooks = install_hooks(replica)
         return True
+    check_intact(replica)
     if replica.reducer is None:
         assert replica.make_reducer is not None
         if replica.hooks is not None:
@@ -286,6 +340,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
+        check_intact(replica)
         if replica.sync and not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
             logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1

@@ -100,6 +100,7 @@ class CapturedBackward:
             _refuse_shards(rest[2])
             captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
             compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
+            compiled.gave_up = _is_reentrant(rest[2])
         if compiled.gave_up:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
@@ -142,6 +143,16 @@ def _outside_window() -> Iterator[None]:
         yield
     finally:
         _window.acquire()
+
+
+def _is_reentrant(hooks: Sequence[Any]) -> bool:
+    if not any(_torch.is_reentrant_checkpoint(hook) for hook in hooks):
+        return False
+    logger.warning(
+        "a backward is not compiled, its hooks run eagerly: reentrant checkpointing runs a backward inside it. "
+        "Use checkpoint(..., use_reentrant=False)."
+    )
+    return True
 
 
 def _refuse_shards(hooks: Sequence[Any]) -> None:

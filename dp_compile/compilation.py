@@ -29,6 +29,7 @@ from dp_compile import _torch
 from dp_compile.binding import Binding, Place, Sites
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
+from dp_compile.intact import check_not_moved
 from dp_compile.launch_clock import LaunchClock
 from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
@@ -255,13 +256,17 @@ class CompiledBackward:
         if expected and not found and not self._deferred:
             raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
         if found != expected and (found or not self._deferred):
-            place = next(iter((expected - found) + (found - expected)))
+            wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
             raise ReductionError(
-                f"the captured backward reduces gradient {place[1]} of replica {place[0]} {found[place]} times, "
-                "expected once. Something traced the hooks wrongly; please report it with the model."
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse? That is "
+                "not supported, compute it with sparse=False. If not, something traced the hooks wrongly; please "
+                "report it with the model."
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())
+        if found:
+            for replica in self._settling:
+                check_not_moved(replica)
         if found and any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling):
             self._settle_plans(graph_module.graph)
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
@@ -288,6 +293,10 @@ class CompiledBackward:
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
+
+    def _name(self, place: Place) -> str:
+        names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}
+        return names.get(place[1], f"gradient {place[1]}")
 
     def _expected_reductions(self) -> Counter[Place]:
         return Counter(

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dp_compile import _torch
 from dp_compile.errors import ReductionError
 from dp_compile.grad_reduction import REDUCE_OPS
+from dp_compile.intact import refuse_unreduced
 from dp_compile.plan import Bucket, Member
 from dp_compile.replica import Replica
 from dp_compile.settling import revise_if_due, settle
@@ -104,20 +105,30 @@ class ReductionRound:
     """The reduced gradients and flags by index, once the round is finished."""
 
     def arrive(self, index: int) -> None:
-        """The gradient of parameter `index` is complete. Launches every bucket that is complete and next.
+        """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
 
         Raises:
-            ReductionError: the parameter arrived twice in one backward.
+            ReductionError: the parameter arrived twice in one backward, or its gradient is sparse.
         """
+        grad = self.replica.parameters[index].grad
+        if grad is not None and grad.layout is not torch.strided:
+            raise ReductionError(
+                f"the gradient of {self.replica.names[index]} is sparse, which is not supported. "
+                "Compute it with sparse=False."
+            )
         if index in self.arrived:
             raise ReductionError(
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
             )
+        # Without this gradient: the user's own hooks on it, which may change it, can come after ours.
+        self._launch_complete()
         self.arrived[index] = None
-        buckets = self.replica.plan.buckets
+
+    def _launch_complete(self) -> None:
         if self.before is not None and not self.before.is_launched():
             return
+        buckets = self.replica.plan.buckets
         while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
             self._launch(buckets[len(self.flights)], None)
 
@@ -226,12 +237,11 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
         accumulated: every tensor that gets a gradient in this backward.
 
     Raises:
-        ReductionError: a parameter of the module gets a gradient but has no hook, or was frozen when the module was
-            replicated.
+        ReductionError: a parameter of the module gets a gradient but has no hook, was frozen when the module was
+            replicated, or replaced another one since.
     """
     present = set(hooked)
     index_of = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
-    frozen_name = {id(parameter): name for name, parameter in replica.frozen}
     unhooked = [
         index_of[id(tensor)] for tensor in accumulated if id(tensor) in index_of and index_of[id(tensor)] not in present
     ]
@@ -240,12 +250,9 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
             f"not reduced: {replica.name_list(unhooked)}. The gradient arrived but its hook did not run: it was "
             "probably removed, or the parameter's hooks were replaced. Call replicate() again on a fresh module."
         )
-    thawed = [frozen_name[id(tensor)] for tensor in accumulated if id(tensor) in frozen_name]
-    if thawed:
-        raise ReductionError(
-            f"not reduced: {', '.join(thawed[:8])}. It was frozen (requires_grad=False) when replicate() was called, "
-            "so it has no hook. Unfreeze before replicate()."
-        )
+    foreign = [tensor for tensor in accumulated if id(tensor) not in index_of]
+    if foreign:
+        refuse_unreduced(replica, foreign)
 
 
 def _dtype(bucket: Bucket) -> torch.dtype:

@@ -81,6 +81,19 @@ class BufferPlace:
         return found if isinstance(found, torch.Tensor) else None
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterPlace:
+    """Where a parameter was found, and its fully qualified name. The user may put another one there."""
+
+    owner: weakref.ref[nn.Module]
+    attribute: str
+    name: str
+
+    def find(self) -> nn.Parameter | None:
+        owner = self.owner()
+        return None if owner is None else owner._parameters.get(self.attribute)
+
+
 class Uneven(Protocol):
     """Where ranks that have run out of inputs learn what the others reduce."""
 
@@ -108,6 +121,7 @@ class Replica:
     config: ReplicateConfig
     plan: BucketPlan
     passes: tuple[GraphPass, ...]
+    parameter_places: tuple[ParameterPlace, ...] = ()
     certificate: Certificate | None = None
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""

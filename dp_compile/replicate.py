@@ -295,6 +295,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         names=names,
         frozen=tuple(target.frozen.items()),
         buffer_places=target.buffer_places(),
+        parameter_places=target.parameter_places(),
         group=group,
         config=config,
         plan=planning.planned.plan,

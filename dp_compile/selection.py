@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dp_compile import _torch
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.replica import BufferPlace, owners
+from dp_compile.replica import BufferPlace, ParameterPlace, owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,16 @@ class Selection:
             for owner in self.module.modules()
             for name, buffer in owner.named_buffers(recurse=False)
             if id(buffer) in chosen
+        )
+
+    def parameter_places(self) -> tuple[ParameterPlace, ...]:
+        """Every place of every parameter: tied ones have several."""
+        chosen = {id(parameter) for parameter in (*self.trainable.values(), *self.frozen.values())}
+        return tuple(
+            ParameterPlace(weakref.ref(owner), name, fully_qualified(f"{prefix}.{name}" if prefix else name))
+            for prefix, owner in self.module.named_modules()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if id(parameter) in chosen
         )
 
 

@@ -25,7 +25,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("certificate", "report", "model_shapes", "ready_times", "progress"),
     ("strategies", "launch_clock"),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
-    ("settling",),
+    ("settling", "intact"),
     ("passes", "hooks", "planning", "finite", "forward_hooks", "selection"),
     ("binding", "monitor", "replicated_module"),
     ("compilation",),
