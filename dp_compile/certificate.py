@@ -19,7 +19,6 @@ from dp_compile.timeline import (
     jobs_of,
     launches,
     release_times,
-    split_large,
 )
 
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
@@ -27,6 +26,9 @@ ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 
 MEASURED_BAND: Final = (1.0, 0.9, 1.1)
 """The same for speeds that were measured: what is left is noise."""
+
+PIECES_GAIN: Final = 0.005
+"""Pieces are taken if they make the worst case better by more than this share. Below it the model is not that exact."""
 
 LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
@@ -76,6 +78,17 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """All gradients in launch order, some of them in pieces, and how long it takes to put those together again.
+
+    That is counted as if it were done at the very end.
+    """
+
+    gradients: tuple[ReadyGradient, ...]
+    assembly_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     strategy: str
     gradients: tuple[ReadyGradient, ...]
@@ -91,16 +104,17 @@ def certify(
     backward_s: float,
     strategy: str,
     band: tuple[float, ...] = ERROR_BAND,
+    assembly_s: float = 0.0,
 ) -> Certificate:
-    """What given buckets promise."""
+    """What given buckets promise. `assembly_s`: how long it takes at the end to put pieces together."""
     jobs = jobs_of(gradients, buckets, cost)
     return Certificate(
         strategy,
         cost,
         backward_s,
-        max(backward_s, finish_time(jobs)),
+        max(backward_s, finish_time(jobs)) + assembly_s,
         _bound(gradients, cost, backward_s),
-        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band),
+        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band, assembly_s),
         band,
         tuple(_reasons(gradients, buckets, jobs)),
     )
@@ -111,7 +125,6 @@ def robust_partition(
     *,
     cost: AllReduceCost,
     backward_s: float,
-    split_above: int | None = None,
     band: tuple[float, ...] = ERROR_BAND,
 ) -> Choice:
     """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
@@ -123,29 +136,77 @@ def robust_partition(
         gradients: in launch order.
         cost: of the collective that carries a bucket.
         backward_s: how long the backward takes without communication.
-        split_above: cut gradients of more bytes into pieces, if that makes the worst case better.
         band: how much slower the network may be, compared with the backward, than was believed.
 
     Raises:
         ConfigError: a number is not allowed.
     """
     whole = tuple(gradients)
-    candidates = list(_candidates(whole, cost, backward_s, band, ""))
-    if split_above is not None and (pieces := split_large(whole, above_nbytes=split_above)) != whole:
-        candidates += _candidates(pieces, cost, backward_s, band, ", large gradients in pieces")
+    candidates = list(_candidates(whole, cost, backward_s, band))
     bounds = _bounds(whole, cost, backward_s, band)
     ratios = [worst_ratio(candidate.jobs, bounds, backward_s, band) for candidate in candidates]
     least = min(ratios) * (1 + SLACK)
     equal = [candidate for candidate, ratio in zip(candidates, ratios, strict=True) if ratio <= least]
-    best = min(equal, key=lambda candidate: (len(candidate.gradients), len(candidate.buckets)))
+    best = min(equal, key=lambda candidate: len(candidate.buckets))
     certificate = certify(
         best.gradients, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})", band=band
     )
     return Choice(best.gradients, best.buckets, certificate)
 
 
+def robust_with_pieces(
+    gradients: Sequence[ReadyGradient],
+    cuts: Sequence[Cut],
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    band: tuple[float, ...] = ERROR_BAND,
+) -> Choice:
+    """As `robust_partition`; of one of `cuts` instead, if its worst case is better by more than `PIECES_GAIN`.
+
+    All are measured against the bounds of the whole gradients, and the pieces' assembly is counted.
+
+    Args:
+        gradients: in launch order.
+        cuts: the same gradients, some in pieces.
+        cost: of the collective that carries a bucket.
+        backward_s: how long the backward takes without communication.
+        band: how much slower the network may be, compared with the backward, than was believed.
+    """
+    bounds = _bounds(gradients, cost, backward_s, band)
+
+    def worst(choice: Choice, assembly_s: float) -> float:
+        return worst_ratio(jobs_of(choice.gradients, choice.buckets, cost), bounds, backward_s, band, assembly_s)
+
+    best = robust_partition(gradients, cost=cost, backward_s=backward_s, band=band)
+    least = worst(best, 0.0) * (1 - PIECES_GAIN)
+    for cut in cuts:
+        choice = robust_partition(cut.gradients, cost=cost, backward_s=backward_s, band=band)
+        if (found := worst(choice, cut.assembly_s)) < least:
+            best, least = _with_assembly(choice, cut.assembly_s), found
+    return best
+
+
+def _with_assembly(choice: Choice, assembly_s: float) -> Choice:
+    told = choice.certificate
+    certificate = certify(
+        choice.gradients,
+        choice.buckets,
+        cost=told.cost,
+        backward_s=told.backward_s,
+        strategy=f"{told.strategy}, one gradient in pieces",
+        band=told.band,
+        assembly_s=assembly_s,
+    )
+    return Choice(choice.gradients, choice.buckets, certificate)
+
+
 def worst_ratio(
-    jobs: Sequence[Job], bounds: Sequence[float], backward_s: float, band: Sequence[float] = ERROR_BAND
+    jobs: Sequence[Job],
+    bounds: Sequence[float],
+    backward_s: float,
+    band: Sequence[float] = ERROR_BAND,
+    assembly_s: float = 0.0,
 ) -> float:
     """The largest makespan over bound when the network is slower or faster than the jobs say.
 
@@ -154,13 +215,14 @@ def worst_ratio(
         bounds: the bound for each speed in `band`.
         backward_s: how long the backward takes.
         band: the speeds.
+        assembly_s: how long it takes at the end to put pieces together.
     """
-    makespans = [max(backward_s, finish_time(jobs, slower=slower)) for slower in band]
+    makespans = [max(backward_s, finish_time(jobs, slower=slower)) + assembly_s for slower in band]
     return max(makespan / bound if bound else 1.0 for makespan, bound in zip(makespans, bounds, strict=True))
 
 
 def _candidates(
-    gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float], note: str
+    gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float]
 ) -> Iterator[_Candidate]:
     found: dict[Buckets, str] = {}
     for slower in band:
@@ -175,7 +237,7 @@ def _candidates(
         buckets = fixed_partition(gradients, cap_nbytes=cap_mb * BYTES_PER_MB, first_cap_nbytes=first)
         found.setdefault(buckets, f"fixed cap of {cap_mb:g} MiB")
     for buckets, strategy in found.items():
-        yield _Candidate(strategy + note, gradients, buckets, tuple(jobs_of(gradients, buckets, cost)))
+        yield _Candidate(strategy, gradients, buckets, tuple(jobs_of(gradients, buckets, cost)))
 
 
 def _bound(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> float:

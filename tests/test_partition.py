@@ -9,13 +9,24 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from dp_compile.certificate import CAPS_MB, ERROR_BAND, FIRST_CAP_MB, certify, robust_partition, worst_ratio
+from dp_compile.certificate import (
+    CAPS_MB,
+    ERROR_BAND,
+    FIRST_CAP_MB,
+    Choice,
+    Cut,
+    certify,
+    robust_partition,
+    robust_with_pieces,
+    worst_ratio,
+)
 from dp_compile.config import BYTES_PER_MB
 from dp_compile.cost_model import AllReduceCost, release_time_bound
 from dp_compile.errors import ConfigError
@@ -27,10 +38,10 @@ from dp_compile.timeline import (
     finish_time,
     fixed_partition,
     in_launch_order,
+    in_pieces,
     jobs_of,
     launches,
     release_times,
-    split_large,
 )
 
 CLOSE = 1e-9
@@ -214,32 +225,72 @@ def test_wrong_numbers(wrong: float) -> None:
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
-@given(gradient_lists(most=6), costs, st.integers(1, 60))
+@given(gradient_lists(most=6), costs, st.integers(1, 5))
 def test_pieces_that_are_ready_together_gain_nothing(
-    gradients: list[ReadyGradient], cost: AllReduceCost, above: int
+    gradients: list[ReadyGradient], cost: AllReduceCost, count: int
 ) -> None:
-    pieces = split_large(gradients, above_nbytes=above)
+    pieces = [piece for gradient in gradients for piece in in_pieces(gradient, equal_sizes(gradient.nbytes, count))]
+    assert len(pieces) == count * len(gradients)
     assert sum(piece.nbytes for piece in pieces) == sum(gradient.nbytes for gradient in gradients)
-    assert all(piece.nbytes <= above for piece in pieces)
     whole = finish(gradients, optimal_partition(gradients, cost=cost), cost)
     cut = finish(pieces, optimal_partition(pieces, cost=cost), cost)
     assert cut == pytest.approx(whole, rel=CLOSE)
 
 
+def equal_sizes(nbytes: int, count: int) -> list[int]:
+    return [nbytes * (number + 1) // count - nbytes * number // count for number in range(count)]
+
+
 def test_pieces_gain_where_the_producer_makes_them_one_by_one() -> None:
     head = ReadyGradient(100, 10.0, produced_s=8.0)
     cost = AllReduceCost(0.1, 0.1)
-    assert [piece.ready_s for piece in split_large([head], above_nbytes=25)] == [4.0, 6.0, 8.0, 10.0]
+    pieces = in_pieces(head, [25, 25, 25, 25])
+    assert [piece.ready_s for piece in pieces] == [4.0, 6.0, 8.0, 10.0]
+    assert [piece.ready_s for piece in in_pieces(head, [10, 90])] == pytest.approx([10.0 - 0.9 * 8.0, 10.0])
     whole = robust_partition([head], cost=cost, backward_s=10.0)
-    cut = robust_partition([head], cost=cost, backward_s=10.0, split_above=25)
+    cut = robust_with_pieces([head], [Cut(pieces, 0.25)], cost=cost, backward_s=10.0)
     assert cut.certificate.makespan_s < whole.certificate.makespan_s
     assert "in pieces" in cut.certificate.strategy
-    assert len(cut.gradients) == 4
-    # Nothing to gain: no pieces.
-    at_once = robust_partition([ReadyGradient(100, 10.0)], cost=cost, backward_s=10.0, split_above=25)
-    assert len(at_once.gradients) == 1
-    with pytest.raises(ConfigError, match="above_nbytes"):
-        split_large([head], above_nbytes=0)
+    assert cut.gradients == pieces
+    # The whole takes 20.1; four pieces 4 + 4 * 2.6 + 0.25. It has to be more than a little.
+    assert cut.certificate.makespan_s == pytest.approx(14.65)
+    with pytest.raises(ConfigError, match="pieces of 50 bytes do not make up a gradient of 100"):
+        in_pieces(head, [25, 25])
+
+
+@pytest.mark.parametrize(("produced_s", "assembly_s"), [(0.0, 0.0), (8.0, 5.5), (0.05, 0.0)])
+def test_no_pieces_where_they_gain_nothing_or_little(produced_s: float, assembly_s: float) -> None:
+    """Made at once; put together as slowly as was gained; hardly anything gained."""
+    head, cost = ReadyGradient(100, 10.0, produced_s=produced_s), AllReduceCost(0.1, 0.1)
+    cut = Cut(in_pieces(head, [50, 50]), assembly_s)
+    assert robust_with_pieces([head], [cut], cost=cost, backward_s=10.0) == robust_partition(
+        [head], cost=cost, backward_s=10.0
+    )
+
+
+@given(gradient_lists(most=6), costs, st.floats(0, 1), st.sampled_from([2, 4, 8]), st.floats(0, 5))
+def test_pieces_are_never_worse_than_none(
+    gradients: list[ReadyGradient], cost: AllReduceCost, produced: float, count: int, assembly_s: float
+) -> None:
+    """By the model, in the worst case over all speeds, measured against the bounds of the whole gradients."""
+    backward_s = max(gradient.ready_s for gradient in gradients)
+    first = replace(gradients[0], produced_s=gradients[0].ready_s * produced)
+    pieces = in_pieces(first, equal_sizes(first.nbytes, count))
+    cut = Cut((*pieces, *gradients[1:]), assembly_s)
+    whole = robust_partition(gradients, cost=cost, backward_s=backward_s)
+    choice = robust_with_pieces(gradients, [cut], cost=cost, backward_s=backward_s)
+    if choice.gradients == tuple(gradients):
+        assert choice == whole
+        return
+    assert choice.gradients == cut.gradients
+
+    def worst(of: Choice, after_s: float) -> float:
+        return max(
+            (max(backward_s, finish(of.gradients, of.buckets, speed)) + after_s) / bound(gradients, speed, backward_s)
+            for speed in map(cost.scaled, ERROR_BAND)
+        )
+
+    assert worst(choice, assembly_s) < worst(whole, 0.0)
 
 
 # --- the robust choice and its certificate ----------------------------------------------------------------------------

@@ -4,12 +4,19 @@
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
+A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
+What comes back is copied into one tensor, the only copy out.
+
+    reduce_grad(mm(a, b))   ->   flat_bucket(mm(a[:k], b)) -> all_reduce -> wait -> as_strided: reduced rows ..k  -.
+                                 flat_bucket(mm(a[k:], b)) -> all_reduce -> wait -> as_strided: reduced rows k..  -> cat
+
 A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
 memory. One grouped all-reduce then carries them all, and each is waited for by itself.
 
 Gradients are computed in their places in the bucket (`dp_compile/lowering.py`), each in its parameter's memory order.
-What is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed
-anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
+What is handed back of a whole gradient are views of the bucket: no copy out. The factor of the average is a factor of
+what is computed anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it
+on the way.
 """
 
 from __future__ import annotations
@@ -26,9 +33,10 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.grad_reduction import GradReduction, ReductionTag
 from dp_compile.lowering import FLAT_BUCKET
-from dp_compile.passes.analysis import analyse
+from dp_compile.passes.analysis import MemberMark, analyse
+from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import fold_factor, is_view, without_views
-from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place
+from dp_compile.plan import Bucket, BucketKey, BucketPlan, Member, Place, Rows, covers
 from dp_compile.report import PassResult
 
 aten = torch.ops.aten
@@ -46,14 +54,22 @@ class BucketReductions:
         # Once for all buckets: each takes as long as the graph is large.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
+        pieces: dict[fx.Node, dict[Rows, fx.Node]] = {}
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
                 site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale)
-                launch, of_bucket = _reduce_bucket(site, bucket, members)
+                launch, parts = _reduce_bucket(site, bucket, members)
                 launches.append(launch)
-                views |= of_bucket
+                for part, view in parts:
+                    node, rows = part.reduction.node, part.member.rows
+                    if rows is None:
+                        views[node] = view
+                        continue
+                    pieces.setdefault(node, {})[rows] = view
+                    if covers(list(pieces[node]), part.member.gradient.shape[0]):
+                        views[node] = site.assemble(pieces[node], part)
         edit.replace_uses(views)
         for node in views:
             _erase(node)
@@ -85,10 +101,10 @@ def _by_replica(
 
 def _reduce_bucket(
     site: _Site, bucket: Bucket, reductions: Sequence[GradReduction]
-) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Returns the launch, and what takes the place of each reduction."""
+) -> tuple[fx.Node, list[tuple[_Part, fx.Node]]]:
+    """Returns the launch, and each member with what comes back of it."""
     parts = [
-        _Part(number, member.gradient, reduction, place)
+        _Part(number, member, reduction, place)
         for number, (member, reduction, place) in enumerate(
             zip(bucket.members, reductions, bucket.places(), strict=True)
         )
@@ -98,7 +114,7 @@ def _reduce_bucket(
         sharing[part.place.tensor].append(part)
     tensors = [site.flat_bucket(each, numel) for each, numel in zip(sharing, bucket.tensor_numels, strict=True)]
     launch, reduced = site.all_reduce(tensors, bucket.key, parts)
-    return launch, {part.reduction.node: site.view_back(reduced[part.place.tensor], part) for part in parts}
+    return launch, [(part, site.view_back(reduced[part.place.tensor], part)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +122,7 @@ class _Part:
     """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
 
     number: int
-    gradient: GradientSpec
+    member: Member
     reduction: GradReduction
     place: Place
 
@@ -131,7 +147,11 @@ class _Site:
         strides: list[int] = []
         provenance = edit.Provenance(BucketReductions.name, self.unit)
         for part in parts:
-            source, stride = without_views(part.reduction.grad, part.gradient.stride)
+            gradient, rows = part.member.gradient, part.member.rows
+            if rows is None:
+                source, stride = without_views(part.reduction.grad, gradient.stride)
+            else:
+                source, stride = rows_of(part.reduction, gradient, rows, provenance)
             folded = self.folds and fold_factor(source, part.reduction.tag.scale, provenance)
             sources.append(source)
             scales.append(1.0 if folded else part.reduction.tag.scale)
@@ -144,8 +164,7 @@ class _Site:
         self, tensors: Sequence[fx.Node], key: BucketKey, parts: Sequence[_Part]
     ) -> tuple[fx.Node, list[fx.Node]]:
         """One collective over all tensors. Returns its launch and each tensor, waited for."""
-        tags = [part.reduction.tag for part in parts]
-        names = tuple(f"{tag.index}/{tag.replica}/{tag.scale!r}" for tag in tags)
+        names = tuple(_mark(part).write() for part in parts)
         grouped = len(tensors) > 1
         target = collectives.GROUPED_ALL_REDUCE if grouped else collectives.ALL_REDUCE
         argument = list(tensors) if grouped else tensors[0]
@@ -154,22 +173,41 @@ class _Site:
         return launch, [self.make(collectives.WAIT, item) for item in items]
 
     def view_back(self, reduced: fx.Node, part: _Part) -> fx.Node:
-        """A reduced gradient as a view of its bucket, with the strides that were promised when it was traced."""
-        shape, promised = list(part.gradient.shape), tuple(part.reduction.node.meta["val"].stride())
-        if _same_layout(part.gradient.shape, promised, part.gradient.stride):
+        """What comes back of a member as a view of its bucket. Whole, it has the strides that were promised."""
+        gradient, shape = part.member.gradient, list(part.member.shape)
+        promised = tuple(part.reduction.node.meta["val"].stride())
+        if part.member.rows is None and _same_layout(gradient.shape, promised, gradient.stride):
             return self.make(aten.as_strided.default, reduced, shape, list(promised), part.place.offset)
-        # Somebody was told other strides than the parameter's: keep that promise.
-        view = self.make(aten.as_strided.default, reduced, shape, list(part.gradient.stride), part.place.offset)
+        view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), part.place.offset)
+        return view if part.member.rows is not None else self.as_promised(view, part)
+
+    def assemble(self, pieces: Mapping[Rows, fx.Node], part: _Part) -> fx.Node:
+        """The reduced gradient in memory of its own, from all of its pieces; `part` is one of them."""
+        whole = self.make(aten.cat.default, [pieces[rows] for rows in sorted(pieces)])
+        promised = tuple(part.reduction.node.meta["val"].stride())
+        if _same_layout(part.member.gradient.shape, promised, tuple(whole.meta["val"].stride())):
+            return whole
+        return self.as_promised(whole, part)
+
+    def as_promised(self, view: fx.Node, part: _Part) -> fx.Node:
+        """Somebody was told other strides than the parameter's when this was traced: keep that promise."""
+        gradient, promised = part.member.gradient, tuple(part.reduction.node.meta["val"].stride())
         turned = self.make(aten.permute.default, view, list(memory_order(promised)))
-        flat = self.make(aten.reshape.default, turned, [part.gradient.numel])
-        return self.make(aten.as_strided.default, flat, shape, list(promised))
+        flat = self.make(aten.reshape.default, turned, [gradient.numel])
+        return self.make(aten.as_strided.default, flat, list(gradient.shape), list(promised))
+
+
+def _mark(part: _Part) -> MemberMark:
+    tag, member = part.reduction.tag, part.member
+    n_rows = 0 if member.rows is None else member.gradient.shape[0]
+    return MemberMark(tag.index, tag.replica, tag.scale, member.rows, n_rows)
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a reduction, and the views that nobody but it was made for."""
+    """Erase a reduction, and what nobody but it was made for: views, and a product that is computed in blocks."""
     inputs = node.all_input_nodes[:1]
     node.graph.erase_node(node)
-    if inputs and not inputs[0].users and is_view(inputs[0]):
+    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_left_over(inputs[0])):
         _erase(inputs[0])
 
 
