@@ -5,18 +5,17 @@
                                                                               '-> as_strided: reduced b
 
 A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
-What comes back is copied into one tensor, the only copy out.
+Compiled code allocates pieces that have a bucket for themselves side by side, else they are copied into one tensor.
 
-    reduce_grad(mm(a, b))   ->   flat_bucket(mm(a[:k], b)) -> all_reduce -> wait -> as_strided: reduced rows ..k  -.
-                                 flat_bucket(mm(a[k:], b)) -> all_reduce -> wait -> as_strided: reduced rows k..  -> cat
+    reduce_grad(mm(a, b))   ->   flat_bucket(mm(a[:k], b)) -> all_reduce -> wait  -.
+                                 flat_bucket(mm(a[k:], b)) -> all_reduce -> wait  -> assemble -> as_strided: reduced
 
 A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
 memory. One grouped all-reduce then carries them all, and each is waited for by itself.
 
 Gradients are computed in their places in the bucket (`dp_compile/lowering.py`), each in its parameter's memory order.
-What is handed back of a whole gradient are views of the bucket: no copy out. The factor of the average is a factor of
-what is computed anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it
-on the way.
+What is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed
+anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -32,11 +31,11 @@ from torch import fx
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.grad_reduction import GradReduction, ReductionTag
-from dp_compile.lowering import FLAT_BUCKET
+from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.analysis import MemberMark, analyse
 from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import fold_factor, is_view, without_views
-from dp_compile.plan import Bucket, BucketKey, BucketPlan, Member, Place, Rows, covers
+from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place, Rows, covers
 from dp_compile.report import PassResult
 
 aten = torch.ops.aten
@@ -62,14 +61,11 @@ class BucketReductions:
                 site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale)
                 launch, parts = _reduce_bucket(site, bucket, members)
                 launches.append(launch)
-                for part, view in parts:
-                    node, rows = part.reduction.node, part.member.rows
-                    if rows is None:
-                        views[node] = view
-                        continue
-                    pieces.setdefault(node, {})[rows] = view
-                    if covers(list(pieces[node]), part.member.gradient.shape[0]):
-                        views[node] = site.assemble(pieces[node], part)
+                for part, reduced in parts:
+                    where = _put_together(site, part, reduced, pieces)
+                    if where is not None:
+                        node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
+                        views[node] = site.view_back(where.node, part.member.gradient, promised, where.offset)
         edit.replace_uses(views)
         for node in views:
             _erase(node)
@@ -102,7 +98,7 @@ def _by_replica(
 def _reduce_bucket(
     site: _Site, bucket: Bucket, reductions: Sequence[GradReduction]
 ) -> tuple[fx.Node, list[tuple[_Part, fx.Node]]]:
-    """Returns the launch, and each member with what comes back of it."""
+    """Returns the launch, and each member with the reduced tensor that it lies in."""
     parts = [
         _Part(number, member, reduction, place)
         for number, (member, reduction, place) in enumerate(
@@ -114,7 +110,27 @@ def _reduce_bucket(
         sharing[part.place.tensor].append(part)
     tensors = [site.flat_bucket(each, numel) for each, numel in zip(sharing, bucket.tensor_numels, strict=True)]
     launch, reduced = site.all_reduce(tensors, bucket.key, parts)
-    return launch, [(part, site.view_back(reduced[part.place.tensor], part)) for part in parts]
+    return launch, [(part, reduced[part.place.tensor]) for part in parts]
+
+
+class _Where(NamedTuple):
+    """A tensor and the element at which a whole reduced gradient starts in it."""
+
+    node: fx.Node
+    offset: int
+
+
+def _put_together(
+    site: _Site, part: _Part, reduced: fx.Node, pieces: dict[fx.Node, dict[Rows, fx.Node]]
+) -> _Where | None:
+    """Where the gradient of a part lies; `None` as long as pieces of it are missing. `pieces` collects them."""
+    if part.member.rows is None:
+        return _Where(reduced, part.place.offset)
+    found = pieces.setdefault(part.reduction.node, {})
+    found[part.member.rows] = site.flat_piece(reduced, part)
+    if not covers(list(found), part.member.gradient.shape[0]):
+        return None
+    return _Where(site.make(ASSEMBLE, [found[rows] for rows in sorted(found)]), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,26 +188,19 @@ class _Site:
         items = [self.make(operator.getitem, launch, number) for number in range(len(tensors))] if grouped else [launch]
         return launch, [self.make(collectives.WAIT, item) for item in items]
 
-    def view_back(self, reduced: fx.Node, part: _Part) -> fx.Node:
-        """What comes back of a member as a view of its bucket. Whole, it has the strides that were promised."""
-        gradient, shape = part.member.gradient, list(part.member.shape)
-        promised = tuple(part.reduction.node.meta["val"].stride())
-        if part.member.rows is None and _same_layout(gradient.shape, promised, gradient.stride):
-            return self.make(aten.as_strided.default, reduced, shape, list(promised), part.place.offset)
-        view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), part.place.offset)
-        return view if part.member.rows is not None else self.as_promised(view, part)
+    def flat_piece(self, reduced: fx.Node, part: _Part) -> fx.Node:
+        """What comes back of a piece, in one dimension: the tensor itself, if there is nothing else in it."""
+        if list(reduced.meta["val"].shape) == [part.member.numel]:
+            return reduced
+        return self.make(aten.as_strided.default, reduced, [part.member.numel], [1], part.place.offset)
 
-    def assemble(self, pieces: Mapping[Rows, fx.Node], part: _Part) -> fx.Node:
-        """The reduced gradient in memory of its own, from all of its pieces; `part` is one of them."""
-        whole = self.make(aten.cat.default, [pieces[rows] for rows in sorted(pieces)])
-        promised = tuple(part.reduction.node.meta["val"].stride())
-        if _same_layout(part.member.gradient.shape, promised, tuple(whole.meta["val"].stride())):
-            return whole
-        return self.as_promised(whole, part)
-
-    def as_promised(self, view: fx.Node, part: _Part) -> fx.Node:
-        """Somebody was told other strides than the parameter's when this was traced: keep that promise."""
-        gradient, promised = part.member.gradient, tuple(part.reduction.node.meta["val"].stride())
+    def view_back(self, reduced: fx.Node, gradient: GradientSpec, promised: tuple[int, ...], offset: int) -> fx.Node:
+        """A reduced gradient as a view of what it lies in, with the strides that were promised when it was traced."""
+        shape = list(gradient.shape)
+        if _same_layout(gradient.shape, promised, gradient.stride):
+            return self.make(aten.as_strided.default, reduced, shape, list(promised), offset)
+        view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
+        # Somebody was told other strides than the parameter's: keep that promise.
         turned = self.make(aten.permute.default, view, list(memory_order(promised)))
         flat = self.make(aten.reshape.default, turned, [gradient.numel])
         return self.make(aten.as_strided.default, flat, list(gradient.shape), list(promised))
