@@ -28,7 +28,7 @@ MEASURED_BAND: Final = (1.0, 0.9, 1.1)
 """The same for speeds that were measured: what is left is noise."""
 
 PIECES_GAIN: Final = 0.005
-"""Pieces are taken if they make the worst case better by more than this share. Below it the model is not that exact."""
+"""Pieces are taken if they make the latest end earlier by more than this share. The model is not more exact."""
 
 LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
@@ -70,22 +70,27 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A partition of `gradients` (pieces, where a large gradient was cut) with its certificate."""
+    """A partition of `gradients` (pieces, where a large gradient was cut) with its certificate.
+
+    `assembly_s`: how long it takes to put pieces together at the end.
+    """
 
     gradients: tuple[ReadyGradient, ...]
     buckets: Buckets
     certificate: Certificate
+    assembly_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """All gradients in launch order, some of them in pieces, and how long it takes to put those together again.
+    """All gradients in launch order, some of them in pieces.
 
-    That is counted as if it were done at the very end.
+    `copy_s_per_byte`: pieces that share a bucket are copied to be put together, at this speed. That is counted as if
+    it were done at the very end. A piece that has a bucket for itself is where it has to be.
     """
 
     gradients: tuple[ReadyGradient, ...]
-    assembly_s: float
+    copy_s_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,43 +167,55 @@ def robust_with_pieces(
     backward_s: float,
     band: tuple[float, ...] = ERROR_BAND,
 ) -> Choice:
-    """As `robust_partition`; of one of `cuts` instead, if its worst case is better by more than `PIECES_GAIN`.
+    """As `robust_partition`; with one of `cuts` instead, if the model says that this pays.
 
-    All are measured against the bounds of the whole gradients, and the pieces' assembly is counted.
+    It pays if the latest end of all speeds in `band` is earlier by more than `PIECES_GAIN`, and no other end is later
+    by more than that. Of those that do, the one whose ends are earliest on average. The copies of `Cut` are counted.
 
     Args:
         gradients: in launch order.
-        cuts: the same gradients, some in pieces.
+        cuts: the same gradients, some in pieces; later ones have to gain more than earlier ones.
         cost: of the collective that carries a bucket.
         backward_s: how long the backward takes without communication.
         band: how much slower the network may be, compared with the backward, than was believed.
     """
-    bounds = _bounds(gradients, cost, backward_s, band)
-
-    def worst(choice: Choice, assembly_s: float) -> float:
-        return worst_ratio(jobs_of(choice.gradients, choice.buckets, cost), bounds, backward_s, band, assembly_s)
-
     best = robust_partition(gradients, cost=cost, backward_s=backward_s, band=band)
-    least = worst(best, 0.0) * (1 - PIECES_GAIN)
+    whole_ends, best_share = _ends(jobs_of(best.gradients, best.buckets, cost), backward_s, band), 1.0
     for cut in cuts:
-        choice = robust_partition(cut.gradients, cost=cost, backward_s=backward_s, band=band)
-        if (found := worst(choice, cut.assembly_s)) < least:
-            best, least = _with_assembly(choice, cut.assembly_s), found
+        for candidate in _candidates(cut.gradients, cost, backward_s, band):
+            assembly_s = _assembly_s(candidate, cut)
+            ends = [end + assembly_s for end in _ends(candidate.jobs, backward_s, band)]
+            shares = [end / whole for end, whole in zip(ends, whole_ends, strict=True) if whole]
+            share = sum(shares) / max(1, len(shares))
+            pays = max(ends) < max(whole_ends) * (1 - PIECES_GAIN) and max(shares) <= 1 + PIECES_GAIN
+            if pays and share < best_share * (1 - PIECES_GAIN / len(band)):
+                best, best_share = _chosen(candidate, assembly_s, cost, backward_s, band), share
     return best
 
 
-def _with_assembly(choice: Choice, assembly_s: float) -> Choice:
-    told = choice.certificate
+def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:
+    return [max(backward_s, finish_time(jobs, slower=slower)) for slower in band]
+
+
+def _assembly_s(candidate: _Candidate, cut: Cut) -> float:
+    """How long it takes to copy the pieces that share a bucket with something else."""
+    shared = [candidate.gradients[position] for bucket in candidate.buckets if len(bucket) > 1 for position in bucket]
+    return cut.copy_s_per_byte * sum(each.nbytes for each in shared if each.pieces > 1)
+
+
+def _chosen(
+    candidate: _Candidate, assembly_s: float, cost: AllReduceCost, backward_s: float, band: tuple[float, ...]
+) -> Choice:
     certificate = certify(
-        choice.gradients,
-        choice.buckets,
-        cost=told.cost,
-        backward_s=told.backward_s,
-        strategy=f"{told.strategy}, one gradient in pieces",
-        band=told.band,
+        candidate.gradients,
+        candidate.buckets,
+        cost=cost,
+        backward_s=backward_s,
+        strategy=f"robust ({candidate.strategy}, one gradient in pieces)",
+        band=band,
         assembly_s=assembly_s,
     )
-    return Choice(choice.gradients, choice.buckets, certificate)
+    return Choice(candidate.gradients, candidate.buckets, certificate, assembly_s)
 
 
 def worst_ratio(
@@ -217,7 +234,7 @@ def worst_ratio(
         band: the speeds.
         assembly_s: how long it takes at the end to put pieces together.
     """
-    makespans = [max(backward_s, finish_time(jobs, slower=slower)) + assembly_s for slower in band]
+    makespans = [end + assembly_s for end in _ends(jobs, backward_s, band)]
     return max(makespan / bound if bound else 1.0 for makespan, bound in zip(makespans, bounds, strict=True))
 
 

@@ -133,7 +133,7 @@ def _cuts(
             row_nbytes = gradient.nbytes // gradient.shape[0]
             sizes = [(last - first) * row_nbytes for first, last in row_blocks(gradient.shape[0], count)]
             pieces = in_pieces(whole, sizes)
-            yield Cut((*ready[:place], *pieces, *ready[place + 1 :]), backward_s * product.copied)
+            yield Cut((*ready[:place], *pieces, *ready[place + 1 :]), backward_s * product.copied / gradient.nbytes)
 
 
 def _parts(ordered: Sequence[GradientSpec], ready: Sequence[ReadyGradient]) -> Iterator[_Part]:
@@ -211,19 +211,8 @@ def plan_explicit(gradients: Sequence[GradientSpec], text: str, layout: Layout) 
     by_name = {gradient.name: gradient for gradient in gradients}
     listed = _members(text)
     everything = [member for members in listed for member in members]
-    counts = Counter(member.name for member in everything if member.rows is None)
-    counts.update({member.name for member in everything if member.rows is not None})
+    _check_members(by_name, everything)
     layout = replace(layout, apart=frozenset(member.name for member in everything if member.apart))
-    complaints = {
-        "names gradients that the module does not have": [name for name in counts if name not in by_name],
-        "misses": [name for name in by_name if name not in counts],
-        "names more than once": [name for name, times in counts.items() if times > 1],
-    }
-    for complaint, names in complaints.items():
-        if names:
-            raise ConfigError(f"the plan file {complaint}: {', '.join(names[:5])}. Save report(model).plan anew.")
-    for name, gradient in by_name.items():
-        _check_rows(gradient, [member.rows for member in everything if member.name == name and member.rows])
     buckets = []
     for number, named in enumerate(listed):
         members = [by_name[member.name] for member in named]
@@ -233,15 +222,33 @@ def plan_explicit(gradients: Sequence[GradientSpec], text: str, layout: Layout) 
                 f"the plan file mixes keys in bucket {number}: {members[0].name} is {members[0].key}, {odd[0].name} "
                 f"is {odd[0].key}. Put them into different buckets."
             )
-        rows = {position: member.rows for position, member in enumerate(named) if member.rows is not None}
+        rows = {position: each.rows for position, each in enumerate(named) if each.rows and not each.has_all(by_name)}
         buckets.append(layout.bucket(members[0].key, members, "as the plan file says", rows))
     return Planned(BucketPlan(tuple(buckets)))
 
 
+def _check_members(by_name: Mapping[str, GradientSpec], members: Sequence[_Listed]) -> None:
+    """Whether each gradient is in a plan file once, whole or in pieces."""
+    counts = Counter(member.name for member in members if member.rows is None)
+    counts.update({member.name for member in members if member.rows is not None})
+    complaints = {
+        "names gradients that the module does not have": [name for name in counts if name not in by_name],
+        "misses": [name for name in by_name if name not in counts],
+        "names more than once": [name for name, times in counts.items() if times > 1],
+    }
+    for complaint, names in complaints.items():
+        if names:
+            raise ConfigError(f"the plan file {complaint}: {', '.join(names[:5])}. Save report(model).plan anew.")
+    pieces: dict[str, list[Rows]] = {}
+    for member in members:
+        if member.rows is not None:
+            pieces.setdefault(member.name, []).append(member.rows)
+    for name, rows in pieces.items():
+        _check_rows(by_name[name], rows)
+
+
 def _check_rows(gradient: GradientSpec, pieces: Sequence[Rows]) -> None:
-    """Whether the pieces of a gradient in a plan file, if any, are the whole gradient."""
-    if not pieces:
-        return
+    """Whether the pieces of a gradient in a plan file are the whole gradient."""
     if (why := gradient.why_in_one_piece()) is not None:
         raise ConfigError(f"the plan file cuts {gradient.name} into pieces, but {why}. Take 'rows' out.")
     if not covers(pieces, gradient.shape[0]):
@@ -257,6 +264,10 @@ class _Listed(NamedTuple):
     name: str
     apart: bool
     rows: Rows | None
+
+    def has_all(self, by_name: Mapping[str, GradientSpec]) -> bool:
+        """Whether this one piece is the whole gradient."""
+        return self.rows == (0, by_name[self.name].shape[0])
 
 
 def _listed(member: Mapping[str, Any]) -> _Listed:
