@@ -143,6 +143,9 @@ class Builder:
         sources = [node for node in self.pool if node not in self.after_wait]
         computed = [node for node in sources if node.op != "placeholder"]
         source = self.draw(st.sampled_from((computed if self.draw(st.booleans()) else sources) or sources))
+        if self.draw(st.integers(0, 2)) == 0 and (made := _product(self, source)) is not None:
+            source = made  # as the weight of a linear layer: a product that nobody else uses
+            self.traits.add("product")
         shape = tuple(value(source).shape)
         reduce_op, scale = self.draw(st.sampled_from(averages))
         grad = Grad(
@@ -292,7 +295,7 @@ STEPS: dict[str, Callable[[Builder, fx.Node], fx.Node | None]] = {
 def _random_pieces(draw: st.DrawFn, specs: Sequence[GradientSpec]) -> list[tuple[GradientSpec, Rows | None]]:
     parts: list[tuple[GradientSpec, Rows | None]] = []
     for spec in specs:
-        if spec.why_in_one_piece() or spec.shape[0] < 2 or not draw(st.booleans()):
+        if spec.why_in_one_piece() or spec.shape[0] < 2 or draw(st.integers(0, 2)) == 0:
             parts.append((spec, None))
             continue
         inner = draw(st.lists(st.integers(1, spec.shape[0] - 1), min_size=1, unique=True).map(sorted))
@@ -327,7 +330,7 @@ def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
     apart = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
     names = [spec.name for spec in specs]
     layout = Layout(draw(st.sampled_from([1, 16, 64])), frozenset(names[: round(apart * len(names))]))
-    strategy = draw(st.sampled_from(["fixed", "optimal", "explicit"]))
+    strategy = draw(st.sampled_from(["fixed", "optimal", "explicit", "explicit"]))
     if strategy == "fixed" or not grads:
         caps_mb = st.sampled_from([1 / BYTES_PER_MB, 16 / BYTES_PER_MB, 64 / BYTES_PER_MB, math.inf])
         return plan_buckets(specs, bucket_cap_mb=draw(caps_mb), first_bucket_cap_mb=draw(caps_mb), layout=layout)
