@@ -34,6 +34,7 @@ from dp_compile.launch_clock import LaunchClock
 from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.ready_times import ready_shares
+from dp_compile.ready_times import Estimate
 from dp_compile.replica import Replica, Revision
 from dp_compile.report import CaptureRecord, PassRecord, Placement
 from dp_compile.settling import Shares, settle
@@ -277,7 +278,7 @@ class CompiledBackward:
 
     def _settle_plans(self, graph: fx.Graph) -> None:
         """The plans of a first backward, from its graph. Where all reductions stand at the end it says nothing."""
-        shares: dict[int, dict[int, float]] = {}
+        shares: dict[int, dict[int, Estimate]] = {}
         if not self._deferred:
             for (ordinal, index), share in ready_shares(graph).items():
                 shares.setdefault(self._synced.index(ordinal), {})[index] = share
@@ -310,8 +311,8 @@ class CompiledBackward:
     def _note_written(self, written: Written) -> None:
         replica, number = map(int, written.unit.split("."))
         member = self._plans[replica].buckets[number].members[written.position]
-        apart, gradient = member.offset is None, member.gradient
-        self._log.placements += (Placement(gradient.name, gradient.nbytes, written.copied, apart),)
+        apart = member.offset is None
+        self._log.placements += (Placement(member.label, member.nbytes, written.copied, apart),)
 
     def _record(self, replicas: Sequence[Replica]) -> None:
         """Note on each replica what it runs; made anew after each compilation."""

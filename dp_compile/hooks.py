@@ -20,7 +20,7 @@ from dp_compile import _torch
 from dp_compile.errors import ReductionError
 from dp_compile.grad_reduction import REDUCE_OPS
 from dp_compile.intact import refuse_unreduced
-from dp_compile.plan import Bucket, Member
+from dp_compile.plan import Bucket, Member, Rows
 from dp_compile.replica import Replica
 from dp_compile.settling import revise_if_due, settle
 
@@ -146,10 +146,11 @@ class ReductionRound:
             flags = replica.unused_flags(unused, used)
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
+            reduced: list[tuple[Member, torch.Tensor]] = []
             for flight in self.flights:
                 flight.work.wait()
-                for member, view in _views(flight.bucket, flight.tensors):
-                    self.averages[member.gradient.index] = view
+                reduced += _views(flight.bucket, flight.tensors)
+            self.averages = _whole(reduced)
             with torch.no_grad():
                 for index in self.arrived:
                     grad = replica.parameters[index].grad
@@ -179,6 +180,7 @@ class ReductionRound:
                 index = member.gradient.index
                 source = parameters[index].grad if index < len(parameters) else flags
                 if source is not None and not self.absent:
+                    source = source if member.rows is None else source[slice(*member.rows)]
                     torch.mul(source, member.gradient.scale, out=view)
         work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
         self.flights.append(_Flight(bucket, tensors, work))
@@ -262,7 +264,18 @@ def _dtype(bucket: Bucket) -> torch.dtype:
 
 
 def _views(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Member, torch.Tensor]]:
-    """Each member of a bucket with its place in the tensors that are reduced, shaped as its parameter."""
+    """Each member of a bucket with its place in the tensors that are reduced, shaped as its parameter, or its rows."""
     for member, place in zip(bucket.members, bucket.places(), strict=True):
-        gradient = member.gradient
-        yield member, tensors[place.tensor].as_strided(gradient.shape, gradient.stride, place.offset)
+        yield member, tensors[place.tensor].as_strided(member.shape, member.gradient.stride, place.offset)
+
+
+def _whole(reduced: Sequence[tuple[Member, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Each reduced gradient by its index; those in pieces are put together, which copies them."""
+    whole: dict[int, torch.Tensor] = {}
+    pieces: dict[int, dict[Rows, torch.Tensor]] = {}
+    for member, view in reduced:
+        if member.rows is None:
+            whole[member.gradient.index] = view
+        else:
+            pieces.setdefault(member.gradient.index, {})[member.rows] = view
+    return whole | {index: torch.cat([views[rows] for rows in sorted(views)]) for index, views in pieces.items()}

@@ -8,6 +8,11 @@ its part of the bucket as `out=`, generated code stores there, the factor includ
 for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why. If such a
 gradient has the whole bucket for itself, its own memory becomes the bucket.
 
+    assemble([a, b])  ->  one flat tensor, a and then b
+
+puts the reduced pieces of a gradient together. Compiled, buckets that hold one piece each are allocated side by side in
+that tensor: the collectives run there, and nothing is copied.
+
 What lies in the gaps between members is not defined: the collective adds it up, but nobody looks at it.
 """
 
@@ -31,6 +36,8 @@ ir = _torch.inductor_ir
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel) -> Tensor")
+
+_library.define("assemble(Tensor[] pieces) -> Tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +124,11 @@ torch.library.register_fake("dp_compile::flat_bucket", _shape_of_bucket, lib=_li
 
 FLAT_BUCKET = torch.ops.dp_compile.flat_bucket.default
 
+_library.impl("assemble", torch.cat, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::assemble", torch.cat, lib=_library)
+
+ASSEMBLE = torch.ops.dp_compile.assemble.default
+
 
 # --- compiled ---------------------------------------------------------------------------------------------------
 
@@ -152,6 +164,35 @@ def _lower(
 
 
 _torch.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
+
+
+def _lower_assembly(pieces: Sequence[Any]) -> Any:
+    graph = _torch.inductor_graph()
+    node = graph.current_node
+    sizes = [int(piece.get_size()[0]) for piece in pieces]
+    device, dtype = pieces[0].get_device(), pieces[0].get_dtype()
+    whole = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [sum(sizes)], [1]), inputs=[])
+    storage = ir.StorageBox(whole)
+    for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+        layout = ir.FixedLayout(device, dtype, [size], [1], sum(sizes[:number]))
+        part = ir.ReinterpretView(data=storage, layout=layout)
+        fits = _is_a_bucket(piece, size) and set(node.args[0][number].users) == {node}
+        whole.inputs.append(_move(piece, part) if fits else ir.ConcatKernel.realize_into(_scaled(piece, 1.0), part))
+    whole.name = graph.register_buffer(whole)
+    whole.inputs = ir.ConcatKernel.unwrap_storage(whole.inputs)
+    graph.register_operation(whole)
+    return ir.TensorBox(storage)
+
+
+_torch.register_lowering(ASSEMBLE, type_promotion_kind=None)(_lower_assembly)
+
+
+def _is_a_bucket(piece: Any, numel: int) -> bool:
+    """Whether a piece is all of a bucket that was allocated by `_lower`, and not moved anywhere yet."""
+    if not isinstance(piece.data, ir.StorageBox) or not isinstance(piece.data.data, ir.ConcatKernel):
+        return False
+    bucket = piece.data.data
+    return type(bucket.layout) is ir.FixedLayout and [int(size) for size in bucket.get_size()] == [numel]
 
 
 def _own_memory(bucket: fx.Node, gradient: Any, place: _Place) -> Any:

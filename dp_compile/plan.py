@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from dp_compile.config import BYTES_PER_MB
@@ -19,6 +21,10 @@ from dp_compile.config import BYTES_PER_MB
 PLAN_VERSION = 1
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
 """The one member of a plan that is not a gradient: which parameters each rank did not use."""
+
+
+Rows = tuple[int, int]
+"""The first row of a piece along dimension 0, and the one behind its last."""
 
 
 class BucketKey(NamedTuple):
@@ -57,17 +63,46 @@ class GradientSpec:
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
+    def why_in_one_piece(self) -> str | None:
+        """Why it cannot be cut into rows that lie one after the other in memory; `None` if it can."""
+        if len(self.shape) < 2:
+            return f"it has {count(len(self.shape), 'dimension')}, only matrices and more are cut"
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return f"it has strides {self.stride}, only contiguous gradients are cut"
+            step *= size
+        return None if self.numel else "it is empty"
+
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A gradient of a bucket.
+    """A gradient of a bucket, or a piece of one.
 
     `offset`: where it starts in the bucket's flat memory, in elements. `None`: apart, it is reduced in the memory
-    that it was computed in.
+    that it was computed in. `rows`: which rows along dimension 0 it has; `None`: the whole gradient.
     """
 
     gradient: GradientSpec
     offset: int | None
+    rows: Rows | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.gradient.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.gradient.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.gradient.itemsize
+
+    @property
+    def label(self) -> str:
+        """The gradient's name; with its rows, for a piece: `head.weight[0:64]`."""
+        return self.gradient.name if self.rows is None else f"{self.gradient.name}[{self.rows[0]}:{self.rows[1]}]"
 
 
 class Place(NamedTuple):
@@ -88,23 +123,23 @@ class Bucket:
     @property
     def numel(self) -> int:
         """Elements of the flat memory, the gaps between members included."""
-        return max((m.offset + m.gradient.numel for m in self.members if m.offset is not None), default=0)
+        return max((m.offset + m.numel for m in self.members if m.offset is not None), default=0)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradients."""
-        return sum(member.gradient.nbytes for member in self.members)
+        return sum(member.nbytes for member in self.members)
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes that are reduced although no gradient lies there."""
-        together = sum(member.gradient.numel for member in self.members if member.offset is not None)
+        together = sum(member.numel for member in self.members if member.offset is not None)
         return (self.numel - together) * self.members[0].gradient.itemsize
 
     @property
     def tensor_numels(self) -> tuple[int, ...]:
         """Elements of each tensor that the collective carries: the flat memory, if any, then what is apart."""
-        apart = tuple(member.gradient.numel for member in self.members if member.offset is None)
+        apart = tuple(member.numel for member in self.members if member.offset is None)
         return apart if len(apart) == len(self.members) else (self.numel, *apart)
 
     def places(self) -> Iterator[Place]:
@@ -131,8 +166,9 @@ class BucketPlan:
 
     @property
     def gradients(self) -> tuple[GradientSpec, ...]:
-        """Every gradient, in launch order."""
-        return tuple(member.gradient for bucket in self.buckets for member in bucket.members)
+        """Every gradient once, in launch order; one in pieces stands where its first piece does."""
+        members = (member for bucket in self.buckets for member in bucket.members)
+        return tuple({member.gradient.index: member.gradient for member in members}.values())
 
     @property
     def nbytes(self) -> int:
@@ -144,6 +180,8 @@ class BucketPlan:
         for bucket in buckets:
             for member in bucket["members"]:
                 del member["gradient"]["key"]
+                if member["rows"] is None:
+                    del member["rows"]
         return {"version": PLAN_VERSION, "folds_scale": self.folds_scale, "buckets": buckets}
 
     def signature(self) -> str:
@@ -170,24 +208,36 @@ class Layout:
     alignment_bytes: int
     apart: frozenset[str] = frozenset()
 
-    def bucket(self, key: BucketKey, gradients: Sequence[GradientSpec], reason: str) -> Bucket:
-        """A bucket with its members one after the other, in the given order."""
+    def bucket(
+        self,
+        key: BucketKey,
+        gradients: Sequence[GradientSpec],
+        reason: str,
+        rows: Mapping[int, Rows] = MappingProxyType({}),
+    ) -> Bucket:
+        """A bucket with its members one after the other, in the given order.
+
+        Args:
+            key: what all members have in common.
+            gradients: one for each member.
+            reason: why the bucket ends here.
+            rows: by position in `gradients`, which rows a member has that is a piece.
+        """
         members: list[Member] = []
         end = 0
-        for gradient in gradients:
-            if gradient.name in self.apart:
-                members.append(Member(gradient, None))
-                continue
-            step = self._step(gradient)
-            offset = -(-end // step) * step
-            members.append(Member(gradient, offset))
-            end = offset + gradient.numel
+        for position, gradient in enumerate(gradients):
+            member = Member(gradient, None, rows.get(position))
+            if gradient.name not in self.apart:
+                step = self._step(member)
+                member = replace(member, offset=-(-end // step) * step)
+                end = -(-end // step) * step + member.numel
+            members.append(member)
         return Bucket(key, tuple(members), reason)
 
-    def _step(self, gradient: GradientSpec) -> int:
+    def _step(self, member: Member) -> int:
         """What an offset has to be a multiple of, in elements."""
-        own_size = 1 << max(0, gradient.nbytes - 1).bit_length()
-        return max(1, min(self.alignment_bytes, own_size) // gradient.itemsize)
+        own_size = 1 << max(0, member.nbytes - 1).bit_length()
+        return max(1, min(self.alignment_bytes, own_size) // member.gradient.itemsize)
 
 
 PACKED: Final = Layout(alignment_bytes=1)
@@ -244,6 +294,18 @@ def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
     return BucketPlan(tuple(PACKED.bucket(gradient.key, [gradient], "no bucketing") for gradient in gradients))
 
 
+def row_blocks(n_rows: int, count: int) -> tuple[Rows, ...]:
+    """As many blocks of rows, as equal as can be."""
+    return tuple((n_rows * number // count, n_rows * (number + 1) // count) for number in range(count))
+
+
+def covers(blocks: Sequence[Rows], n_rows: int) -> bool:
+    """Whether each row is in exactly one block, and no block is empty."""
+    ends = [0, *(last for _, last in sorted(blocks))]
+    starts = [first for first, _ in sorted(blocks)]
+    return starts == ends[:-1] and ends[-1] == n_rows and all(first < last for first, last in blocks)
+
+
 def format_bytes(nbytes: float) -> str:
     """Bytes for people: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
@@ -259,7 +321,7 @@ def count(number: int, noun: str) -> str:
 
 
 def _describe(bucket: Bucket) -> str:
-    names = [member.gradient.name for member in bucket.members]
+    names = [member.label for member in bucket.members]
     gradients = [name for name in names if name != UNUSED_FLAGS]
     span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
     flags = " + flags" if gradients and len(gradients) < len(names) else ""

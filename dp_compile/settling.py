@@ -23,13 +23,21 @@ from dp_compile.agreement import Table, collect, decide
 from dp_compile.calibration import calibrate
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
-from dp_compile.ready_times import ESTIMATED, Launches, ReadyTimes, measured_times, slowest, typical
+from dp_compile.ready_times import (
+    Estimate,
+    Launches,
+    ReadyTimes,
+    estimated_times,
+    measured_times,
+    slowest,
+    typical,
+)
 from dp_compile.replica import Group, Replica, Revision
 
 logger = logging.getLogger(__name__)
 
-Shares = Mapping[int, float]
-"""By a gradient's index, the share of the backward after which it is ready."""
+Shares = Mapping[int, Estimate]
+"""By a gradient's index, what a graph says of it."""
 
 
 def table_of(group: Group, timeout_s: float) -> Table | None:
@@ -108,7 +116,7 @@ def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | No
 
 
 def _proposal(shares: Shares | None) -> str | None:
-    return None if shares is None else ReadyTimes(shares, None, ESTIMATED).to_json()
+    return None if shares is None else estimated_times(shares).to_json()
 
 
 def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:

@@ -14,21 +14,35 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from dp_compile.certificate import ERROR_BAND, MEASURED_BAND, Certificate, robust_partition
-from dp_compile.config import ReplicateConfig
+from dp_compile.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, robust_with_pieces
+from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.cost_model import TREE, AllReduceCost
 from dp_compile.errors import ConfigError
 from dp_compile.links import link
-from dp_compile.plan import PACKED, PLAN_VERSION, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan import (
+    PACKED,
+    PLAN_VERSION,
+    UNUSED_FLAGS,
+    BucketPlan,
+    GradientSpec,
+    Layout,
+    Rows,
+    covers,
+    plan_buckets,
+    row_blocks,
+)
 from dp_compile.ready_times import ReadyTimes, in_ready_order
-from dp_compile.timeline import ReadyGradient
+from dp_compile.timeline import ReadyGradient, in_pieces
 
 RANKS_OF_A_NODE: Final = 8
+PIECE_COUNTS: Final = (2, 4, 8)
+PIECE_NBYTES: Final = 16 * BYTES_PER_MB
+"""No piece is smaller: a product of few rows runs at less than full speed, which the model does not know."""
 GROUPED_BACKENDS: Final = ("nccl", "gloo", "fake")
 """Backends that reduce several tensors in one collective; `fake` is torch's for tests."""
 
@@ -73,6 +87,8 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
     The plan must be the same on every rank, so all of them pass the same times. As long as nobody has measured the
     backward it is taken to be as long as the communication: the case in which the buckets matter most.
 
+    The gradient whose matrix product takes longest is cut into pieces of rows if that pays (`PIECES_GAIN`).
+
     Args:
         gradients: in any order; equally ready ones are launched in it.
         cost: what one collective costs on the group.
@@ -84,12 +100,49 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
     ordered = in_ready_order(gradients, times)
     ready = [ReadyGradient(gradient.nbytes, backward_s * times.of(gradient), gradient.key) for gradient in ordered]
     band = ERROR_BAND if times.backward_s is None else MEASURED_BAND
-    choice = robust_partition(ready, cost=cost, backward_s=backward_s, band=band)
-    buckets = tuple(
-        layout.bucket(ordered[bucket[0]].key, [ordered[position] for position in bucket], reason)
-        for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True)
-    )
-    return Planned(BucketPlan(buckets), choice.certificate)
+    cuts = list(_cuts(ordered, ready, times, backward_s))
+    choice = robust_with_pieces(ready, cuts, cost=cost, backward_s=backward_s, band=band)
+    parts = list(_parts(ordered, choice.gradients))
+    buckets = []
+    for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True):
+        members = [parts[position] for position in bucket]
+        rows = {position: part.rows for position, part in enumerate(members) if part.rows is not None}
+        buckets.append(layout.bucket(members[0].gradient.key, [part.gradient for part in members], reason, rows))
+    return Planned(BucketPlan(tuple(buckets)), choice.certificate)
+
+
+class _Part(NamedTuple):
+    """A gradient, or the rows of a piece of it."""
+
+    gradient: GradientSpec
+    rows: Rows | None
+
+
+def _cuts(
+    ordered: Sequence[GradientSpec], ready: Sequence[ReadyGradient], times: ReadyTimes, backward_s: float
+) -> Iterator[Cut]:
+    """The largest product in 2, 4, and 8 pieces."""
+    fit = [place for place, each in enumerate(ordered) if each.index in times.products and not each.why_in_one_piece()]
+    if not fit:
+        return
+    place = max(fit, key=lambda each: times.products[ordered[each].index].produced)
+    gradient, product = ordered[place], times.products[ordered[place].index]
+    whole = replace(ready[place], produced_s=backward_s * product.produced)
+    for count in PIECE_COUNTS:
+        if gradient.shape[0] >= count and gradient.nbytes >= count * PIECE_NBYTES:
+            row_nbytes = gradient.nbytes // gradient.shape[0]
+            sizes = [(last - first) * row_nbytes for first, last in row_blocks(gradient.shape[0], count)]
+            pieces = in_pieces(whole, sizes)
+            yield Cut((*ready[:place], *pieces, *ready[place + 1 :]), backward_s * product.copied / gradient.nbytes)
+
+
+def _parts(ordered: Sequence[GradientSpec], ready: Sequence[ReadyGradient]) -> Iterator[_Part]:
+    """What the numbers stand for: each piece is followed by the others of its gradient."""
+    gradients = iter(ordered)
+    for each in ready:
+        if each.piece == 0:
+            gradient = next(gradients)
+        yield _Part(gradient, row_blocks(gradient.shape[0], each.pieces)[each.piece] if each.pieces > 1 else None)
 
 
 def plan_ddp(gradients: Sequence[GradientSpec], assignment: Sequence[Sequence[int]]) -> Planned:
@@ -148,16 +201,36 @@ def plan_explicit(gradients: Sequence[GradientSpec], text: str, layout: Layout) 
     """The plan of a file, for these gradients.
 
     Of the file count the names of the members, and which of them are apart (offset `null`). Other offsets follow from
-    `layout`, so that a gradient can be moved to another bucket by hand.
+    `layout`, so that a gradient can be moved to another bucket by hand. A member with `rows` is a piece.
 
     Raises:
-        ConfigError: not a plan file, of another version, names unknown gradients, misses one or has one twice, or
-            puts gradients of different keys into one bucket.
+        ConfigError: not a plan file, of another version, names unknown gradients, misses one or has one twice,
+            puts gradients of different keys into one bucket, or has pieces that overlap, miss rows, or are of a
+            gradient that cannot be cut.
     """
     by_name = {gradient.name: gradient for gradient in gradients}
     listed = _members(text)
-    counts = Counter(name for members in listed for name, _ in members)
-    layout = replace(layout, apart=frozenset(name for members in listed for name, apart in members if apart))
+    everything = [member for members in listed for member in members]
+    _check_members(by_name, everything)
+    layout = replace(layout, apart=frozenset(member.name for member in everything if member.apart))
+    buckets = []
+    for number, named in enumerate(listed):
+        members = [by_name[member.name] for member in named]
+        odd = [gradient for gradient in members if gradient.key != members[0].key]
+        if odd:
+            raise ConfigError(
+                f"the plan file mixes keys in bucket {number}: {members[0].name} is {members[0].key}, {odd[0].name} "
+                f"is {odd[0].key}. Put them into different buckets."
+            )
+        rows = {position: each.rows for position, each in enumerate(named) if each.rows and not each.has_all(by_name)}
+        buckets.append(layout.bucket(members[0].key, members, "as the plan file says", rows))
+    return Planned(BucketPlan(tuple(buckets)))
+
+
+def _check_members(by_name: Mapping[str, GradientSpec], members: Sequence[_Listed]) -> None:
+    """Whether each gradient is in a plan file once, whole or in pieces."""
+    counts = Counter(member.name for member in members if member.rows is None)
+    counts.update({member.name for member in members if member.rows is not None})
     complaints = {
         "names gradients that the module does not have": [name for name in counts if name not in by_name],
         "misses": [name for name in by_name if name not in counts],
@@ -166,28 +239,51 @@ def plan_explicit(gradients: Sequence[GradientSpec], text: str, layout: Layout) 
     for complaint, names in complaints.items():
         if names:
             raise ConfigError(f"the plan file {complaint}: {', '.join(names[:5])}. Save report(model).plan anew.")
-    buckets = []
-    for number, named in enumerate(listed):
-        members = [by_name[name] for name, _ in named]
-        odd = [gradient for gradient in members if gradient.key != members[0].key]
-        if odd:
-            raise ConfigError(
-                f"the plan file mixes keys in bucket {number}: {members[0].name} is {members[0].key}, {odd[0].name} "
-                f"is {odd[0].key}. Put them into different buckets."
-            )
-        buckets.append(layout.bucket(members[0].key, members, "as the plan file says"))
-    return Planned(BucketPlan(tuple(buckets)))
+    pieces: dict[str, list[Rows]] = {}
+    for member in members:
+        if member.rows is not None:
+            pieces.setdefault(member.name, []).append(member.rows)
+    for name, rows in pieces.items():
+        _check_rows(by_name[name], rows)
 
 
-def _members(text: str) -> list[list[tuple[str, bool]]]:
-    """For each bucket of a plan file the names of its members, and whether they are apart."""
+def _check_rows(gradient: GradientSpec, pieces: Sequence[Rows]) -> None:
+    """Whether the pieces of a gradient in a plan file are the whole gradient."""
+    if (why := gradient.why_in_one_piece()) is not None:
+        raise ConfigError(f"the plan file cuts {gradient.name} into pieces, but {why}. Take 'rows' out.")
+    if not covers(pieces, gradient.shape[0]):
+        raise ConfigError(
+            f"the pieces of {gradient.name} in the plan file overlap or miss rows: {sorted(pieces)}. Each of its "
+            f"{gradient.shape[0]} rows has to be in exactly one piece [first row, row behind the last]."
+        )
+
+
+class _Listed(NamedTuple):
+    """A member of a plan file."""
+
+    name: str
+    apart: bool
+    rows: Rows | None
+
+    def has_all(self, by_name: Mapping[str, GradientSpec]) -> bool:
+        """Whether this one piece is the whole gradient."""
+        return self.rows == (0, by_name[self.name].shape[0])
+
+
+def _listed(member: Mapping[str, Any]) -> _Listed:
+    rows = member.get("rows")
+    if rows is not None:
+        first, last = rows
+        rows = (int(first), int(last))
+    return _Listed(str(member["gradient"]["name"]), member["offset"] is None, rows)
+
+
+def _members(text: str) -> list[list[_Listed]]:
+    """The members of each bucket of a plan file."""
     try:
         data: Mapping[str, Any] = json.loads(text)
         version, buckets = data["version"], data["buckets"]
-        listed = [
-            [(str(member["gradient"]["name"]), member["offset"] is None) for member in bucket["members"]]
-            for bucket in buckets
-        ]
+        listed = [[_listed(member) for member in bucket["members"]] for bucket in buckets]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"not a plan file of dp_compile: {error!r}. Save one with plan_to_json.") from error
     if version != PLAN_VERSION:

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from dp_compile.cost_model import AllReduceCost, check_number
+from dp_compile.errors import ConfigError
 
 Buckets = tuple[tuple[int, ...], ...]
 """Positions of gradients, bucket by bucket in launch order, ascending in each."""
@@ -113,25 +114,26 @@ def in_launch_order(buckets: Sequence[tuple[int, ...]]) -> Buckets:
     return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
 
 
-def split_large(gradients: Sequence[ReadyGradient], *, above_nbytes: int) -> tuple[ReadyGradient, ...]:
-    """Cut each gradient of more than `above_nbytes` into pieces of equal bytes, none larger than that.
+def in_pieces(gradient: ReadyGradient, sizes: Sequence[int]) -> tuple[ReadyGradient, ...]:
+    """A gradient cut into pieces of these bytes, made one after the other by its producer.
 
     A piece is ready when its share of `produced_s` is over. With `produced_s == 0` all pieces are ready together, and
     then pieces never finish earlier than the whole: moving them all into the bucket of the first one delays nothing
     and saves latencies. So this helps only where the producer itself can be cut.
 
     Raises:
-        ConfigError: the limit is not positive.
+        ConfigError: the sizes do not add up to the gradient's.
     """
-    check_number("above_nbytes", above_nbytes, zero_allowed=False)
-    return tuple(piece for gradient in gradients for piece in _pieces(gradient, -(-gradient.nbytes // above_nbytes)))
-
-
-def _pieces(gradient: ReadyGradient, count: int) -> Iterator[ReadyGradient]:
-    if count <= 1 or gradient.pieces > 1:
-        yield gradient
-        return
-    for piece in range(count):
-        first, last = gradient.nbytes * piece // count, gradient.nbytes * (piece + 1) // count
-        ready_s = max(0.0, gradient.ready_s - gradient.produced_s * (count - 1 - piece) / count)
-        yield replace(gradient, nbytes=last - first, ready_s=ready_s, piece=piece, pieces=count)
+    if sum(sizes) != gradient.nbytes:
+        raise ConfigError(f"pieces of {sum(sizes)} bytes do not make up a gradient of {gradient.nbytes} bytes.")
+    later = [gradient.nbytes - made for made in accumulate(sizes)]
+    return tuple(
+        replace(
+            gradient,
+            nbytes=nbytes,
+            ready_s=max(0.0, gradient.ready_s - gradient.produced_s * after / max(1, gradient.nbytes)),
+            piece=piece,
+            pieces=len(sizes),
+        )
+        for piece, (nbytes, after) in enumerate(zip(sizes, later, strict=True))
+    )

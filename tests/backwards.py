@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from dp_compile.cost_model import AllReduceCost
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.grad_reduction import REDUCE_GRAD
-from dp_compile.plan import PLAN_VERSION, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan import PLAN_VERSION, BucketKey, BucketPlan, GradientSpec, Layout, Rows, plan_buckets
 from dp_compile.ready_times import ReadyTimes
 from dp_compile.strategies import plan_explicit, plan_optimal
 
@@ -63,6 +64,8 @@ TRAITS = (
     "several buckets",
     "shared bucket",
     "members apart",
+    "pieces",
+    "a product in pieces",
     "gaps",
     "another order than the plan's",
 )
@@ -140,6 +143,9 @@ class Builder:
         sources = [node for node in self.pool if node not in self.after_wait]
         computed = [node for node in sources if node.op != "placeholder"]
         source = self.draw(st.sampled_from((computed if self.draw(st.booleans()) else sources) or sources))
+        if self.draw(st.integers(0, 2)) == 0 and (made := _product(self, source)) is not None:
+            source = made  # as the weight of a linear layer: a product that nobody else uses
+            self.traits.add("product")
         shape = tuple(value(source).shape)
         reduce_op, scale = self.draw(st.sampled_from(averages))
         grad = Grad(
@@ -286,17 +292,32 @@ STEPS: dict[str, Callable[[Builder, fx.Node], fx.Node | None]] = {
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _random_cuts(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layout) -> BucketPlan:
-    """Buckets of any size in any order, as a plan file may ask for."""
-    buckets: list[list[GradientSpec]] = []
+def _random_pieces(draw: st.DrawFn, specs: Sequence[GradientSpec]) -> list[tuple[GradientSpec, Rows | None]]:
+    parts: list[tuple[GradientSpec, Rows | None]] = []
     for spec in specs:
-        same = [bucket for bucket in buckets if bucket[0].key == spec.key]
+        if spec.why_in_one_piece() or spec.shape[0] < 2 or draw(st.integers(0, 2)) == 0:
+            parts.append((spec, None))
+            continue
+        inner = draw(st.lists(st.integers(1, spec.shape[0] - 1), min_size=1, unique=True).map(sorted))
+        pieces = list(itertools.pairwise([0, *inner, spec.shape[0]]))
+        parts += [(spec, rows) for rows in draw(st.permutations(pieces))]
+    return draw(st.permutations(parts)) if draw(st.booleans()) else parts
+
+
+def _random_cuts(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layout) -> BucketPlan:
+    """Buckets of any size in any order, some gradients in pieces, as a plan file may ask for."""
+    buckets: list[list[tuple[GradientSpec, Rows | None]]] = []
+    for spec, rows in _random_pieces(draw, specs):
+        same = [bucket for bucket in buckets if bucket[0][0].key == spec.key]
         if same and draw(st.booleans()):
-            draw(st.sampled_from(same)).append(spec)
+            draw(st.sampled_from(same)).append((spec, rows))
         else:
-            buckets.append([spec])
+            buckets.append([(spec, rows)])
     members = [
-        [{"gradient": {"name": spec.name}, "offset": None if spec.name in layout.apart else 0} for spec in bucket]
+        [
+            {"gradient": {"name": spec.name}, "offset": None if spec.name in layout.apart else 0, "rows": rows}
+            for spec, rows in bucket
+        ]
         for bucket in buckets
     ]
     text = json.dumps({"version": PLAN_VERSION, "buckets": [{"members": each} for each in members]})
@@ -309,7 +330,7 @@ def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
     apart = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
     names = [spec.name for spec in specs]
     layout = Layout(draw(st.sampled_from([1, 16, 64])), frozenset(names[: round(apart * len(names))]))
-    strategy = draw(st.sampled_from(["fixed", "optimal", "explicit"]))
+    strategy = draw(st.sampled_from(["fixed", "optimal", "explicit", "explicit"]))
     if strategy == "fixed" or not grads:
         caps_mb = st.sampled_from([1 / BYTES_PER_MB, 16 / BYTES_PER_MB, 64 / BYTES_PER_MB, math.inf])
         return plan_buckets(specs, bucket_cap_mb=draw(caps_mb), first_bucket_cap_mb=draw(caps_mb), layout=layout)
@@ -347,10 +368,26 @@ def random_backwards(draw: st.DrawFn, groups: Sequence[str]) -> RandomBackward:
             builder.store(node)
     builder.graph.output([*(node for _, node in reduced), *others])
     plans = tuple(_plan(draw, each) for each in grads)
+    products = {(grad.replica, grad.index) for grad, node in reduced if _is_own_product(node)}
+    if any((replica, index) in products for replica, plan in enumerate(plans) for index in _in_pieces(plan)):
+        builder.traits.add("a product in pieces")
+        exact = False  # a block of a product may add up in another order
     traits = builder.traits | _traits_of_plans(plans, [grad for grad, _ in reduced])
     return RandomBackward(
         builder.graph, tuple(builder.inputs), tuple(grad for grad, _ in reduced), plans, exact, frozenset(traits)
     )
+
+
+def _in_pieces(plan: BucketPlan) -> set[int]:
+    members = (member for bucket in plan.buckets for member in bucket.members)
+    return {member.gradient.index for member in members if member.rows is not None}
+
+
+def _is_own_product(reduced: fx.Node) -> bool:
+    source = reduced.all_input_nodes[0]
+    while source.target in (aten.permute.default, aten.reshape.default) and len(source.users) == 1:
+        source = source.all_input_nodes[0]
+    return source.target is aten.mm.default and len(source.users) == 1
 
 
 def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[str]:
@@ -364,6 +401,7 @@ def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[
         "several dtypes": len({key.dtype for key in keys}) > 1,
         "several buckets": any(len(plan.buckets) > 1 for plan in plans),
         "members apart": any(member.offset is None for member in members),
+        "pieces": any(map(_in_pieces, plans)),
         "gaps": any(bucket.padding_nbytes for plan in plans for bucket in plan.buckets),
         "shared bucket": any(len(bucket.members) > 1 for plan in plans for bucket in plan.buckets),
         "another order than the plan's": any(a != b for a, b in zip(by_replica, orders, strict=True)),

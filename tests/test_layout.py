@@ -47,7 +47,12 @@ INSIDE_A_ROW = {
 # Inside the packages, from low to high; files of one step do not know each other.
 INSIDE_A_PACKAGE = {
     "fx": (("collectives", "storages"), ("edit", "memory", "printer", "verify")),
-    "passes": (("analysis", "producers", "ready_times"), ("bucketing", "overlap", "pipeline"), ("__init__",)),
+    "passes": (
+        ("analysis", "producers", "ready_times"),
+        ("pieces",),
+        ("bucketing", "overlap", "pipeline"),
+        ("__init__",),
+    ),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.

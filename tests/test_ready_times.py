@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +18,9 @@ from dp_compile.grad_reduction import REDUCE_GRAD
 from dp_compile.passes.ready_times import ready_shares
 from dp_compile.plan import PACKED, BucketPlan
 from dp_compile.ready_times import (
+    Estimate,
     Launches,
+    Product,
     ReadyTimes,
     assumed_times,
     in_ready_order,
@@ -38,9 +43,13 @@ def test_an_unknown_gradient_is_ready_at_the_end() -> None:
     assert [gradient.index for gradient in in_ready_order(SPECS[::-1], times)] == [0, 2, 1]
 
 
-@given(st.dictionaries(st.integers(0, 99), st.floats(0, 1)), st.none() | st.floats(1e-6, 1e3))
-def test_json_keeps_every_bit(shares: dict[int, float], backward_s: float | None) -> None:
-    times = ReadyTimes(shares, backward_s, "somehow")
+@given(
+    st.dictionaries(st.integers(0, 99), st.floats(0, 1)),
+    st.none() | st.floats(1e-6, 1e3),
+    st.dictionaries(st.integers(0, 99), st.builds(Product, st.floats(0, 1), st.floats(0, 1))),
+)
+def test_json_keeps_every_bit(shares: dict[int, float], backward_s: float | None, products: dict[int, Product]) -> None:
+    times = ReadyTimes(shares, backward_s, "somehow", products)
     assert ReadyTimes.from_json(times.to_json()) == times
 
 
@@ -99,9 +108,62 @@ def test_shares_of_a_graph() -> None:
     shares = ready_shares(graph)
     product, addition = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0), 3 * 64 * 64 * 4
     total = 4 * product + addition
-    assert shares == pytest.approx({(0, 0): product / total, (0, 1): 2 * product / total, (1, 2): 1.0})
+    assert {place: estimate.share for place, estimate in shares.items()} == pytest.approx(
+        {(0, 0): product / total, (0, 1): 2 * product / total, (1, 2): 1.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("backward", "found"),
+    [
+        (lambda grad, x, y: grad.reduce(x.t() @ y), True),
+        (lambda grad, x, y: grad.reduce((y.t() @ x).t()), True),
+        (lambda grad, x, y: grad.reduce(x.t() @ y + y), False),
+        (lambda grad, x, y: [grad.reduce(made := x.t() @ y), made.sum()], False),
+        (lambda grad, x, y: grad.reduce(x.sin()), False),
+    ],
+    ids=["a product", "turned", "a sum", "used elsewhere", "no product"],
+)
+def test_products_are_found(backward: Callable[[Grad, torch.Tensor, torch.Tensor], Any], found: bool) -> None:
+    grad = Grad(index=3, shape=(64, 64))
+    graph = captured(lambda x, y: backward(grad, x, y), (64, 64), (64, 64))
+    product = ready_shares(graph)[0, 3].product
+    assert (product is not None) == found
+    if product is not None:
+        # All the work there is: 3 matrices are moved. A copy reads one and writes one.
+        assert product == pytest.approx(Product(1.0, 2 * 64 * 64 * 4 / max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)))
+
+
+def accumulated(what: list[fx.Node], existing: fx.Node | None) -> None:
+    """Stands for compiled autograd's op, which has this name."""
+
+
+accumulated.__name__ = "AccumulateGrad"
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_product_behind_an_accumulation(adds: bool) -> None:
+    """As Dynamo leaves it: an item of an op that adds to a gradient, if there is one."""
+    graph = captured(lambda x, y: Grad(index=0, shape=(4, 4)).reduce(x.t() @ y), (4, 4), (4, 4))
+    (reduction,) = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    product, parameter = reduction.args[0], next(iter(graph.nodes))
+    with graph.inserting_before(reduction):
+        sums = graph.call_function(accumulated, ([product], parameter, parameter if adds else None, False))
+        reduction.args = (graph.call_function(operator.getitem, (sums, 0)), *reduction.args[1:])
+    assert (ready_shares(graph)[0, 0].product is None) == adds
+
+
+def test_measured_pieces() -> None:
+    """Each piece was believed to be ready when its rows are computed; the gradient is with the last."""
+    head, rest = Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(8, 4)).spec
+    buckets = [([head], {0: (0, 2)}), ([head], {0: (2, 8)}), ([rest], {})]
+    plan = BucketPlan(tuple(PACKED.bucket(head.key, members, "", rows) for members, rows in buckets))
+    before = ReadyTimes({0: 0.5, 1: 1.0}, None, "", {0: Product(0.4, 0.01)})
+    times = measured_times(plan, Launches((3.0, 6.0, 9.0), 10.0), before)
+    assert times.shares == pytest.approx({0: 0.6, 1: 0.9})
+    assert times.products == before.products
 
 
 def test_a_graph_without_work() -> None:
     grad = Grad(index=0, shape=(4,))
-    assert ready_shares(captured(lambda x: grad.reduce(x), (4,))) == {(0, 0): 1.0}
+    assert ready_shares(captured(lambda x: grad.reduce(x), (4,))) == {(0, 0): Estimate(1.0)}

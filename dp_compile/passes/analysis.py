@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import provenance_of
 from dp_compile.grad_reduction import REDUCE_GRAD, GradReduction, ReductionTag, match
+from dp_compile.plan import Rows, covers
 from dp_compile.report import Refusal
 
 
@@ -34,13 +36,47 @@ def accounted(graph: fx.Graph) -> Counter[ReductionTag]:
     """How often each reduction is done in a graph, by an op of its own or as a member of a bucket.
 
     For a bucket, group and reduce op are read from the collective that really runs, not from what it was made of.
+    All pieces of a gradient together count as one reduction.
+
+    Raises:
+        InvalidGraphError: the pieces of a gradient overlap or miss rows.
     """
     tags = Counter(reduction.tag for reduction in analyse(graph).reductions)
+    pieces: dict[tuple[ReductionTag, int], list[Rows]] = {}
     for node in graph.nodes:
         provenance = provenance_of(node)
         if is_all_reduce(node) and provenance is not None:
             _, reduce_op, group = node.args
             for member in provenance.members:
-                index, replica, scale = member.split("/")
-                tags[ReductionTag(int(index), int(replica), str(group), str(reduce_op), float(scale))] += 1
+                mark = MemberMark.read(member)
+                tag = ReductionTag(mark.index, mark.replica, str(group), str(reduce_op), mark.scale)
+                if mark.rows is None:
+                    tags[tag] += 1
+                else:
+                    pieces.setdefault((tag, mark.n_rows), []).append(mark.rows)
+    for (tag, n_rows), blocks in pieces.items():
+        if not covers(blocks, n_rows):
+            raise InvalidGraphError(f"the pieces {sorted(blocks)} of {tag} overlap or miss some of its {n_rows} rows")
+        tags[tag] += 1
     return tags
+
+
+@dataclass(frozen=True, slots=True)
+class MemberMark:
+    """What the launch of a bucket notes of each member; a piece has `rows` of the gradient's `n_rows`."""
+
+    index: int
+    replica: int
+    scale: float
+    rows: Rows | None
+    n_rows: int
+
+    def write(self) -> str:
+        piece = "" if self.rows is None else f"/{self.rows[0]}:{self.rows[1]}:{self.n_rows}"
+        return f"{self.index}/{self.replica}/{self.scale!r}{piece}"
+
+    @staticmethod
+    def read(text: str) -> MemberMark:
+        index, replica, scale, *piece = text.split("/")
+        first, last, n_rows = map(int, piece[0].split(":")) if piece else (0, 0, 0)
+        return MemberMark(int(index), int(replica), float(scale), (first, last) if piece else None, n_rows)

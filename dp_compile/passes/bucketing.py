@@ -4,6 +4,12 @@
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
+A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
+Compiled code allocates pieces that have a bucket for themselves side by side, else they are copied into one tensor.
+
+    reduce_grad(mm(a, b))   ->   flat_bucket(mm(a[:k], b)) -> all_reduce -> wait  -.
+                                 flat_bucket(mm(a[k:], b)) -> all_reduce -> wait  -> assemble -> as_strided: reduced
+
 A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
 memory. One grouped all-reduce then carries them all, and each is waited for by itself.
 
@@ -17,7 +23,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -25,10 +31,11 @@ from torch import fx
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.grad_reduction import GradReduction, ReductionTag
-from dp_compile.lowering import FLAT_BUCKET
-from dp_compile.passes.analysis import analyse
+from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.analysis import MemberMark, analyse
+from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import fold_factor, is_view, without_views
-from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place
+from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place, Rows, covers
 from dp_compile.report import PassResult
 
 aten = torch.ops.aten
@@ -46,14 +53,19 @@ class BucketReductions:
         # Once for all buckets: each takes as long as the graph is large.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
+        pieces: dict[fx.Node, dict[Rows, fx.Node]] = {}
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
                 site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale)
-                launch, of_bucket = _reduce_bucket(site, bucket, members)
+                launch, parts = _reduce_bucket(site, bucket, members)
                 launches.append(launch)
-                views |= of_bucket
+                for part, reduced in parts:
+                    where = _put_together(site, part, reduced, pieces)
+                    if where is not None:
+                        node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
+                        views[node] = site.view_back(where.node, part.member.gradient, promised, where.offset)
         edit.replace_uses(views)
         for node in views:
             _erase(node)
@@ -85,10 +97,10 @@ def _by_replica(
 
 def _reduce_bucket(
     site: _Site, bucket: Bucket, reductions: Sequence[GradReduction]
-) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
-    """Returns the launch, and what takes the place of each reduction."""
+) -> tuple[fx.Node, list[tuple[_Part, fx.Node]]]:
+    """Returns the launch, and each member with the reduced tensor that it lies in."""
     parts = [
-        _Part(number, member.gradient, reduction, place)
+        _Part(number, member, reduction, place)
         for number, (member, reduction, place) in enumerate(
             zip(bucket.members, reductions, bucket.places(), strict=True)
         )
@@ -98,7 +110,27 @@ def _reduce_bucket(
         sharing[part.place.tensor].append(part)
     tensors = [site.flat_bucket(each, numel) for each, numel in zip(sharing, bucket.tensor_numels, strict=True)]
     launch, reduced = site.all_reduce(tensors, bucket.key, parts)
-    return launch, {part.reduction.node: site.view_back(reduced[part.place.tensor], part) for part in parts}
+    return launch, [(part, reduced[part.place.tensor]) for part in parts]
+
+
+class _Where(NamedTuple):
+    """A tensor and the element at which a whole reduced gradient starts in it."""
+
+    node: fx.Node
+    offset: int
+
+
+def _put_together(
+    site: _Site, part: _Part, reduced: fx.Node, pieces: dict[fx.Node, dict[Rows, fx.Node]]
+) -> _Where | None:
+    """Where the gradient of a part lies; `None` as long as pieces of it are missing. `pieces` collects them."""
+    if part.member.rows is None:
+        return _Where(reduced, part.place.offset)
+    found = pieces.setdefault(part.reduction.node, {})
+    found[part.member.rows] = site.flat_piece(reduced, part)
+    if not covers(list(found), part.member.gradient.shape[0]):
+        return None
+    return _Where(site.make(ASSEMBLE, [found[rows] for rows in sorted(found)]), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +138,7 @@ class _Part:
     """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
 
     number: int
-    gradient: GradientSpec
+    member: Member
     reduction: GradReduction
     place: Place
 
@@ -131,7 +163,11 @@ class _Site:
         strides: list[int] = []
         provenance = edit.Provenance(BucketReductions.name, self.unit)
         for part in parts:
-            source, stride = without_views(part.reduction.grad, part.gradient.stride)
+            gradient, rows = part.member.gradient, part.member.rows
+            if rows is None:
+                source, stride = without_views(part.reduction.grad, gradient.stride)
+            else:
+                source, stride = rows_of(part.reduction, gradient, rows, provenance)
             folded = self.folds and fold_factor(source, part.reduction.tag.scale, provenance)
             sources.append(source)
             scales.append(1.0 if folded else part.reduction.tag.scale)
@@ -144,8 +180,7 @@ class _Site:
         self, tensors: Sequence[fx.Node], key: BucketKey, parts: Sequence[_Part]
     ) -> tuple[fx.Node, list[fx.Node]]:
         """One collective over all tensors. Returns its launch and each tensor, waited for."""
-        tags = [part.reduction.tag for part in parts]
-        names = tuple(f"{tag.index}/{tag.replica}/{tag.scale!r}" for tag in tags)
+        names = tuple(_mark(part).write() for part in parts)
         grouped = len(tensors) > 1
         target = collectives.GROUPED_ALL_REDUCE if grouped else collectives.ALL_REDUCE
         argument = list(tensors) if grouped else tensors[0]
@@ -153,23 +188,35 @@ class _Site:
         items = [self.make(operator.getitem, launch, number) for number in range(len(tensors))] if grouped else [launch]
         return launch, [self.make(collectives.WAIT, item) for item in items]
 
-    def view_back(self, reduced: fx.Node, part: _Part) -> fx.Node:
-        """A reduced gradient as a view of its bucket, with the strides that were promised when it was traced."""
-        shape, promised = list(part.gradient.shape), tuple(part.reduction.node.meta["val"].stride())
-        if _same_layout(part.gradient.shape, promised, part.gradient.stride):
-            return self.make(aten.as_strided.default, reduced, shape, list(promised), part.place.offset)
+    def flat_piece(self, reduced: fx.Node, part: _Part) -> fx.Node:
+        """What comes back of a piece, in one dimension: the tensor itself, if there is nothing else in it."""
+        if list(reduced.meta["val"].shape) == [part.member.numel]:
+            return reduced
+        return self.make(aten.as_strided.default, reduced, [part.member.numel], [1], part.place.offset)
+
+    def view_back(self, reduced: fx.Node, gradient: GradientSpec, promised: tuple[int, ...], offset: int) -> fx.Node:
+        """A reduced gradient as a view of what it lies in, with the strides that were promised when it was traced."""
+        shape = list(gradient.shape)
+        if _same_layout(gradient.shape, promised, gradient.stride):
+            return self.make(aten.as_strided.default, reduced, shape, list(promised), offset)
+        view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
         # Somebody was told other strides than the parameter's: keep that promise.
-        view = self.make(aten.as_strided.default, reduced, shape, list(part.gradient.stride), part.place.offset)
         turned = self.make(aten.permute.default, view, list(memory_order(promised)))
-        flat = self.make(aten.reshape.default, turned, [part.gradient.numel])
-        return self.make(aten.as_strided.default, flat, shape, list(promised))
+        flat = self.make(aten.reshape.default, turned, [gradient.numel])
+        return self.make(aten.as_strided.default, flat, list(gradient.shape), list(promised))
+
+
+def _mark(part: _Part) -> MemberMark:
+    tag, member = part.reduction.tag, part.member
+    n_rows = 0 if member.rows is None else member.gradient.shape[0]
+    return MemberMark(tag.index, tag.replica, tag.scale, member.rows, n_rows)
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a reduction, and the views that nobody but it was made for."""
+    """Erase a reduction, and what nobody but it was made for: views, and a product that is computed in blocks."""
     inputs = node.all_input_nodes[:1]
     node.graph.erase_node(node)
-    if inputs and not inputs[0].users and is_view(inputs[0]):
+    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_left_over(inputs[0])):
         _erase(inputs[0])
 
 

@@ -60,11 +60,11 @@ def _stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> t
 
 
 def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    """Let a node that serves one user only compute `factor` times what it did. Returns whether it does now."""
+    """Let a node that serves one user at most compute `factor` times what it did. Returns whether it does now."""
     if factor == 1.0:
         return True
     fold = _FOLDS.get(node.target)
-    if fold is None or len(node.users) != 1 or not node.meta["val"].is_floating_point():
+    if fold is None or len(node.users) > 1 or not node.meta["val"].is_floating_point():
         return False
     return fold(node, factor, provenance)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
@@ -13,27 +14,61 @@ from torch.utils.flop_counter import flop_registry
 
 from dp_compile import _torch
 from dp_compile.grad_reduction import REDUCE_GRAD
+from dp_compile.ready_times import Estimate, Product
+
+aten = torch.ops.aten
 
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
+# What comes between a product and its reduction without changing a number; an item is one of an accumulation.
+_HANDING_ON: Final = (aten.t.default, aten.permute.default, aten.transpose.int, operator.getitem)
 
-def ready_shares(graph: fx.Graph) -> Mapping[tuple[int, int], float]:
+
+def ready_shares(graph: fx.Graph) -> Mapping[tuple[int, int], Estimate]:
     """For each reduction, by replica and index, the share of the graph's work that stands before it.
+
+    For a gradient that is a product also the share that is the product, and the one of a copy of its result.
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
     Patterson, CACM 2009); FLOPs as torch's flop counter has them. `graph` is as Dynamo leaves it, with fake tensors in
     `meta["example_value"]`; of a dynamic size counts the example's value, and nothing is guarded on it. A graph without
     work gives every gradient the share 1.
     """
-    done, at = 0.0, dict[tuple[int, int], float]()
+    done, at = 0.0, dict[tuple[int, int], tuple[float, fx.Node | None]]()
     for node in graph.nodes:
         if node.op == "call_function" and node.target is REDUCE_GRAD:
             index, replica = node.args[1:3]
-            at[replica, index] = done
+            at[replica, index] = done, _product_behind(node)
         elif node.op in ("call_function", "call_method"):
             done += _work(node)
-    return {place: share / done if done else 1.0 for place, share in at.items()}
+    return {
+        place: Estimate(before / done if done else 1.0, _product(node, done)) for place, (before, node) in at.items()
+    }
+
+
+def _product(node: fx.Node | None, total: float) -> Product | None:
+    if node is None or not total:
+        return None
+    return Product(_work(node) / total, 2 * _nbytes(node.meta["example_value"]) / total)
+
+
+def _product_behind(reduction: fx.Node) -> fx.Node | None:
+    """The 2-D product that a reduction reduces, if nobody else uses it and nothing is added to it."""
+    node = reduction.all_input_nodes[0]
+    while len(node.users) == 1:
+        if node.target is aten.mm.default:
+            return node
+        if node.target in _HANDING_ON or (_is_accumulation(node) and node.args[2] is None):
+            node = node.all_input_nodes[0]
+        else:
+            return None
+    return None
+
+
+def _is_accumulation(node: fx.Node) -> bool:
+    """Whether a node is compiled autograd's op that hands out `(the gradient + what was there, ...)`."""
+    return getattr(node.target, "__name__", "") == "AccumulateGrad" and len(node.args) > 2
 
 
 def _work(node: fx.Node) -> float:
