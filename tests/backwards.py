@@ -143,9 +143,9 @@ class Builder:
         sources = [node for node in self.pool if node not in self.after_wait]
         computed = [node for node in sources if node.op != "placeholder"]
         source = self.draw(st.sampled_from((computed if self.draw(st.booleans()) else sources) or sources))
-        if self.draw(st.integers(0, 2)) == 0 and (made := _product(self, source)) is not None:
+        made = _product(self, source) if self.draw(st.integers(0, 2)) == 0 else None
+        if made is not None and made not in self.after_wait:
             source = made  # as the weight of a linear layer: a product that nobody else uses
-            self.traits.add("product")
         shape = tuple(value(source).shape)
         reduce_op, scale = self.draw(st.sampled_from(averages))
         grad = Grad(
