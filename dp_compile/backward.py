@@ -170,8 +170,11 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
         replica.uneven.rescale()
     if replica.reducer is not None:
         replica.fill_missing()
-    grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
-    complete_backward(replica, {name: grad for name, grad in grads if grad is not None}, outputs)
+    reduced = {}
+    if replica.config.check_nan:
+        grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
+        reduced = {name: grad for name, grad in grads if grad is not None}
+    complete_backward(replica, reduced, outputs)
 
 
 def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any] = ()) -> None:
@@ -179,7 +182,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
 
     Args:
         replica: whose gradients were reduced.
-        reduced: the reduced gradients by name.
+        reduced: the reduced gradients by name, if `check_nan` is on.
         outputs: what the backward started from on this rank.
 
     Raises:

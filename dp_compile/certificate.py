@@ -10,6 +10,7 @@ from typing import Final
 from dp_compile.config import BYTES_PER_MB
 from dp_compile.cost_model import AllReduceCost, release_time_bound
 from dp_compile.partition import MANY, SLACK, earliest_partition, optimal_partition
+from dp_compile.plan import count
 from dp_compile.timeline import (
     Buckets,
     Job,
@@ -60,7 +61,7 @@ class Certificate:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.strategy}: {len(self.reasons)} buckets, all-reduce = {self.cost}",
+            f"{self.strategy}: {count(len(self.reasons), 'bucket')}, all-reduce = {self.cost}",
             f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}, bound {_ms(self.bound_s)}, "
             f"ratio {self.ratio:.4f}, at most {self.worst_ratio:.4f} with speeds off by "
             f"{min(self.band):g}x to {max(self.band):g}x",
