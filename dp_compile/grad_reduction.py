@@ -73,9 +73,11 @@ def _reduce_now(
     scale: float,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    reduced = grad.clone() if scale == 1.0 else grad * scale
-    dist.all_reduce(reduced, op=REDUCE_OPS[reduce_op], group=_torch.group_of_name(group))
-    return reduced
+    # Row by row, whatever the memory order: another rank may have its gradient in another one.
+    flat = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    torch.mul(grad, scale, out=flat)
+    dist.all_reduce(flat, op=REDUCE_OPS[reduce_op], group=_torch.group_of_name(group))
+    return torch.empty_like(grad).copy_(flat)
 
 
 def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -290,8 +291,17 @@ def _flags_follow(gradients: Sequence[GradientSpec], position: int) -> bool:
 
 
 def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
-    """Each gradient for itself, in the given order: what runs when no pass makes buckets."""
-    return BucketPlan(tuple(PACKED.bucket(gradient.key, [gradient], "no bucketing") for gradient in gradients))
+    """Each gradient for itself, in the given order: what runs when no pass makes buckets.
+
+    Row by row whatever the parameter's memory order, as the op does that is left in the graph then.
+    """
+    rows = [replace(gradient, stride=_row_by_row(gradient.shape)) for gradient in gradients]
+    return BucketPlan(tuple(PACKED.bucket(gradient.key, [gradient], "no bucketing") for gradient in rows))
+
+
+def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = list(accumulate(shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def row_blocks(n_rows: int, count: int) -> tuple[Rows, ...]:
