@@ -305,7 +305,8 @@ def _reduces_by_hooks(replica: Replica, compiled: bool) -> bool:
     done = replica.synced_backwards
     asks = replica.by_hooks is None or (not replica.by_hooks and done & (done - 1) == 0)
     if replica.sync and asks:
-        replica.by_hooks = agree_on_hooks(replica, compiled)
+        now, replica.by_hooks = agree_on_hooks(replica, compiled)
+        return now
     return replica.by_hooks is not False
 
 

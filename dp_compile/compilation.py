@@ -18,7 +18,7 @@ import itertools
 import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from dp_compile.launch_clock import LaunchClock
 from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.ready_times import ready_shares
-from dp_compile.ready_times import Estimate
+from dp_compile.ready_times import ASSUMED, Estimate, estimated_times
 from dp_compile.replica import Replica, Revision
 from dp_compile.report import CaptureRecord, PassRecord, Placement
 from dp_compile.settling import Shares, settle
@@ -268,20 +268,29 @@ class CompiledBackward:
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
-        if found and any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling):
-            self._settle_plans(graph_module.graph)
+        if found:
+            self._look_at_ready_times(graph_module.graph)
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         pipeline = Pipeline(self._passes, self._plans, self._note_passes, held)
         compile_graph = _torch.inductor if self._backend == "inductor" else _torch.aot_eager
         with observing(self._note_written):
             return self._timed(compile_graph(graph_module, example_inputs, pipeline))
 
-    def _settle_plans(self, graph: fx.Graph) -> None:
-        """The plans of a first backward, from its graph. Where all reductions stand at the end it says nothing."""
+    def _look_at_ready_times(self, graph: fx.Graph) -> None:
+        """What a graph says of them. Where all reductions stand at its end it says nothing."""
+        awaited = any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling)
         shares: dict[int, dict[int, Estimate]] = {}
-        if not self._deferred:
+        if not self._deferred and (awaited or any(replica.ready.basis == ASSUMED for replica in self._settling)):
             for (ordinal, index), share in ready_shares(graph).items():
                 shares.setdefault(self._synced.index(ordinal), {})[index] = share
+        if awaited:
+            self._settle_plans(shares)
+        for place, estimates in shares.items():
+            if self._settling[place].ready.basis == ASSUMED:  # its plan needs none; they tell people more
+                self._settling[place].ready = estimated_times(estimates)
+
+    def _settle_plans(self, shares: Mapping[int, Shares]) -> None:
+        """The plans of a first backward."""
         self.shares.update(shares)
         settle(self._settling, self.shares)
         plans = dict(zip(self._synced, (replica.plan for replica in self._settling), strict=True))

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from dp_compile.config import BYTES_PER_MB
+from dp_compile.errors import ConfigError
 
 PLAN_VERSION = 1
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
@@ -185,6 +186,18 @@ class BucketPlan:
                     del member["rows"]
         return {"version": PLAN_VERSION, "folds_scale": self.folds_scale, "buckets": buckets}
 
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> BucketPlan:
+        """What `to_dict` gave, with empty group names: for looking at, not for reducing by.
+
+        Raises:
+            ConfigError: of another version.
+            KeyError, TypeError: a field is missing, unknown or of another kind.
+        """
+        if data["version"] != PLAN_VERSION:
+            raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it anew.")
+        return BucketPlan(tuple(_bucket(each) for each in data["buckets"]), bool(data["folds_scale"]))
+
     def signature(self) -> str:
         """A short hash; two ranks with equal signatures run the same collectives."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
@@ -302,6 +315,17 @@ def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
 def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = list(accumulate(shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))
     return tuple(reversed(strides)) if shape else ()
+
+
+def _bucket(data: Mapping[str, Any]) -> Bucket:
+    key = BucketKey(**data["key"])
+    members = []
+    for each in data["members"]:
+        given = dict(each["gradient"])
+        shape, stride = tuple(given.pop("shape")), tuple(given.pop("stride"))
+        rows = None if each.get("rows") is None else (int(each["rows"][0]), int(each["rows"][1]))
+        members.append(Member(GradientSpec(shape=shape, stride=stride, key=key, **given), each["offset"], rows))
+    return Bucket(key, tuple(members), data["reason"])
 
 
 def row_blocks(n_rows: int, count: int) -> tuple[Rows, ...]:

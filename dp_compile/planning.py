@@ -60,9 +60,11 @@ class Planning:
     """A plan, and how to make it anew when more is known.
 
     `revise` makes a plan from ready times and, if it was measured, what a collective costs; it is pure. `revisions`
-    are the occasions for it, in their order.
+    are the occasions for it, in their order. `strategy`: a name of `config.STRATEGIES`, or `single`: no pass makes
+    buckets, each gradient is reduced for itself.
     """
 
+    strategy: str
     planned: Planned
     ready: ReadyTimes
     revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
@@ -97,16 +99,16 @@ def _plan(
     config, ready = request.config, assumed_times(gradients)
     strategy = config.chosen_strategy(has_policy=request.bucket_policy is not None, has_plan=request.plan is not None)
     if not request.bucketed:
-        return Planning(Planned(plan_single(gradients)), ready)
+        return Planning("single", Planned(plan_single(gradients)), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
     layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend == "nccl" else frozenset())
     if request.bucket_policy is not None:
-        return Planning(plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
+        return Planning(strategy, plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
     if request.plan is not None:
-        return Planning(plan_explicit(gradients, _plan_text(request.plan), layout), ready)
+        return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)
     if strategy == "fixed":
-        return Planning(plan_fixed(gradients, config, layout), ready)
+        return Planning(strategy, plan_fixed(gradients, config, layout), ready)
     make = plan_coalesced if strategy == "coalesced" else plan_optimal
 
     def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
@@ -114,7 +116,7 @@ def _plan(
         return make(gradients, cost, times, layout)
 
     later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
-    return Planning(revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
+    return Planning(strategy, revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
 
 
 def _as_ddp(
@@ -135,8 +137,8 @@ def _as_ddp(
     at_first = caps_bytes if config.unused == "find" else [sys.maxsize]
     planned = plan_ddp(gradients, _torch.ddp_buckets(parameters, at_first, [])[::-1])
     if config.unused == "find":
-        return Planning(planned, ready)
-    return Planning(planned, ready, rebuilt, (Revision.FROM_ARRIVALS,))
+        return Planning("ddp", planned, ready)
+    return Planning("ddp", planned, ready, rebuilt, (Revision.FROM_ARRIVALS,))
 
 
 def _kept_apart(module: nn.Module) -> frozenset[str]:

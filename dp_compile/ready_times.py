@@ -49,6 +49,13 @@ class ReadyTimes:
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
 
+    def of_member(self, member: Member) -> float:
+        """When a member is ready: a piece of a product before the pieces behind it."""
+        share, product = self.of(member.gradient), self.products.get(member.gradient.index)
+        if member.rows is None or product is None:
+            return share
+        return max(0.0, share - product.produced * (1 - member.rows[1] / member.gradient.shape[0]))
+
     def to_json(self) -> str:
         shares, products = list(self.shares.items()), list(self.products.items())
         return json.dumps({"shares": shares, "backward_s": self.backward_s, "basis": self.basis, "products": products})
@@ -118,7 +125,7 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
     shares: dict[int, float] = {}
     start, start_before = 0.0, 0.0
     for bucket, launch_s in zip(plan.buckets, launches.launch_s, strict=True):
-        believed = [_believed(member, before) for member in bucket.members]
+        believed = [before.of_member(member) for member in bucket.members]
         end, end_before = max(start, min(1.0, launch_s / launches.backward_s)), max(start_before, *believed)
         for member, share in zip(bucket.members, believed, strict=True):
             passed = (max(share, start_before) - start_before) / (end_before - start_before or 1.0)
@@ -126,14 +133,6 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
             shares[member.gradient.index] = max(seen, shares.get(member.gradient.index, 0.0))
         start, start_before = end, end_before
     return ReadyTimes(shares, launches.backward_s, MEASURED, before.products)
-
-
-def _believed(member: Member, times: ReadyTimes) -> float:
-    """When a member is ready: a piece of a product before the pieces behind it."""
-    share, product = times.of(member.gradient), times.products.get(member.gradient.index)
-    if member.rows is None or product is None:
-        return share
-    return max(0.0, share - product.produced * (1 - member.rows[1] / member.gradient.shape[0]))
 
 
 def in_ready_order(gradients: Sequence[GradientSpec], times: ReadyTimes) -> list[GradientSpec]:

@@ -25,6 +25,7 @@ from dp_compile.graph_pass import GraphPass
 from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec
 from dp_compile.ready_times import Launches, ReadyTimes
 from dp_compile.report import CaptureRecord
+from dp_compile.step import MeasuredStep
 from dp_compile.strategies import Planned
 
 MAX_UNREAD_FLAGS: Final = 2
@@ -121,12 +122,14 @@ class Replica:
     config: ReplicateConfig
     plan: BucketPlan
     passes: tuple[GraphPass, ...]
+    ready: ReadyTimes
+    """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
+    strategy: str
+    """Where buckets end: a name of `config.STRATEGIES`, or `single`: no pass makes buckets."""
     parameter_places: tuple[ParameterPlace, ...] = ()
     certificate: Certificate | None = None
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
-    ready: ReadyTimes | None = None
-    """The ready times that the plan was made from."""
     revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
     revisions: tuple[Revision, ...] = ()
     """When the plan will be made anew, by `revise`: the next occasion first."""
@@ -139,6 +142,8 @@ class Replica:
     """The parameters in the order in which their gradients arrived in the first backward, if it was not captured."""
     seen_launches: list[Launches] = field(default_factory=list)
     """What this rank has measured for the revision from launches."""
+    measured: MeasuredStep | None = None
+    """What the latest measured backward of this rank was like, if one was measured for people."""
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)

@@ -155,7 +155,7 @@ def report(module: nn.Module) -> Report:
     else:
         mode = "not decided, no backward yet"
     promise = ""
-    if replica.certificate is not None and replica.ready is not None:
+    if replica.certificate is not None:
         promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
     captures = tuple(replica.captures.values())
     return Report(mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
@@ -301,6 +301,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         plan=planning.planned.plan,
         certificate=planning.planned.certificate,
         ready=planning.ready,
+        strategy=planning.strategy,
         revise=planning.revise,
         revisions=planning.revisions,
         passes=order.passes,

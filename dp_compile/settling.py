@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -83,18 +84,29 @@ def revise_if_due(replica: Replica) -> None:
         _revise(replica, times, None if times is None else _measured_cost(replica))
 
 
-def agree_on_hooks(replica: Replica, compiled: bool) -> bool:
-    """Whether hooks reduce this synchronised backward on every rank: if the forward of any rank was compiled.
+class HooksReduce(NamedTuple):
+    """Whether hooks reduce, and not torch's reducer: this backward, and those that follow."""
+
+    now: bool
+    later: bool
+
+
+def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
+    """What reduces this synchronised backward on every rank: hooks, if the forward of any rank was compiled.
+
+    A reducer that comes in the middle of an accumulation does not know which parameters were used before it. If that
+    matters on any rank, the hooks that do know finish the accumulation.
 
     Raises:
         DesyncError: a rank has not come to this backward within the time-out.
     """
+    own = (compiled, bool(replica.used_without_sync) and replica.config.unused != "error")
     table = table_of(replica.group, replica.config.timeout_s)
-    if table is None:
-        return compiled
-    topic = f"{replica.topic}/hooks/{replica.synced_backwards}"
-    said = collect(table, topic, compiled)
-    return bool(decide(table, topic, any(said)))
+    said, topic = [own], f"{replica.topic}/hooks/{replica.synced_backwards}"
+    if table is not None:
+        said = decide(table, topic, collect(table, topic, own))
+    some_compiled, some_know_more = (any(answers) for answers in zip(*said, strict=True))
+    return HooksReduce(some_compiled or some_know_more, some_compiled)
 
 
 def _has_measured_enough(replica: Replica) -> bool:
@@ -142,7 +154,6 @@ def _measured(replica: Replica) -> ReadyTimes | None:
     if not seen or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
         logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
         return None
-    assert replica.ready is not None
     return measured_times(replica.plan, slowest(seen), replica.ready)
 
 

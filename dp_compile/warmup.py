@@ -88,11 +88,14 @@ def warmup(
     done = _meet(replica, {"batches": len(examples), "backwards": kinds})
     made = [_made()]
     with _without_a_trace(unwrap(module), replica):
+        versions = _versions(module)
         while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
             for batch, (synced, kept) in itertools.product(examples, kinds):
                 _prepare(replica, kept=kept)
                 with contextlib.nullcontext() if synced else no_sync(module):
-                    loss(batch).backward()
+                    value = loss(batch)
+                    _check_same(versions, _versions(module))
+                    value.backward()
             made.append(_made())
     done()
     settled = made[-1] == made[-2]
@@ -140,6 +143,19 @@ def _prepare(replica: Replica, *, kept: bool) -> None:
     replica.synced_backwards = min(replica.synced_backwards, 1)
 
 
+def _versions(module: nn.Module) -> dict[str, int]:
+    return {name: _torch.version_of(parameter) for name, parameter in unwrap(module).named_parameters()}
+
+
+def _check_same(before: dict[str, int], after: dict[str, int]) -> None:
+    """Before the backward: nothing is reduced then, and no other guard speaks of another cause."""
+    changed = [name for name, version in after.items() if before.get(name) != version]
+    if changed:
+        raise ConfigError(
+            f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no optimizer step."
+        )
+
+
 def _made() -> tuple[int, int]:
     return _torch.captures(), _torch.compiled_graphs()
 
@@ -158,16 +174,17 @@ def _without_a_trace(module: nn.Module, replica: Replica) -> Iterator[None]:
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.synced_backwards, replica.backwards.copy()
     launches, used = list(replica.seen_launches), set(replica.used_without_sync)
+    version = replica.version_without_sync
     try:
         yield
     finally:
+        replica.version_without_sync = version
         replica.synced_backwards, replica.backwards = steps, backwards
         replica.seen_launches, replica.used_without_sync = launches, used
 
 
 @contextlib.contextmanager
 def _same_tensors(module: nn.Module) -> Iterator[None]:
-    versions = {name: (parameter, parameter._version) for name, parameter in module.named_parameters()}
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
@@ -177,11 +194,6 @@ def _same_tensors(module: nn.Module) -> Iterator[None]:
     values = [buffer.clone() for _, _, buffer in owners]
     try:
         yield
-        changed = [name for name, (parameter, version) in versions.items() if parameter._version != version]
-        if changed:
-            raise ConfigError(
-                f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no optimizer step."
-            )
     finally:
         for parameter, grad in grads:
             parameter.grad = grad

@@ -90,3 +90,16 @@ def test_memory_order_without_passes(ranks2: Ranks) -> None:
         find_unused=True,
     )
     assert_equal(ranks2, case)
+
+
+def test_torch_reducer_comes_in_the_middle_of_an_accumulation(ranks2: Ranks) -> None:
+    """What hooks had seen used inside `no_sync()` was unknown to the reducer that was made for the reduction."""
+    case = FuzzCase(
+        blocks=(BlockSpec("linear"),),
+        width=4,
+        steps=(Step((Micro((4, 4), way=(0, 1)), Micro((4, 4), way=(1, 1)))), Step((Micro((4, 4), way=(0, 1)),))),
+        ways=((), (0,)),
+        compiled="nothing",
+        find_unused=True,
+    )
+    assert_equal(ranks2, case)

@@ -23,7 +23,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("config", "fx", "links", "timeline", "calibration", "module_names", "comm_hook"),
     ("plan", "partition"),
     ("certificate", "report", "model_shapes", "ready_times", "progress"),
-    ("strategies", "launch_clock"),
+    ("strategies", "launch_clock", "step"),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
     ("settling", "intact"),
     ("passes", "hooks", "planning", "finite", "forward_hooks", "selection"),
@@ -32,10 +32,11 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("capture",),
     ("backward",),
     ("replicate",),
-    ("join", "warmup"),
+    ("join", "warmup", "observe"),
     ("distributed",),
     ("train", "plan_table"),
     ("pass_table",),
+    ("commands",),
     ("__init__", "cli", "__main__", "tables"),
 )
 # Inside a row: importer -> what it may import, for a reason.
@@ -53,6 +54,7 @@ INSIDE_A_PACKAGE = {
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
+    "commands": (("parsing",), ("train",), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
