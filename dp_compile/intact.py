@@ -1,4 +1,4 @@
-"""Is a module still the one that was replicated? Parameters may be replaced, unfrozen or moved afterwards.
+"""Is a module still the one that was replicated? Parameters may be replaced, added, unfrozen or moved later.
 
 A captured backward is looked at when its graph or the tensors in it are new (`hooks.check_gradients_have_hooks`,
 `compilation`); every other backward before it runs.
@@ -11,19 +11,20 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from dp_compile.errors import ReductionError
-from dp_compile.replica import Replica
+from dp_compile.module_names import fully_qualified
+from dp_compile.replica import Replica, owners
 
 
 def check_intact(replica: Replica) -> None:
     """Compare the module with what was replicated.
 
     Raises:
-        ReductionError: a parameter was replaced, unfrozen or moved.
+        ReductionError: a parameter was replaced, added, unfrozen or moved.
     """
     if not replica.config.check_reductions:
         return
     check_not_moved(replica)
-    refuse_unreduced(replica, [parameter for _, parameter in _strangers(replica)])
+    refuse_unreduced(replica, [parameter for _, parameter in (*_strangers(replica), *_added(replica))])
     refuse_unreduced(replica, [parameter for _, parameter in replica.frozen if parameter.requires_grad])
 
 
@@ -57,7 +58,8 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[object]) -> None:
         accumulated: tensors that get a gradient and have no hook of the replica.
 
     Raises:
-        ReductionError: one of them was frozen when the module was replicated, or replaced a parameter since.
+        ReductionError: one of them was frozen when the module was replicated, or replaced a parameter since, or was
+            added since.
     """
     present = set(map(id, accumulated))
     thawed = [name for name, parameter in replica.frozen if id(parameter) in present]
@@ -73,12 +75,35 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[object]) -> None:
             "new one has no hook. Copy values into the old one (parameter.data.copy_()), or replace it before "
             "replicate()."
         )
+    added = [name for name, parameter in _added(replica) if id(parameter) in present]
+    if added:
+        raise ReductionError(
+            f"not reduced: {', '.join(added[:8])}. The parameter was added after replicate() was called, so it has no "
+            "hook. Add it before replicate(), or call unreplicate() and replicate() again."
+        )
 
 
 def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
     """Trainable parameters that stand where others stood when the module was replicated."""
-    known = {id(parameter) for parameter in (*replica.parameters, *(parameter for _, parameter in replica.frozen))}
+    known = _known(replica)
     for place in replica.parameter_places:
         parameter = place.find()
         if parameter is not None and parameter.requires_grad and id(parameter) not in known:
             yield place.name, parameter
+
+
+def _added(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters under new names, as adapters bring them. Not those that somebody else keeps in step."""
+    outline, known = replica.outline, _known(replica)
+    root = outline.root()
+    left_alone = {id(module) for each in outline.left_alone for module in each.modules()}
+    for prefix, owner in () if root is None else root.named_modules():
+        for attribute, parameter in () if id(owner) in left_alone else owner.named_parameters(recurse=False):
+            name = fully_qualified(f"{prefix}.{attribute}" if prefix else attribute)
+            is_new = name not in outline.names and id(parameter) not in known
+            if is_new and parameter.requires_grad and owners.find(parameter) is None:
+                yield name, parameter
+
+
+def _known(replica: Replica) -> set[int]:
+    return {id(parameter) for parameter in (*replica.parameters, *(parameter for _, parameter in replica.frozen))}

@@ -83,6 +83,15 @@ class BufferPlace:
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """A module as it was when it was replicated: the names of its parameters, and the parts that were left alone."""
+
+    root: weakref.ref[nn.Module]
+    names: frozenset[str]
+    left_alone: weakref.WeakSet[nn.Module]
+
+
+@dataclass(frozen=True, slots=True)
 class ParameterPlace:
     """Where a parameter was found, and its fully qualified name. The user may put another one there."""
 
@@ -126,6 +135,7 @@ class Replica:
     """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
     strategy: str
     """Where buckets end: a name of `config.STRATEGIES`, or `single`: no pass makes buckets."""
+    outline: Outline
     parameter_places: tuple[ParameterPlace, ...] = ()
     certificate: Certificate | None = None
     topic: str = ""

@@ -302,6 +302,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         certificate=planning.planned.certificate,
         ready=planning.ready,
         strategy=planning.strategy,
+        outline=target.outline(),
         revise=planning.revise,
         revisions=planning.revisions,
         passes=order.passes,

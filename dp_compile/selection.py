@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from dp_compile import _torch
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.replica import BufferPlace, ParameterPlace, owners
+from dp_compile.replica import BufferPlace, Outline, ParameterPlace, owners
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,17 @@ class Selection:
     trainable: dict[str, nn.Parameter]
     frozen: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
-    sharded: bool
-    """Whether parts of the module were left to `fully_shard`."""
+    left_alone: frozenset[nn.Module]
+    """What is ignored or left to `fully_shard`, each with everything below it."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parts of the module were left to `fully_shard`."""
+        return any(_is_fully_sharded(each) for each in self.left_alone)
+
+    def outline(self) -> Outline:
+        names = frozenset(fully_qualified(name) for name, _ in self.module.named_parameters(remove_duplicate=False))
+        return Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone))
 
     def buffer_places(self) -> tuple[BufferPlace, ...]:
         chosen = {id(buffer) for buffer in self.buffers.values()}
@@ -106,7 +115,7 @@ def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
         {name: parameter for name, parameter in parameters.items() if parameter.requires_grad},
         {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad},
         {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
-        any(_is_fully_sharded(submodule) for submodule in module.modules()),
+        _left_alone(module, ignored),
     )
 
 

@@ -717,9 +717,31 @@ def replace_frozen(model: Casting) -> None:
     model.first.bias = nn.Parameter(torch.ones(6))
 
 
+class Adapted(nn.Module):
+    """A linear layer, frozen, beside a product of two small ones (LoRA, arXiv 2106.09685)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.low, self.high = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.base(x) + self.high(self.low(x))
+        return result
+
+
+def add_adapter(model: Casting) -> None:
+    model.last = Adapted(model.last)  # type: ignore[assignment]
+
+
 CHANGES: dict[str, tuple[Callable[[Casting], Any], str]] = {
     "replaced": (replace, r"not reduced: last\.weight. The parameter was replaced"),
     "a frozen one is replaced": (replace_frozen, r"not reduced: first\.bias. The parameter was replaced"),
+    "added": (add_adapter, r"not reduced: last\.low\.weight, last\.high\.weight. The parameter was added after"),
     "unfrozen": (lambda model: model.first.bias.requires_grad_(True), r"not reduced: first\.bias. It was frozen"),
     "another dtype": (lambda model: model.double(), r"last\.bias is float64, it was float32"),
     "a part of another dtype": (lambda model: model.first.double(), r"first\.weight is float64, it was float32"),
