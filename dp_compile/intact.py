@@ -7,12 +7,25 @@ A captured backward is looked at when its graph or the tensors in it are new (`h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Final
 
 from torch import nn
 
 from dp_compile.errors import ReductionError
 from dp_compile.module_names import fully_qualified
 from dp_compile.replica import Replica, owners
+
+_FROZEN: Final = (
+    "It was frozen (requires_grad=False) when replicate() was called, so it has no hook. Unfreeze before replicate()."
+)
+_REPLACED: Final = (
+    "The parameter was replaced after replicate() was called, so the new one has no hook. Copy values into the old one "
+    "(parameter.data.copy_()), or replace it before replicate()."
+)
+_ADDED: Final = (
+    "The parameter was added after replicate() was called, so it has no hook. Add it before replicate(), or call "
+    "unreplicate() and replicate() again."
+)
 
 
 def check_intact(replica: Replica) -> None:
@@ -62,25 +75,14 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[object]) -> None:
             added since.
     """
     present = set(map(id, accumulated))
-    thawed = [name for name, parameter in replica.frozen if id(parameter) in present]
-    if thawed:
-        raise ReductionError(
-            f"not reduced: {', '.join(thawed[:8])}. It was frozen (requires_grad=False) when replicate() was called, "
-            "so it has no hook. Unfreeze before replicate()."
-        )
-    replaced = [name for name, parameter in _strangers(replica) if id(parameter) in present]
-    if replaced:
-        raise ReductionError(
-            f"not reduced: {', '.join(replaced[:8])}. The parameter was replaced after replicate() was called, so the "
-            "new one has no hook. Copy values into the old one (parameter.data.copy_()), or replace it before "
-            "replicate()."
-        )
-    added = [name for name, parameter in _added(replica) if id(parameter) in present]
-    if added:
-        raise ReductionError(
-            f"not reduced: {', '.join(added[:8])}. The parameter was added after replicate() was called, so it has no "
-            "hook. Add it before replicate(), or call unreplicate() and replicate() again."
-        )
+    for why, found in (
+        (_FROZEN, replica.frozen),
+        (_REPLACED, _strangers(replica)),
+        (_ADDED, _added(replica)),
+    ):
+        names = [name for name, parameter in found if id(parameter) in present]
+        if names:
+            raise ReductionError(f"not reduced: {', '.join(names[:8])}. {why}")
 
 
 def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:

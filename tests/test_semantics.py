@@ -718,11 +718,11 @@ def replace_frozen(model: Casting) -> None:
 
 
 class Adapted(nn.Module):
-    """A linear layer, frozen, beside a product of two small ones (LoRA, arXiv 2106.09685)."""
+    """A linear layer beside a product of two small ones (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
-        self.base = base.requires_grad_(False)
+        self.base = base
         self.low, self.high = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
 
     @property
@@ -874,6 +874,11 @@ def torch_all_replaced(model: DistributedDataParallel) -> None:
     model(batch(0)).square().sum().backward()
 
 
+def torch_added(model: DistributedDataParallel) -> None:
+    add_adapter(model.module)
+    model(batch(0)).sum().backward()
+
+
 def torch_unfrozen(model: DistributedDataParallel) -> None:
     model.module.first.bias.requires_grad_(True)
     model(batch(0)).square().sum().backward()
@@ -904,6 +909,7 @@ TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[DistributedDataParalle
     "replaced": (Casting, torch_replaced, "Expected to have finished reduction in the prior iteration"),
     "all replaced": (Casting, torch_all_replaced, "ranks differ"),
     "unfrozen": (Casting, torch_unfrozen, "ranks differ"),
+    "added": (Casting, torch_added, "ranks differ"),
     "frozen later": (Casting, torch_frozen_later, "Expected to have finished reduction in the prior iteration"),
     "moved": (Casting, torch_moved, "ranks differ"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(3, 6, sparse=True), Casting()), torch_sparse, "ranks agree"),
