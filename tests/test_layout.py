@@ -35,7 +35,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("join", "warmup", "observe"),
     ("distributed",),
     ("train", "plan_table"),
-    ("pass_table",),
+    ("pass_table", "bench"),
     ("commands",),
     ("__init__", "cli", "__main__", "tables"),
 )
@@ -54,6 +54,7 @@ INSIDE_A_PACKAGE = {
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
+    "bench": (("contract",), ("__init__",)),
     "commands": (("parsing",), ("train",), ("__init__",)),
 }
 PRIVATE_TORCH = {
