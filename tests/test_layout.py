@@ -24,6 +24,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("plan", "partition"),
     ("certificate", "report", "model_shapes", "ready_times", "progress"),
     ("strategies", "launch_clock", "step"),
+    ("prediction",),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
     ("settling", "intact"),
     ("passes", "hooks", "planning", "finite", "forward_hooks", "selection"),
@@ -198,7 +199,7 @@ def test_no_import_inside_a_function(file: str) -> None:
     assert not [f"line {imported.line}: {imported.module}" for imported in imports_of(tree_of(file)) if imported.local]
 
 
-@pytest.mark.parametrize("file", ["plan.py", "config.py", "report.py", "errors.py", "cost_model.py"])
+@pytest.mark.parametrize("file", ["plan.py", "config.py", "report.py", "errors.py", "cost_model.py", "prediction.py"])
 def test_pure_modules_do_not_know_torch(file: str) -> None:
     if file in FILES:
         assert not [imported for imported in imports_of(tree_of(file)) if imported.module.split(".")[0] == "torch"]
