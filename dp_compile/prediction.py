@@ -16,7 +16,7 @@ from dp_compile.cost_model import RING, TREE, AllReduceCost, Formula, check_numb
 from dp_compile.errors import ConfigError
 from dp_compile.links import link
 from dp_compile.plan import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout, Member, count
-from dp_compile.ready_times import ReadyTimes
+from dp_compile.ready_times import MEASURED, ReadyTimes
 from dp_compile.step import PlannedBucket, Step, planned_buckets
 from dp_compile.strategies import RANKS_OF_A_NODE, plan_coalesced, plan_fixed, plan_optimal
 
@@ -35,6 +35,8 @@ DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 _FLOATING: Final = frozenset({*DTYPES, "float64"})
 LAUNCH_S: Final = 8.4e-6
 """What of a collective's latency does not grow with the ranks: as in `Link.cost`."""
+
+_ALGORITHMS: Final = f"a ring up to {RANKS_OF_A_NODE} ranks and a double binary tree beyond"
 
 NO_COST: Final = AllReduceCost(0.0, 0.0)
 
@@ -224,14 +226,14 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
         return scenario.cost, "the cost is given"
     if scenario.link is not None:
         cost = link(scenario.link).cost(ranks, formula=formula_for(ranks))
-        where_from = f"{scenario.link} as {formula_for(ranks).name}, nominal, not measured"
+        where_from = f"{scenario.link}, nominal, not measured, as {_ALGORITHMS}"
     elif ranks == step.world_size:
         cost, where_from = step.cost, f"the step's cost, {step.cost_source}"
     else:
         cost = _extrapolated_or_given(step, scenario, ranks)
         where_from = (
-            f"the step's cost ({step.cost_source}), taken from {count(step.world_size, 'rank')} to {ranks} as if it "
-            f"were a {formula_for(step.world_size).name} there and a {formula_for(ranks).name} here"
+            f"the step's cost on {count(step.world_size, 'rank')}, {step.cost_source}, taken to other ranks as if it "
+            f"were {_ALGORITHMS}, all hops alike"
         )
     return _changed(cost, where_from, scenario, ranks)
 
@@ -307,14 +309,18 @@ def _plan(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes
     gradients = [change(gradient) for gradient in in_plan_order(step.plan.gradients)]
     if strategy == "fixed":
         return plan_fixed(gradients, ReplicateConfig(bucket_cap_mb=scenario.bucket_cap_mb), layout).plan
-    band = ERROR_BAND if step.ready.backward_s is None else MEASURED_BAND
     make = plan_coalesced if strategy == "coalesced" else plan_optimal
-    return make(gradients, cost, ready, _together(step, layout), band=band).plan
+    return make(gradients, cost, ready, _together(step, layout), band=band_for(step)).plan
 
 
 def _together(step: Step, layout: Layout) -> Layout:
     """Members are apart in `coalesced` because of the strategy, elsewhere because of the gradient."""
     return replace(layout, apart=frozenset()) if step.strategy == "coalesced" else layout
+
+
+def band_for(step: Step) -> tuple[float, ...]:
+    """How far off the speeds of a step may be that `optimal` and `coalesced` plan for."""
+    return MEASURED_BAND if step.ready.basis == MEASURED else ERROR_BAND
 
 
 def in_plan_order(gradients: Sequence[GradientSpec]) -> list[GradientSpec]:
@@ -360,7 +366,7 @@ def _bound(step: Step) -> float:
 
 def _backward_basis(step: Step, scenario: Scenario) -> str:
     known = step.ready.backward_s is not None
-    text = "the backward as long as believed" if known else "the backward as long as the step's communication, assumed"
+    text = f"backward: {step.ready.basis}" if known else "the backward as long as the step's communication, assumed"
     return text if scenario.compute_scale == 1.0 else f"{text}, times {scenario.compute_scale:g}"
 
 

@@ -20,7 +20,7 @@ FILES = {path.relative_to(ROOT).as_posix(): path for path in sorted(ROOT.rglob("
 ROWS: tuple[tuple[str, ...], ...] = (
     ("errors", "_torch"),
     ("cost_model",),
-    ("config", "fx", "links", "timeline", "calibration", "module_names", "comm_hook"),
+    ("config", "fx", "links", "devices", "timeline", "calibration", "module_names", "comm_hook"),
     ("plan", "partition"),
     ("certificate", "report", "model_shapes", "ready_times", "progress"),
     ("strategies", "launch_clock", "step"),
@@ -34,6 +34,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backward",),
     ("replicate",),
     ("join", "warmup", "observe"),
+    ("what_if", "rehearsal"),
     ("distributed",),
     ("train", "plan_table"),
     ("pass_table",),
@@ -55,7 +56,7 @@ INSIDE_A_PACKAGE = {
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
-    "commands": (("parsing",), ("train",), ("__init__",)),
+    "commands": (("parsing",), ("train", "whatif"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
@@ -65,6 +66,8 @@ PRIVATE_TORCH = {
     ("fx/storages.py", "torch._ops"),
     # A process group without processes, to measure the compiler; not worth loading with the package.
     ("pass_table.py", "torch.testing._internal.distributed.fake_pg"),
+    # The same, to look at a model's backward on a machine without its GPUs.
+    ("rehearsal.py", "torch.testing._internal.distributed.fake_pg"),
 }
 OPTIONS = [
     "ddp_python_hook",

@@ -27,7 +27,7 @@ from dp_compile.prediction import (
     in_plan_order,
     predict,
 )
-from dp_compile.ready_times import Product, ReadyTimes
+from dp_compile.ready_times import MEASURED, Product, ReadyTimes
 from dp_compile.step import MeasuredStep, Step, planned_buckets
 from dp_compile.strategies import plan_optimal
 
@@ -208,7 +208,7 @@ def test_links_and_latencies() -> None:
     named = predict(STEP, Scenario(world_size=64, link="infiniband-ndr"))
     assert named.cost.alpha_s == pytest.approx((8.4 + 12 * 14) * 1e-6)  # a tree of 64: 6 up, 6 down
     assert named.cost.beta_s_per_byte * 50e9 == pytest.approx(2)
-    assert named.basis.startswith("infiniband-ndr as double binary tree all-reduce, nominal, not measured")
+    assert named.basis.startswith("infiniband-ndr, nominal, not measured, as a ring up to 8 ranks and a double binary")
     late = predict(STEP, Scenario(world_size=64, link="infiniband-ndr", latency_us=5))
     assert (late.cost.alpha_s, late.cost.beta_s_per_byte) == (pytest.approx(5e-6), named.cost.beta_s_per_byte)
     wide = predict(STEP, Scenario(busbw_gb_s=100))
@@ -223,7 +223,7 @@ def test_other_ranks_of_an_unknown_link() -> None:
     predicted = predict(STEP, Scenario(world_size=4))
     assert predicted.cost.alpha_s == pytest.approx((8.4 + 11.6 * 6 / 14) * 1e-6)
     assert predicted.cost.beta_s_per_byte / 1e-10 == pytest.approx((2 * 3 / 4) / (2 * 7 / 8))
-    assert "from 8 ranks to 4 as if it were a ring all-reduce there and a ring all-reduce here" in predicted.basis
+    assert predicted.basis.startswith("the step's cost on 8 ranks, stated, taken to other ranks as if it were a ring")
 
 
 def test_one_rank_knows_no_link() -> None:
@@ -276,7 +276,7 @@ def test_planning_a_real_step_anew_changes_nothing() -> None:
     torch.compile(model, backend="aot_eager")(torch.randn(5, 64)).sum().backward()
     seen = step_of(model)
     assert predict(seen, Scenario(strategy="optimal")).plan == seen.plan
-    measured = dataclasses.replace(seen, ready=dataclasses.replace(seen.ready, backward_s=0.001))
+    measured = dataclasses.replace(seen, ready=dataclasses.replace(seen.ready, backward_s=0.001, basis=MEASURED))
     layout = Layout(64)
     planned = plan_optimal(in_plan_order(seen.plan.gradients), seen.cost, measured.ready, layout)
     assert predict(measured, Scenario(strategy="optimal")).plan == planned.plan
