@@ -133,7 +133,8 @@ class Prediction:
         scenario: what was asked.
         world_size: ranks.
         cost: what one collective costs.
-        basis: where `cost` and the backward's length are from, for people.
+        cost_basis: where `cost` is from, for people.
+        backward_basis: where the backward's length is from.
         strategy: where buckets end.
         plan: the buckets. Factors before the reduction are the step's: they follow from its ranks.
         buckets: the timeline of each.
@@ -150,7 +151,8 @@ class Prediction:
     scenario: Scenario
     world_size: int
     cost: AllReduceCost
-    basis: str
+    cost_basis: str
+    backward_basis: str
     strategy: str
     plan: BucketPlan
     buckets: tuple[PlannedBucket, ...]
@@ -161,6 +163,11 @@ class Prediction:
     gradient_nbytes: int
     padding_nbytes: int
     step_s: float | None
+
+    @property
+    def basis(self) -> str:
+        """What the prediction rests on, for people."""
+        return f"{self.cost_basis}; {self.backward_basis}"
 
     @property
     def exposed_s(self) -> float:
@@ -196,7 +203,8 @@ def predict(step: Step, scenario: Scenario) -> Prediction:
         scenario=scenario,
         world_size=world_size,
         cost=cost,
-        basis=f"{where_from}; {_backward_basis(step, scenario)}",
+        cost_basis=where_from,
+        backward_basis=_backward_basis(step, scenario),
         strategy=step.strategy if scenario.chosen_strategy == AS_PLANNED else scenario.chosen_strategy,
         plan=plan,
         buckets=buckets,

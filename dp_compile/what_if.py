@@ -120,7 +120,8 @@ def what_if(
         latencies_us: of one collective, in microseconds.
         compute_scales: forward and backward take so many times as long.
         cost: what a collective costs on the step's ranks, in place of what the step says: `calibrate().cost`.
-        curve: also predict 1 to 16,384 ranks with `optimal` buckets, for each link and dtype.
+        curve: also predict 1 to 16,384 ranks with `optimal` buckets, for each link, dtype and length
+            of compute; latencies are left as they are.
 
     Raises:
         ConfigError: a wish is not allowed.
@@ -147,7 +148,7 @@ def what_if(
     ]
     if not rows:
         raise ConfigError("strategies and compute_scales must not be empty.")
-    return WhatIf(step, tuple(rows), tuple(_curves(predictions, links, dtypes)) if curve else ())
+    return WhatIf(step, tuple(rows), tuple(_curves(predictions, links, dtypes, compute_scales)) if curve else ())
 
 
 def _step_of(model: object) -> Step:
@@ -193,15 +194,18 @@ class _Predictions:
         return replace(scenario, cost=cost, latency_us=None)
 
 
-def _curves(predictions: _Predictions, links: Sequence[str], dtypes: Sequence[str]) -> Iterator[Curve]:
-    """For each link and dtype. Nothing where the step ran on one rank and no link is named: none is known."""
+def _curves(
+    predictions: _Predictions, links: Sequence[str], dtypes: Sequence[str], scales: Sequence[float]
+) -> Iterator[Curve]:
+    """For each link, dtype and length of compute. Nothing if the step ran on one rank and no link is named."""
     if predictions.step.world_size == 1 and not links:
         return
-    for link, dtype in itertools.product(dict.fromkeys(links or (None,)), dict.fromkeys(dtypes or (None,))):
-        wishes: dict[str, Any] = {"link": link, "gradient_dtype": dtype, "strategy": "optimal"}
-        points = tuple(predictions.of(Scenario(world_size=ranks, **wishes)) for ranks in CURVE_RANKS)
-        name = f"{link or 'the link of the step'}, gradients {dtype or 'as in the step'}"
-        yield Curve(name, points)
+    for link, dtype, scale in itertools.product(links or (None,), dtypes or (None,), scales):
+        wishes: dict[str, Any] = {"link": link, "gradient_dtype": dtype, "compute_scale": scale}
+        points = [predictions.of(Scenario(world_size=ranks, strategy="optimal", **wishes)) for ranks in CURVE_RANKS]
+        parts = [link or "the link of the step", f"gradients {dtype or 'as in the step'}"]
+        parts += [] if scale == 1 else [f"compute {scale:g}x"]
+        yield Curve(", ".join(parts), tuple(points))
 
 
 # --- text -----------------------------------------------------------------------------------------------------------
@@ -266,10 +270,11 @@ def _notes(step: Step, rows: Sequence[Prediction]) -> Iterator[str]:
     if any(row.scenario.chosen_strategy in ("optimal", "coalesced") for row in rows):
         band = band_for(step)
         off = f"{min(band):g}x to {max(band):g}x"
-        yield f"Optimal and coalesced buckets are for speeds that may be off by {off}; if they are just as believed, other"
-        yield "buckets can end earlier."
+        yield f"Optimal and coalesced buckets are for speeds that may be off by {off}; if they are just as believed,"
+        yield "other buckets can end earlier."
     yield "From:"
-    for basis in dict.fromkeys(row.basis for row in rows):
+    bases = [row.cost_basis for row in rows] + [row.backward_basis for row in rows]
+    for basis in dict.fromkeys(bases):
         yield textwrap.fill(basis, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 

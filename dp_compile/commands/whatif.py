@@ -78,7 +78,9 @@ def add(subparsers: Subparsers) -> None:
     wishes.add_argument("--calibration", metavar="FILE", help="cost of a collective on the step's ranks, as calibrated")
     _add_model(parser.add_argument_group("with --model"))
     output = parser.add_argument_group("output")
-    output.add_argument("--curve", action="store_true", help="also 1 to 16,384 ranks, for each link and dtype")
+    output.add_argument(
+        "--curve", action="store_true", help="also 1 to 16,384 ranks, for each link, dtype and compute scale"
+    )
     output.add_argument("--json", action="store_true", help="print JSON")
     output.add_argument("--save-plan", metavar="FILE", help="write the buckets of the row whose backward ends first")
     parser.set_defaults(run=_run)
