@@ -9,7 +9,6 @@ So a model of any size is planned on a machine without its memory, without a GPU
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -79,7 +78,7 @@ def rehearse(
         on: `meta` or `cpu`.
 
     Raises:
-        ConfigError: a value is not allowed, or a process group is up already.
+        ConfigError: a value is not allowed, or a process group that is not fake is up.
         ModuleError: the model cannot be replicated, the loss is not a scalar, or the backward was not captured.
     """
     check_efficiency(efficiency)
@@ -95,6 +94,7 @@ def rehearse(
         step = _captured(model, batch, subject.loss_fn, config)
     step = replace(
         step,
+        world_size=ranks,
         backend="nccl",
         device=device.name,
         cost_source=f"{link}, nominal, not measured",
@@ -241,14 +241,16 @@ def _loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _fake_group(ranks: int) -> Iterator[None]:
-    """A group of which only this rank exists, in which every collective returns at once."""
+    """A group of which only this rank exists, in which every collective returns at once, unless one is up."""
     if dist.is_initialized():
-        raise ConfigError("a process group is up already. Rehearse in a process without one.")
+        if dist.get_backend() != "fake":
+            raise ConfigError(f"a process group ({dist.get_backend()}) is up. Rehearse in a process without one.")
+        yield
+        return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:
-        gc.collect()
         dist.destroy_process_group()
 
 
