@@ -18,13 +18,14 @@ EFFICIENCY: Final = 0.4
 class Device:
     """One kind of device: peak FLOP/s by dtype, dense, and bytes per second of its memory.
 
-    A dtype that is not listed counts as `float32`.
+    A dtype that is not listed counts as `float32`. `type` is torch's name of such devices.
     """
 
     name: str
     flops_per_s: Mapping[str, float]
     memory_bytes_per_s: float
     source: str
+    type: str = "cuda"
 
     def seconds(self, flops: float, nbytes: float, dtype: str, *, efficiency: float = EFFICIENCY) -> float:
         """How long a kernel takes: the longer of its FLOPs at a share of the peak and its bytes at full bandwidth.
@@ -58,7 +59,7 @@ DEVICES: Final[tuple[Device, ...]] = (
     Device("h100-sxm", _rates(989e12, 67e12, 67e12), 3.35e12, f"NVIDIA H100 SXM, {_VENDOR}"),
     Device("a100-sxm", _rates(312e12, 19.5e12, 19.5e12), 2.039e12, f"NVIDIA A100 SXM 80 GB, {_VENDOR}"),
     Device("l40s", _rates(362e12, 91.6e12, 1.4e12), 0.864e12, f"NVIDIA L40S, {_VENDOR}"),
-    Device("cpu-core", _rates(50e9, 100e9, 50e9), 10e9, "one core with AVX2 at 3 GHz; an order of magnitude"),
+    Device("cpu-core", _rates(50e9, 100e9, 50e9), 10e9, "one core with AVX2 at 3 GHz; an order of magnitude", "cpu"),
 )
 """Presets. Figures of other devices: make a `Device`."""
 

@@ -27,6 +27,7 @@ from dp_compile.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.errors import ConfigError, DPCompileError, ModuleError
 from dp_compile.links import link as link_of
 from dp_compile.observe import step_of
+from dp_compile.plan import BucketPlan
 from dp_compile.prediction import Scenario, formula_for, predict
 from dp_compile.replicate import replicate_without_values, unreplicate
 from dp_compile.step import Step
@@ -95,8 +96,9 @@ def rehearse(
     step = replace(
         step,
         world_size=ranks,
-        backend="nccl",
-        device=device.name,
+        backend="nccl" if device.type == "cuda" else "gloo",
+        device=device.type,
+        plan=_as_on(step.plan, device.type),
         cost_source=f"{link}, nominal, not measured",
         ready=replace(step.ready, backward_s=backward_s, basis=_basis(device, efficiency)),
     )
@@ -109,6 +111,16 @@ def rehearse(
         device,
         link,
     )
+
+
+def _as_on(plan: BucketPlan, device_type: str) -> BucketPlan:
+    """The plan with another device in the keys of its gradients."""
+    buckets = []
+    for bucket in plan.buckets:
+        key = bucket.key._replace(device=device_type)
+        members = (replace(each, gradient=replace(each.gradient, key=key)) for each in bucket.members)
+        buckets.append(replace(bucket, key=key, members=tuple(members)))
+    return replace(plan, buckets=tuple(buckets))
 
 
 def _basis(device: Device, efficiency: float) -> str:
@@ -162,8 +174,8 @@ def _resolve(path: str) -> Callable[[], Any]:
         raise ConfigError(f"{module_name} cannot be imported: {type(error).__name__}: {error}.") from error
     for part in name.split("."):
         if not hasattr(found, part):
-            public = [each for each in vars(found) if not each.startswith("_") and callable(getattr(found, each))]
-            raise ConfigError(f"{module_name} has no {name!r}. Callables in it: {', '.join(public[:8]) or 'none'}.")
+            own = [each for each, value in vars(found).items() if getattr(value, "__module__", "") == module_name]
+            raise ConfigError(f"{module_name} has no {name!r}. Defined there: {', '.join(own[:8]) or 'nothing'}.")
         found = getattr(found, part)
     if not callable(found):
         raise ConfigError(f"{path} is not callable, it is of type {type(found).__name__}.")

@@ -166,7 +166,7 @@ def _strategy(text: str) -> dict[str, Any]:
         return {"strategy": name, "bucket_cap_mb": float(cap)}
     except ValueError as error:
         raise ConfigError(
-            f"strategies: after the colon stands a cap in MiB, as in 'fixed:25', got {text!r}."
+            f"strategies: behind the colon stands a cap in MiB, as in 'fixed:25', got {text!r}."
         ) from error
 
 
