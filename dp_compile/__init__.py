@@ -21,6 +21,8 @@ from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
 from dp_compile.replicated_module import no_sync as no_sync
 from dp_compile.warmup import WarmupRecord as WarmupRecord
 from dp_compile.warmup import warmup as warmup
+from dp_compile.what_if import WhatIf as WhatIf
+from dp_compile.what_if import what_if as what_if
 
 __all__ = [
     "CommunicationError",
@@ -35,6 +37,7 @@ __all__ = [
     "ReplicatedModule",
     "UnsupportedTorchError",
     "WarmupRecord",
+    "WhatIf",
     "calibrate",
     "compiled_backward",
     "join",
@@ -44,4 +47,5 @@ __all__ = [
     "report",
     "unreplicate",
     "warmup",
+    "what_if",
 ]

@@ -139,6 +139,21 @@ def replicate(
     return module
 
 
+def replicate_without_values(module: ModuleT, config: ReplicateConfig) -> ModuleT:
+    """As `replicate`, for a module that may be on the meta device and stay there: its backwards compute nothing.
+
+    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there.
+
+    Raises:
+        ConfigError, ModuleError: as in `replicate`.
+    """
+    request = PlanRequest(config, None, None, bucketed=True)
+    order = _Order(_resolve_group(None, None), request, DEFAULT_PASSES, frozenset(), None, needs_values=False)
+    check_not_managed(module, order.ignored)
+    _start(module, order)
+    return module
+
+
 def report(module: nn.Module) -> Report:
     """The plan of a replicated module, what was captured, and which way its backwards went.
 
@@ -226,6 +241,7 @@ class _Order:
     passes: tuple[GraphPass, ...]
     ignored: frozenset[nn.Module]
     device: torch.device | None
+    needs_values: bool = True
 
 
 def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
@@ -271,7 +287,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
     """Replicate a module whose parameters have values."""
     with _telling_the_others(order.group):
         target = select(module, order.ignored)
-        check_selection(target, order.device)
+        check_selection(target, order.device, needs_values=order.needs_values)
         swapped = replicated_class(type(module))
         replica = _make_replica(target, order)
     replica.topic = _compare(order.group, _statement(target, replica), timeout_s=replica.config.timeout_s)

@@ -119,10 +119,11 @@ def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
     )
 
 
-def check_selection(target: Selection, device: torch.device | None) -> None:
+def check_selection(target: Selection, device: torch.device | None, *, needs_values: bool = True) -> None:
     """Refuse what cannot be replicated.
 
     Args:
+        needs_values: refuse the meta device too.
         device: where the user says that the parameters are, if the user said it.
 
     Raises:
@@ -134,7 +135,8 @@ def check_selection(target: Selection, device: torch.device | None) -> None:
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules and "
             "fully_shard); there is nothing to reduce."
         )
-    _check_values(target)
+    if needs_values:
+        _check_values(target)
     _check_devices(target, device)
     _check_kinds(target)
 

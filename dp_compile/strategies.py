@@ -81,7 +81,14 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
     return Planned(BucketPlan(tuple(buckets)))
 
 
-def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes, layout: Layout) -> Planned:
+def plan_optimal(
+    gradients: Sequence[GradientSpec],
+    cost: AllReduceCost,
+    times: ReadyTimes,
+    layout: Layout,
+    *,
+    band: tuple[float, ...] | None = None,
+) -> Planned:
     """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
 
     The plan must be the same on every rank, so all of them pass the same times. As long as nobody has measured the
@@ -94,12 +101,13 @@ def plan_optimal(gradients: Sequence[GradientSpec], cost: AllReduceCost, times: 
         cost: what one collective costs on the group.
         times: when the gradients are ready.
         layout: how gradients lie in their buckets.
+        band: how far off speeds may be; `None`: as said above.
     """
     communication_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
     backward_s = communication_s if times.backward_s is None else times.backward_s
     ordered = in_ready_order(gradients, times)
     ready = [ReadyGradient(gradient.nbytes, backward_s * times.of(gradient), gradient.key) for gradient in ordered]
-    band = ERROR_BAND if times.backward_s is None else MEASURED_BAND
+    band = band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND)
     cuts = list(_cuts(ordered, ready, times, backward_s))
     choice = robust_with_pieces(ready, cuts, cost=cost, backward_s=backward_s, band=band)
     parts = list(_parts(ordered, choice.gradients))
@@ -162,11 +170,16 @@ def plan_ddp(gradients: Sequence[GradientSpec], assignment: Sequence[Sequence[in
 
 
 def plan_coalesced(
-    gradients: Sequence[GradientSpec], cost: AllReduceCost, times: ReadyTimes, layout: Layout
+    gradients: Sequence[GradientSpec],
+    cost: AllReduceCost,
+    times: ReadyTimes,
+    layout: Layout,
+    *,
+    band: tuple[float, ...] | None = None,
 ) -> Planned:
     """The buckets of `optimal`, each one grouped collective of its gradients: no flat memory, no padding."""
     everything = frozenset(gradient.name for gradient in gradients)
-    return plan_optimal(gradients, cost, times, replace(layout, apart=everything))
+    return plan_optimal(gradients, cost, times, replace(layout, apart=everything), band=band)
 
 
 def check_grouped(plan: BucketPlan, backend: str) -> None:

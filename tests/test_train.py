@@ -16,6 +16,7 @@ import torch
 
 from dp_compile import cli
 from dp_compile.errors import ConfigError
+from dp_compile.step import Step
 from dp_compile.train.check import Verdict
 from dp_compile.train.data import batches, held_out_batches, load_corpus
 from dp_compile.train.loop import COMPILE_STEPS, Timing
@@ -91,6 +92,7 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--seed", "-1"), "--seed must be between 0 and 2**63 - 1, got -1"),
         (("--timeout-s", "inf"), "--timeout-s must be a number > 0 and finite, got inf"),
         (("--context", "100000000"), "--context must be < "),
+        (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
     ],
 )
@@ -164,8 +166,9 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def test_two_ranks_train_and_end_where_torch_does() -> None:
-    process = start("--steps", "22", "--check", "--bucket-cap-mb", "0.02")
+def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
+    saved = tmp_path / "step.json"
+    process = start("--steps", "22", "--check", "--bucket-cap-mb", "0.02", "--save-step", str(saved))
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, f"{out}\n{err}"
     assert err == ""
@@ -182,6 +185,8 @@ def test_two_ranks_train_and_end_where_torch_does() -> None:
     assert int(capture[1]) == int(plan[2]) + 1  # and the flags
     assert 1 < int(plan[1]) < int(plan[2])
     assert "check passed" in out
+    step = Step.from_json(saved.read_text())
+    assert (step.world_size, len(step.plan.buckets)) == (2, int(plan[1]))
 
 
 def children(parent: int) -> list[int]:

@@ -93,6 +93,11 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         "AdamW blows rounding noise up where a gradient is zero",
     )
     group.add_argument(
+        "--save-step",
+        metavar="FILE",
+        help="write what explains the step at the end, for dp-compile whatif",
+    )
+    group.add_argument(
         "--timeout-s",
         type=float,
         default=default.timeout_s,

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from dp_compile.observe import step_of
 from dp_compile.replicate import replicate, report
 from dp_compile.train.check import Twin
 from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
@@ -89,6 +91,8 @@ def train(options: TrainOptions, place: Place) -> bool:
     run.introduce()
     before, after, timing = run.run()
     run.conclude(before, after, timing)
+    if options.save_step is not None and place.rank == 0:
+        Path(options.save_step).write_text(step_of(model).to_json())
     if twin is None:
         return True
     verdict = twin.compare(model, options.steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from dp_compile.config import ReplicateConfig
@@ -21,7 +22,8 @@ class TrainOptions:
     """One training run. Sizes are in tokens, sequences or layers, `timeout_s` in seconds.
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
-    the parameters and the batches.
+    the parameters and the batches. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which
+    rank 0 writes at the end.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -40,6 +42,7 @@ class TrainOptions:
     ddp_python_hook: bool | None = None
     check: bool = False
     timeout_s: float = 600.0
+    save_step: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context", "batch_size", "steps", "ranks"):
@@ -50,6 +53,8 @@ class TrainOptions:
                 f"--width must be a multiple of --heads, got width {self.width} and {self.heads} heads. "
                 f"The nearest is --width {max(1, round(self.width / self.heads)) * self.heads}."
             )
+        if self.save_step is not None and not Path(self.save_step).parent.is_dir():
+            raise ConfigError(f"--save-step must be a file in a directory that exists, got {self.save_step!r}.")
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
         if not 0 <= self.seed < 2**63:
