@@ -25,7 +25,8 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("certificate", "report", "model_shapes", "ready_times", "progress"),
     ("strategies", "launch_clock", "step"),
     ("prediction",),
-    ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
+    ("explanation",),
+    ("graph_pass", "grad_reduction", "lowering", "agreement", "replica", "plan_file"),
     ("settling", "intact"),
     ("passes", "hooks", "planning", "finite", "forward_hooks", "selection"),
     ("binding", "monitor", "replicated_module"),
@@ -34,6 +35,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backward",),
     ("replicate",),
     ("join", "warmup", "observe"),
+    ("explain",),
     ("distributed",),
     ("train", "plan_table"),
     ("pass_table",),
@@ -55,7 +57,8 @@ INSIDE_A_PACKAGE = {
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
-    "commands": (("parsing",), ("train",), ("__init__",)),
+    "explanation": (("exposure", "advice"), ("facts", "text"), ("explained",), ("__init__",)),
+    "commands": (("parsing",), ("train", "explain", "plan"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
@@ -66,6 +69,10 @@ PRIVATE_TORCH = {
     # A process group without processes, to measure the compiler; not worth loading with the package.
     ("pass_table.py", "torch.testing._internal.distributed.fake_pg"),
 }
+PURE = [
+    *("plan.py", "config.py", "report.py", "errors.py", "cost_model.py", "prediction.py", "plan_file.py", "step.py"),
+    *(file for file in FILES if file.startswith("explanation/")),
+]
 OPTIONS = [
     "ddp_python_hook",
     "strategy",
@@ -199,7 +206,7 @@ def test_no_import_inside_a_function(file: str) -> None:
     assert not [f"line {imported.line}: {imported.module}" for imported in imports_of(tree_of(file)) if imported.local]
 
 
-@pytest.mark.parametrize("file", ["plan.py", "config.py", "report.py", "errors.py", "cost_model.py", "prediction.py"])
+@pytest.mark.parametrize("file", PURE)
 def test_pure_modules_do_not_know_torch(file: str) -> None:
     if file in FILES:
         assert not [imported for imported in imports_of(tree_of(file)) if imported.module.split(".")[0] == "torch"]
