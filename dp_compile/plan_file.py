@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan import PACKED, PLAN_VERSION, Bucket, BucketPlan, GradientSpec, Member, count, covers, format_bytes
-from dp_compile.strategies import plan_explicit
+from dp_compile.explanation.exposure import with_measured_backward
+from dp_compile.explanation.text import format_ms
+from dp_compile.plan import PACKED, PLAN_VERSION, BucketPlan, Member, count, covers, format_bytes
+from dp_compile.prediction import Scenario, predict
+from dp_compile.step import Step
+from dp_compile.strategies import plan_explicit, plan_to_json
 
 SHOWN_NAMES: Final = 4
 
@@ -30,16 +36,18 @@ def read_plan(text: str) -> BucketPlan:
         raise ConfigError(f"the plan file is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it anew.")
     try:
         plan = BucketPlan.from_dict(data)
-        json.dumps(plan.to_dict())
-        plan.__str__()
+        str(replace(plan, buckets=tuple(bucket for bucket in plan.buckets if bucket.members)))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise ConfigError(f"not a plan file of dp_compile: {error!r}. Save one with plan_to_json.") from error
+    empty = [number for number, bucket in enumerate(plan.buckets) if not bucket.members]
+    if empty:
+        raise ConfigError(f"bucket {empty[0]} of the plan file is empty. Take it out.")
     return plan
 
 
 def _what_it_is(data: object) -> str:
     if isinstance(data, dict) and "plan" in data and "ready" in data:
-        return "it is a step file, which `dp-compile explain` reads"
+        return "it is a step file: dp-compile explain"
     if isinstance(data, dict):
         return f"it has no {' and no '.join(repr(name) for name in ('version', 'buckets') if name not in data)}"
     return f"it is a {type(data).__name__}, not an object"
@@ -52,10 +60,6 @@ def problems(plan: BucketPlan) -> Iterator[str]:
     """What is wrong with a plan in itself, a sentence each; nothing if every gradient is in it once."""
     if not plan.buckets:
         yield "the plan has no buckets"
-    for number, bucket in enumerate(plan.buckets):
-        if not bucket.members:
-            yield f"bucket {number} is empty"
-        yield from _overlaps(number, bucket)
     yield from _indices(plan)
     places: dict[str, list[Member]] = {}
     for bucket in plan.buckets:
@@ -74,6 +78,8 @@ def _problems_of(name: str, members: Sequence[Member]) -> Iterator[str]:
     if min((gradient.itemsize, *gradient.shape), default=0) < 0 or len(gradient.shape) != len(gradient.stride):
         yield f"{name} has shape {list(gradient.shape)} and strides {list(gradient.stride)}, which is no tensor"
         return
+    if (itemsize := _itemsize(gradient.key.dtype)) not in (None, gradient.itemsize):
+        yield f"{name} is {gradient.key.dtype}, {itemsize} bytes an element, but the file says {gradient.itemsize}"
     pieces = [member.rows for member in members if member.rows is not None]
     if pieces and (why := gradient.why_in_one_piece()) is not None:
         yield f"{name} is cut into rows, but {why}"
@@ -83,16 +89,10 @@ def _problems_of(name: str, members: Sequence[Member]) -> Iterator[str]:
         yield f"{name} is in the plan {len(members)} times"
 
 
-def _overlaps(number: int, bucket: Bucket) -> Iterator[str]:
-    """Members that lie on each other in the flat memory."""
-    lying = sorted(
-        ((member.offset, member) for member in bucket.members if member.offset is not None), key=lambda each: each[0]
-    )
-    for (offset, member), (following, other) in zip(lying, lying[1:], strict=False):
-        if offset + member.numel > following:
-            yield f"{member.label} and {other.label} overlap in bucket {number}"
-    if lying and lying[0][0] < 0:
-        yield f"{lying[0][1].label} starts before bucket {number} does, at {lying[0][0]}"
+def _itemsize(dtype: str) -> int | None:
+    """Bytes of an element, from the bits in a dtype's name; `None` if there are none in it."""
+    bits = re.search(r"[0-9]+", dtype)
+    return None if bits is None else int(bits[0]) // 8
 
 
 def _indices(plan: BucketPlan) -> Iterator[str]:
@@ -105,13 +105,39 @@ def _indices(plan: BucketPlan) -> Iterator[str]:
             yield f"{', '.join(sorted(names))} have the same index, {index}"
 
 
-def fitted(text: str, gradients: Sequence[GradientSpec]) -> BucketPlan:
-    """The plan of a file for these gradients, as `strategy="explicit"` would run it.
+# --- what a plan reaches ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What a plan is predicted to reach for a step, in seconds after the start of the backward.
+
+    `own_s` is the end under the step's own plan. `assumed`: nobody has timed the step's backward.
+    """
+
+    end_s: float
+    exposed_s: float
+    bound_s: float
+    own_s: float
+    assumed: bool
+
+    def __str__(self) -> str:
+        word = "assuming that the backward takes as long as the bytes do" if self.assumed else "predicted"
+        return (
+            f"it fits the step; {word}: end {format_ms(self.end_s)}, {format_ms(self.exposed_s)} exposed, bound "
+            f"{format_ms(self.bound_s)}, ratio {self.end_s / (self.bound_s or 1.0):.3f}; the step's own plan ends at "
+            f"{format_ms(self.own_s)}"
+        )
+
+
+def reach(plan: BucketPlan, step: Step) -> Reach:
+    """What a plan file's plan is predicted to reach for a step.
 
     Raises:
-        ConfigError: it does not fit them: names, shapes, dtypes, rows.
+        ConfigError: it does not fit the step's gradients: names, shapes, dtypes, rows.
     """
-    listed = {gradient.name: gradient for gradient in read_plan(text).gradients}
+    gradients = step.plan.gradients
+    listed = {gradient.name: gradient for gradient in plan.gradients}
     for gradient in gradients:
         named = listed.get(gradient.name)
         if named is not None and (named.shape, named.key.dtype) != (gradient.shape, gradient.key.dtype):
@@ -119,7 +145,10 @@ def fitted(text: str, gradients: Sequence[GradientSpec]) -> BucketPlan:
                 f"{gradient.name} is {named.key.dtype}{list(named.shape)} in the plan file, {gradient.key.dtype}"
                 f"{list(gradient.shape)} in the step: the file is of another model."
             )
-    return plan_explicit(gradients, text, PACKED).plan
+    step = with_measured_backward(step)
+    fitted = plan_explicit(gradients, plan_to_json(plan), PACKED).plan
+    here, own = predict(replace(step, plan=fitted), Scenario()), predict(step, Scenario())
+    return Reach(here.makespan_s, here.exposed_s, here.bound_s, own.makespan_s, step.ready.backward_s is None)
 
 
 # --- two plans --------------------------------------------------------------------------------------------------------
@@ -129,10 +158,11 @@ _Places = Mapping[str, tuple[int, Member]]
 
 
 def differences(before: BucketPlan, after: BucketPlan) -> Iterator[str]:
-    """What is different in the second plan, a line each; nothing if both run the same collectives on the same memory.
+    """What is different in the second plan, a line each; nothing if both are the same under one alignment.
 
     Buckets of the two are taken for the same one if they share most bytes, so that one bucket more in the front does
-    not count as a move of all gradients behind it. Reasons are not compared.
+    not count as a move of all gradients behind it. Reasons and offsets are not compared: `strategy="explicit"` does
+    not read them, but for an offset `null`, which means apart.
     """
     old, new = _places(before), _places(after)
     same = _same_buckets(before, old, new)
@@ -146,7 +176,7 @@ def differences(before: BucketPlan, after: BucketPlan) -> Iterator[str]:
     yield from _ends(before, after, same)
     yield from _orders(before, after, same, new)
     yield from _descriptions(old, new)
-    yield from _memory(before, after, same, old, new)
+    yield from _apart(old, new)
 
 
 def _places(plan: BucketPlan) -> _Places:
@@ -177,9 +207,11 @@ def _moves(old: _Places, new: _Places, same: Mapping[int, int]) -> Iterator[str]
     for label, (number, member) in old.items():
         if label in new and same.get(number) != new[label][0]:
             moved.setdefault((number, new[label][0]), []).append(member)
+    first = {other: number for number, other in same.items()}
     for (number, other), members in moved.items():
+        where = _pair(first[other], other) if other in first else f"a new one, {other} in the second"
         size = f"{count(len(members), 'gradient')}, {format_bytes(sum(member.nbytes for member in members))}"
-        yield from _named(f"bucket {number} -> {other}: {size}", [member.label for member in members])
+        yield from _named(f"from bucket {number} to {where}: {size}", [member.label for member in members])
 
 
 def _ends(before: BucketPlan, after: BucketPlan, same: Mapping[int, int]) -> Iterator[str]:
@@ -220,25 +252,12 @@ def _described(member: Member) -> str:
     )
 
 
-def _memory(
-    before: BucketPlan, after: BucketPlan, same: Mapping[int, int], old: _Places, new: _Places
-) -> Iterator[str]:
+def _apart(old: _Places, new: _Places) -> Iterator[str]:
     both = [label for label in old if label in new]
     apart = [label for label in both if old[label][1].offset is not None and new[label][1].offset is None]
     yield from _named("now apart, in memory of their own", apart)
     flat = [label for label in both if old[label][1].offset is None and new[label][1].offset is not None]
     yield from _named("no longer apart", flat)
-    for number, other in same.items():
-        was, now = (
-            {(each.label, each.offset) for each in bucket.members}
-            for bucket in (before.buckets[number], after.buckets[other])
-        )
-        if (
-            {label for label, _ in was} == {label for label, _ in now}
-            and was != now
-            and not {*apart, *flat} & {label for label, _ in was}
-        ):
-            yield f"{_pair(number, other)}: other offsets in its memory"
 
 
 def _pair(number: int, other: int) -> str:

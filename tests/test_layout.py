@@ -58,7 +58,7 @@ INSIDE_A_PACKAGE = {
         ("__init__",),
     ),
     "explanation": (("exposure", "advice"), ("facts", "text"), ("explained",), ("__init__",)),
-    "commands": (("parsing",), ("train", "explain", "plan"), ("__init__",)),
+    "commands": (("parsing", "files"), ("train", "explain", "plan"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
