@@ -107,9 +107,9 @@ class Step:
 
     def ready_members(self) -> list[list[float]]:
         """When each member of each bucket is ready, in seconds after the start of the backward."""
+        backward_s = self.backward_s  # every gradient's bytes are added up for it
         return [
-            [self.backward_s * self.ready.of_member(member) for member in bucket.members]
-            for bucket in self.plan.buckets
+            [backward_s * self.ready.of_member(member) for member in bucket.members] for bucket in self.plan.buckets
         ]
 
     def to_json(self) -> str:
@@ -167,10 +167,11 @@ def _planned(launch: Launch, backward_s: float) -> PlannedBucket:
 def _launches(step: Step) -> list[Launch]:
     gradients: list[ReadyGradient] = []
     buckets: list[tuple[int, ...]] = []
+    deferred_s = step.backward_s if step.deferred else 0.0
     for bucket, times in zip(step.plan.buckets, step.ready_members(), strict=True):
         buckets.append(tuple(range(len(gradients), len(gradients) + len(times))))
         for member, ready_s in zip(bucket.members, times, strict=True):
-            gradients.append(ReadyGradient(member.nbytes, step.backward_s if step.deferred else ready_s, bucket.key))
+            gradients.append(ReadyGradient(member.nbytes, max(ready_s, deferred_s), bucket.key))
     return list(launches(jobs_of(gradients, tuple(buckets), step.cost)))
 
 
