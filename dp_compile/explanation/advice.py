@@ -137,4 +137,4 @@ def _other_links(step: Step, now: Prediction) -> Iterator[Advice]:
 
 def _more_compute(step: Step, now: Prediction) -> Iterator[Advice]:
     after = predict(step, Scenario(compute_scale=2.0))
-    yield _advice("twice the batch on each rank: so much less for as many samples", _end(now), _end(after) / 2)
+    yield _advice("twice the batch on each rank: gain for the same number of samples", _end(now), _end(after) / 2)

@@ -234,14 +234,14 @@ def _bucket(data: dict[str, Any]) -> ExplainedBucket:
 
 
 def _verdict(this: Explanation) -> Iterator[str]:
-    computes = f"the backward computes for {format_ms(this.backward_s)}"
+    computes = f"the backward needs {format_ms(this.backward_s)}"
     together = f"all buckets in a row take {format_ms(this.communication_s)}"
     yield from wrapped(
         {
             COMMUNICATION: f"Communication-bound: {together}, {computes} (rule: the longer one).",
             COMPUTE: f"Compute-bound: {computes}, {together} (rule: the longer one).",
             NOT_KNOWN: f"Communication- or compute-bound: not known, nobody has timed the backward; {together}. It is "
-            "communication-bound if the backward computes for less.",
+            "communication-bound if the backward needs less.",
             ONE_RANK: "One rank: there is nobody to communicate with.",
         }[this.bound_by]
     )
@@ -346,7 +346,10 @@ def _measured_exposure(this: Explanation) -> Iterator[str]:
         return
     waited = sorted((bucket for bucket in this.buckets if _waited(bucket) >= SHORTEST_S), key=_waited, reverse=True)
     most = [f"{format_ms(_waited(bucket))} for bucket {bucket.number}" for bucket in waited[:SHOWN_EXPOSED]]
-    residual = f"; the predicted end is {this.end_s / seen.end_s - 1:+.1%} off" if this.end_s and seen.end_s else ""
+    residual = ""
+    if this.end_s is not None and seen.end_s:
+        off = this.end_s / seen.end_s - 1
+        residual = f"; the end is predicted {percent(abs(off))} {'later' if off > 0 else 'earlier'} than measured"
     yield from wrapped(
         f"Measured on rank {seen.rank} ({seen.source}): compute stood still for {format_ms(seen.exposed_s)}"
         f"{', most of it ' if most else ''}{', '.join(most)}{residual}."

@@ -49,7 +49,11 @@ def bound_by(step: Step) -> str:
 
 def ready_from(step: Step) -> str:
     """Where the ready times are from, apart from the length of the backward."""
-    shares = {ESTIMATED: "estimated from the captured graph", ASSUMED: "assumed, work as the parameters' elements"}
+    shares = {
+        ESTIMATED: "estimated from the captured graph",
+        ASSUMED: "assumed, work as the parameters' elements",
+        MEASURED: "measured, the slowest rank's",
+    }
     return shares.get(step.ready.basis, step.ready.basis)
 
 
