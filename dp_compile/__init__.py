@@ -12,6 +12,7 @@ from dp_compile.errors import InvalidGraphError as InvalidGraphError
 from dp_compile.errors import ModuleError as ModuleError
 from dp_compile.errors import ReductionError as ReductionError
 from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+from dp_compile.explain import explain as explain
 from dp_compile.join import join as join
 from dp_compile.join import joinable as joinable
 from dp_compile.replicate import replicate as replicate
@@ -40,6 +41,7 @@ __all__ = [
     "WhatIf",
     "calibrate",
     "compiled_backward",
+    "explain",
     "join",
     "joinable",
     "no_sync",

@@ -45,6 +45,7 @@ def step_of(module: nn.Module) -> Step:
         refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
         backwards=tuple(said.backwards.items()),
         measured=replica.measured,
+        deferred=latest is not None and latest.deferred,
     )
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from dp_compile.plan import BucketPlan, GradientSpec, Member
 
@@ -68,10 +68,9 @@ class ReadyTimes:
         return ReadyTimes({int(index): float(share) for index, share in data["shares"]}, *_rest(data), products)
 
 
-def _rest(data: Mapping[str, object]) -> tuple[float | None, str]:
+def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
     backward_s = data["backward_s"]
-    assert backward_s is None or isinstance(backward_s, float)
-    return backward_s, str(data["basis"])
+    return None if backward_s is None else float(backward_s), str(data["basis"])
 
 
 def estimated_times(estimates: Mapping[int, Estimate]) -> ReadyTimes:

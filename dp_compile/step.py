@@ -74,6 +74,7 @@ class Step:
         refusals: what passes left alone.
         backwards: how many backwards took which way.
         measured: what was measured, if anything was.
+        deferred: all reductions stand at the end of the backward, as in `CaptureRecord`.
     """
 
     mode: str
@@ -90,6 +91,7 @@ class Step:
     refusals: tuple[Refusal, ...] = ()
     backwards: tuple[tuple[str, int], ...] = ()
     measured: MeasuredStep | None = None
+    deferred: bool = False
 
     @property
     def communication_s(self) -> float:
@@ -105,9 +107,9 @@ class Step:
 
     def ready_members(self) -> list[list[float]]:
         """When each member of each bucket is ready, in seconds after the start of the backward."""
+        backward_s = self.backward_s  # every gradient's bytes are added up for it
         return [
-            [self.backward_s * self.ready.of_member(member) for member in bucket.members]
-            for bucket in self.plan.buckets
+            [backward_s * self.ready.of_member(member) for member in bucket.members] for bucket in self.plan.buckets
         ]
 
     def to_json(self) -> str:
@@ -149,6 +151,8 @@ class PlannedBucket:
 def planned_buckets(step: Step) -> list[PlannedBucket]:
     """The predicted timeline: one network that carries one bucket at a time, in the plan's order.
 
+    If reductions are deferred, every bucket is launched when the backward ends.
+
     Source: the model of `timeline.py` (MG-WFBP, arXiv 1912.09268).
     """
     backward_s = step.backward_s
@@ -163,15 +167,16 @@ def _planned(launch: Launch, backward_s: float) -> PlannedBucket:
 def _launches(step: Step) -> list[Launch]:
     gradients: list[ReadyGradient] = []
     buckets: list[tuple[int, ...]] = []
+    deferred_s = step.backward_s if step.deferred else 0.0
     for bucket, times in zip(step.plan.buckets, step.ready_members(), strict=True):
         buckets.append(tuple(range(len(gradients), len(gradients) + len(times))))
         for member, ready_s in zip(bucket.members, times, strict=True):
-            gradients.append(ReadyGradient(member.nbytes, ready_s, bucket.key))
+            gradients.append(ReadyGradient(member.nbytes, max(ready_s, deferred_s), bucket.key))
     return list(launches(jobs_of(gradients, tuple(buckets), step.cost)))
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    data = {name: getattr(step, name) for name in ("mode", "strategy", "world_size", "backend", "device")}
+    data = {name: getattr(step, name) for name in ("mode", "strategy", "world_size", "backend", "device", "deferred")}
     data |= {"plan": step.plan.to_dict(), "ready": json.loads(step.ready.to_json()), "cost": asdict(step.cost)}
     data |= {"cost_source": step.cost_source, "backwards": [list(each) for each in step.backwards]}
     data |= {"memory": None if step.memory is None else asdict(step.memory)}
