@@ -18,6 +18,7 @@ from torch import fx
 
 from dp_compile import _torch
 from dp_compile.binding import Binder, Binding, find_sites
+from dp_compile.bucket_events import backward_range
 from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, open_rounds
@@ -126,9 +127,10 @@ class CapturedBackward:
         settle(synced)
         rounds = open_rounds(synced)
         try:
-            outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)
-            for reduction_round in rounds:
-                reduction_round.finish()
+            with backward_range() if synced else contextlib.nullcontext():
+                outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)
+                for reduction_round in rounds:
+                    reduction_round.finish()
         finally:
             for replica in synced:
                 close_round(replica)
