@@ -30,6 +30,7 @@ from dp_compile.finite import check_finite
 from dp_compile.hooks import close_round, install_hooks, open_rounds
 from dp_compile.intact import check_intact, refuse_unreduced
 from dp_compile.launch_clock import TORCH_REDUCES
+from dp_compile.logs import warn_once
 from dp_compile.monitor import Watched
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import agree_on_hooks, revise_if_due, settle
@@ -349,10 +350,10 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
         check_intact(replica)
-        if replica.sync and not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
-            logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.sync]
+    if obstacle is not FIRST_AS_DDP:
+        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
     settle(synced)
     rounds = open_rounds(synced)
     try:

@@ -32,6 +32,7 @@ from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
 from dp_compile.intact import check_not_moved
 from dp_compile.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
+from dp_compile.logs import warn_once
 from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.ready_times import ready_shares
@@ -173,7 +174,9 @@ class CompiledBackward:
         except _torch.CAPTURE_ERRORS as error:
             if self._has_code or self._log.graphs:
                 raise  # Not from tracing: the code was running, and its inputs are used up.
-            logger.warning(
+            warn_once(
+                logger,
+                replicas,
                 "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
                 first_line(error),
             )
@@ -295,6 +298,7 @@ class CompiledBackward:
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())
+        logger.debug("compiling graph %d of a backward, %d reductions in it", self._log.graphs, sum(found.values()))
         if found:
             for replica in self._settling:
                 check_not_moved(replica)

@@ -42,6 +42,14 @@ class Measurement:
             return "no synchronised backward has ended inside the block"
         return "; ".join(reasons)
 
+    def __str__(self) -> str:
+        if self.step is None:
+            return f"nothing was measured: {self.why_not}"
+        left_out = f"; not measured: {self.why_not}" if self.why_not else ""
+        step, buckets = self.step, count(len(self.step.buckets), "bucket")
+        times = f"backward {step.backward_s * 1e3:.3g} ms, of which {step.exposed_s * 1e3:.3g} ms waited for {buckets}"
+        return f"{step.source}: {times}{left_out}"
+
 
 @contextlib.contextmanager
 def measure(module: nn.Module) -> Iterator[Measurement]:
@@ -75,10 +83,11 @@ def _conclude(measurement: Measurement, replica: Replica, recording: Recording) 
     measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(clocks) - len(steps)
     measurement.not_measured = +measurement.not_measured
     if not steps:
-        logger.warning("nothing was measured: %s", measurement.why_not)
+        logger.warning("%s", measurement)
         return
     measurement.backwards = tuple(steps)
     measurement.step = replica.measured = typical_step(steps)
+    logger.info("%s", measurement)
 
 
 def _steps(clocks: Sequence[LaunchClock], plan: BucketPlan) -> list[MeasuredStep]:

@@ -35,8 +35,8 @@ from dp_compile.plan import BucketPlan, count
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step, typical_step
 
 _HOW: Final = (
-    "Record some steps that are compiled already, under torch.profiler.profile(), of a module that dp_compile.replicate "
-    "took; not with passes=() and not where torch's own reducer reduces."
+    "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took; "
+    "not with passes=(), and not where torch's own reducer reduces."
 )
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"

@@ -147,6 +147,8 @@ class Replica:
     """What the latest measured backward of this rank was like, if one was measured for people."""
     recording: Recording | None = None
     """While this rank's backwards are timed for people."""
+    said: set[str] = field(default_factory=set)
+    """Warnings that are given once for each module, and were."""
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)
