@@ -1,20 +1,20 @@
 """What `dp_compile` logs, at which level, and the switch that shows it.
 
-| level   | logger              | what, each once                                                                       |
-|-------|-------------------|--------------------------------------------------------------------------------------|
-| WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward that is not captured |
-|         | `capture`           | a backward that is not compiled any more, or not at all                               |
-|         | `compilation`       | a backward that breaks into several graphs                                            |
-|         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays            |
-|         | `replicated_module` | a comm hook reduces                                                                   |
-|         | `measuring`         | nothing was measured, and why                                                         |
-|         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled                |
-|         | `logs`              | the switch has a value that is not allowed                                            |
-| INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis           |
-|         | `settling`          | each plan that is made anew, in the same words                                        |
-|         | `backward`          | hooks take over from torch's reducer                                                  |
-|         | `measuring`         | what `measure()` saw                                                                  |
-| DEBUG   | `compilation`       | each graph that is compiled                                                           |
+| level   | logger              | what, each once                                                                  |
+|---------|---------------------|----------------------------------------------------------------------------------|
+| WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
+|         | `capture`           | a backward that is not compiled any more, or not at all                          |
+|         | `compilation`       | a backward that breaks into several graphs                                       |
+|         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |
+|         | `replicated_module` | a comm hook reduces                                                              |
+|         | `measuring`         | nothing was measured, and why                                                    |
+|         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
+|         | `logs`              | the switch has a value that is not allowed                                       |
+| INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis      |
+|         | `settling`          | each plan that is made anew, in the same words                                   |
+|         | `backward`          | hooks take over from torch's reducer                                             |
+|         | `measuring`         | what `measure()` saw                                                             |
+| DEBUG   | `compilation`       | each graph that is compiled                                                      |
 
 A fallback is said once for each module, not in each step. Without the switch nothing is installed and no level is set:
 your own `logging` configuration counts, and without any Python shows warnings on stderr (`logging.lastResort`; a
