@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import Ranks
 from torch import nn
 
 import dp_compile
@@ -85,8 +86,7 @@ def test_levels_by_logger(package: logging.Logger, capsys: pytest.CaptureFixture
 
 def run_python(code: str, setting: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", logs.VARIABLE)}
-    if setting:
-        environment |= {logs.VARIABLE: setting, "RANK": "3"}
+    environment |= {logs.VARIABLE: setting, "RANK": "3"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return done.stderr
 
@@ -104,20 +104,24 @@ assert logging.getLogger().handlers == [], logging.getLogger().handlers
 @pytest.mark.parametrize(
     ("setting", "expected"),
     [
-        ("", ["a fallback"]),
         ("info", ["INFO dp_compile.settling: a plan", "WARNING dp_compile.capture: a fallback"]),
-        ("capture=off", []),
-        ("settling=info", ["INFO dp_compile.settling: a plan", "WARNING dp_compile.capture: a fallback"]),
         ("loud", ["DP_COMPILE_LOGS=loud: unknown level 'loud', allowed are", "a fallback"]),
     ],
 )
 def test_read_at_import(setting: str, expected: list[str]) -> None:
-    """Without it warnings are shown by Python's last resort, as they were."""
+    """A value that is not allowed is one warning; warnings are then shown by Python's last resort, as without it."""
     lines = run_python(CODE, setting).splitlines()
     assert len(lines) == len(expected)
     for line, text in zip(lines, expected, strict=True):
         assert text in line
-        assert line.startswith("[rank 3] ") is (setting in ("info", "settling=info"))
+        assert line.startswith("[rank 3] ") is (setting == "info")
+
+
+@pytest.mark.skipif(logs.VARIABLE in os.environ, reason=f"{logs.VARIABLE} is set")
+def test_nothing_is_installed_without_the_switch() -> None:
+    for name in ("dp_compile", *(f"dp_compile.{name}" for name in logs.LOGGERS)):
+        logger = logging.getLogger(name)
+        assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
 
 
 def test_the_table_names_every_logger() -> None:
@@ -228,16 +232,23 @@ def test_each_obstacle_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_an_uncompiled_forward_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def messages_without_compilation() -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dp_compile").addHandler(handler)
     model = dp_compile.replicate(nn.Linear(4, 4), config=dp_compile.ReplicateConfig(backend="aot_eager"))
     train(model, compiled=False, times=9)
-    ((level, message),) = messages_of(caplog)
-    assert level == "WARNING"
-    assert message.startswith("the forward is not compiled: torch's C++ reducer reduces the gradients")
+    logging.getLogger("dp_compile").removeHandler(handler)
+    return heard
 
 
-@pytest.mark.usefixtures("fake_group")
+def test_an_uncompiled_forward_is_said_once(ranks2: Ranks) -> None:
+    for heard in ranks2.run(messages_without_compilation):
+        (message,) = heard
+        assert message.startswith("the forward is not compiled: torch's C++ reducer reduces the gradients")
+
+
 def test_of_two_modules_each_says_it() -> None:
     """What one module said does not silence another one."""
 

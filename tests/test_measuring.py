@@ -184,16 +184,25 @@ def test_hooks_that_run_eagerly_are_measured_too() -> None:
     model = dp_compile.replicate(mlp(), config=CONFIG, bucket_cap_mb=0.0004)
     run = torch.compile(model, backend="aot_eager")
     train(model, run, 1)
-    with torch.autograd.detect_anomaly(check_nan=False), dp_compile.measure(model) as measurement:
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), dp_compile.measure(model) as measurement:
         train(model, run, 3)
     assert measurement.step is not None
     assert (len(measurement.backwards), len(measurement.step.buckets)) == (3, 3)
 
 
-def uncompiled(model: nn.Module) -> Iterator[None]:
+def comm_hook(model: nn.Module) -> Iterator[None]:
+    assert isinstance(model, dp_compile.ReplicatedModule)
+    model.register_comm_hook(None, as_it_is)
     train(model, model, 2)
     yield
     train(model, model, 1)
+
+
+def as_it_is(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduces nothing; the fake group's futures hold nothing."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def without_passes(model: nn.Module) -> Iterator[None]:
@@ -220,7 +229,7 @@ def no_backward(model: nn.Module) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("scenario", "options", "reason"),
     [
-        (uncompiled, {}, "1 backward: torch's C\\+\\+ reducer reduces it"),
+        (comm_hook, {}, "1 backward: torch's C\\+\\+ reducer reduces it"),
         (without_passes, {"passes": ()}, "1 backward: no pass makes buckets"),
         (two_modules, {}, "1 backward: it is of several replicated modules"),
         (no_backward, {}, "no synchronised backward has ended inside the block"),
