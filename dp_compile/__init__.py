@@ -15,6 +15,10 @@ from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
 from dp_compile.explain import explain as explain
 from dp_compile.join import join as join
 from dp_compile.join import joinable as joinable
+from dp_compile.logs import configure_from_environment
+from dp_compile.measuring import Measurement as Measurement
+from dp_compile.measuring import measure as measure
+from dp_compile.profiling import measured_step as measured_step
 from dp_compile.replicate import replicate as replicate
 from dp_compile.replicate import report as report
 from dp_compile.replicate import unreplicate as unreplicate
@@ -32,6 +36,7 @@ __all__ = [
     "DesyncError",
     "DistributedDataParallel",
     "InvalidGraphError",
+    "Measurement",
     "ModuleError",
     "ReductionError",
     "ReplicateConfig",
@@ -44,6 +49,8 @@ __all__ = [
     "explain",
     "join",
     "joinable",
+    "measure",
+    "measured_step",
     "no_sync",
     "replicate",
     "report",
@@ -51,3 +58,5 @@ __all__ = [
     "warmup",
     "what_if",
 ]
+
+configure_from_environment()

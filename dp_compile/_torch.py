@@ -45,6 +45,7 @@ try:
     from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
     from torch.autograd import graph as _autograd_graph
+    from torch.autograd import profiler as _profiler
     from torch.distributed._composable.contract import _get_registry
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
@@ -63,6 +64,7 @@ try:
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
+    _profiled_at_import = _profiler._is_profiler_enabled  # the name has to be there
     # `hint_int` in older versions.
     _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.hint_int  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
@@ -169,6 +171,11 @@ def trace_autograd_ops() -> bool:
 def python_reducer_mode() -> bool:
     """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
     return str(_dynamo_config.optimize_ddp).startswith("python_reducer")
+
+
+def profiler_is_on() -> bool:
+    """Whether `torch.profiler` records in this process at the moment; its waiting phases do not count."""
+    return _profiler._is_profiler_enabled
 
 
 def is_of_compiler(file: str) -> bool:

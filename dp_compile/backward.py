@@ -23,11 +23,14 @@ from typing import Any, Final
 import torch
 
 from dp_compile import _torch
+from dp_compile.bucket_events import backward_range
 from dp_compile.capture import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.finite import check_finite
 from dp_compile.hooks import close_round, install_hooks, open_rounds
 from dp_compile.intact import check_intact, refuse_unreduced
+from dp_compile.launch_clock import TORCH_REDUCES
+from dp_compile.logs import warn_once
 from dp_compile.monitor import Watched
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.settling import agree_on_hooks, revise_if_due, settle
@@ -170,6 +173,8 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
         replica.uneven.rescale()
     if replica.reducer is not None:
         replica.fill_missing()
+        if replica.recording is not None:
+            replica.recording.skipped[TORCH_REDUCES] += 1
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
@@ -345,16 +350,17 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
         check_intact(replica)
-        if replica.sync and not replica.backwards["eager hooks"] and obstacle is not FIRST_AS_DDP:
-            logger.warning("a backward is not captured, its hooks run eagerly: %s", obstacle)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.sync]
+    if obstacle is not FIRST_AS_DDP:
+        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
     settle(synced)
     rounds = open_rounds(synced)
     try:
-        result = call.run()
-        for reduction_round in rounds:
-            reduction_round.finish()
+        with backward_range() if synced else contextlib.nullcontext():
+            result = call.run()
+            for reduction_round in rounds:
+                reduction_round.finish()
     finally:
         for replica in synced:
             close_round(replica)

@@ -18,9 +18,11 @@ from torch import fx
 
 from dp_compile import _torch
 from dp_compile.binding import Binder, Binding, find_sites
+from dp_compile.bucket_events import backward_range
 from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, open_rounds
+from dp_compile.logs import warn_once
 from dp_compile.replica import Replica
 from dp_compile.settling import Shares, settle
 
@@ -100,7 +102,7 @@ class CapturedBackward:
             _refuse_shards(rest[2])
             captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
             compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
-            compiled.gave_up = _is_reentrant(rest[2])
+            compiled.gave_up = _is_reentrant(rest[2], replicas)
         if compiled.gave_up:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
@@ -111,7 +113,8 @@ class CapturedBackward:
             return self._run_uncompiled(replicas, inputs, rest)
         except _torch.RECOMPILE_LIMIT_ERRORS as error:
             compiled.gave_up = True
-            logger.warning("a backward is not compiled any more, it was recompiled too often: %s", first_line(error))
+            message = "a backward is not compiled any more, it was recompiled too often: %s"
+            warn_once(logger, replicas, message, first_line(error))
             return self._run_uncompiled(replicas, inputs, rest)
         if compiled.shares:
             # The plans were settled from its graph: what was compiled is the code of another binding.
@@ -126,9 +129,10 @@ class CapturedBackward:
         settle(synced)
         rounds = open_rounds(synced)
         try:
-            outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)
-            for reduction_round in rounds:
-                reduction_round.finish()
+            with backward_range() if synced else contextlib.nullcontext():
+                outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)
+                for reduction_round in rounds:
+                    reduction_round.finish()
         finally:
             for replica in synced:
                 close_round(replica)
@@ -145,12 +149,14 @@ def _outside_window() -> Iterator[None]:
         _window.acquire()
 
 
-def _is_reentrant(hooks: Sequence[Any]) -> bool:
+def _is_reentrant(hooks: Sequence[Any], replicas: Sequence[Replica]) -> bool:
     if not any(_torch.is_reentrant_checkpoint(hook) for hook in hooks):
         return False
-    logger.warning(
+    warn_once(
+        logger,
+        replicas,
         "a backward is not compiled, its hooks run eagerly: reentrant checkpointing runs a backward inside it. "
-        "Use checkpoint(..., use_reentrant=False)."
+        "Use checkpoint(..., use_reentrant=False).",
     )
     return True
 

@@ -27,10 +27,12 @@ from torch import fx, nn
 
 from dp_compile import _torch
 from dp_compile.binding import Binding, Place, Sites
+from dp_compile.bucket_events import BucketEvents, backward_range, ranges_if_profiled
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
 from dp_compile.intact import check_not_moved
-from dp_compile.launch_clock import LaunchClock
+from dp_compile.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
+from dp_compile.logs import warn_once
 from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.ready_times import ready_shares
@@ -90,6 +92,7 @@ class CompiledBackward:
         self._latest: CaptureRecord | None = None
         self._log = CompileLog()
         self._clock: LaunchClock | None = None
+        self._events: BucketEvents | None = None
         self._settling: tuple[Replica, ...] = ()
         self.shares: dict[int, Shares] = {}
         """What the graph says of ready times, by the replica's position."""
@@ -102,28 +105,56 @@ class CompiledBackward:
             if not replica.sync:
                 replica.used_without_sync.update(self._used[ordinal])
         inputs.extend(self._extra_inputs(replicas))
-        self._clock = self._clock_for(replicas)
         self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
+        self._clock = self._clock_for(replicas)
+        self._events = self._events_for()
         try:
-            outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
+            with backward_range() if self._synced else contextlib.nullcontext():
+                outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
             self._keep_time()
         finally:
-            self._clock, self._settling = None, ()
+            self._clock, self._events, self._settling = None, None, ()
         self._has_code = True
         self._record(replicas)
         self._settle(replicas, reduced)
         return outputs
 
     def _clock_for(self, replicas: Sequence[Replica]) -> LaunchClock | None:
-        """A clock if this backward is to be measured. With several modules it is not told whose compute is whose."""
-        if not self._has_code or self._deferred or len(replicas) > 1 or not self._synced:
-            return None
-        return LaunchClock(replicas[0].device) if replicas[0].awaits(Revision.FROM_LAUNCHES) else None
+        """A clock if this backward is to be measured."""
+        wanted = [each for each in self._settling if each.recording or each.awaits(Revision.FROM_LAUNCHES)]
+        why_not = self._why_not_timed(replicas) if wanted else None
+        for replica in wanted:
+            if why_not is not None and replica.recording is not None:
+                replica.recording.skipped[why_not] += 1
+        return LaunchClock(wanted[0].device) if wanted and why_not is None else None
+
+    def _why_not_timed(self, replicas: Sequence[Replica]) -> str | None:
+        if len(replicas) > 1:
+            return SEVERAL_MODULES
+        if self._deferred:
+            return NO_BUCKETS
+        return None if self._has_code else COMPILED_IN_IT
+
+    def _events_for(self) -> BucketEvents | None:
+        """Who is told of launches and waits in this backward, if anybody wants to know."""
+        observers = ranges_if_profiled([replica.plan for replica in self._settling]) if self._has_code else ()
+        observers += () if self._clock is None else (self._clock,)
+        buckets = [bucket for replica in self._settling for bucket in replica.plan.buckets]
+        return BucketEvents(buckets, observers) if observers and buckets else None
 
     def _keep_time(self) -> None:
-        seen = None if self._clock is None else self._clock.result()
-        if seen is not None and not self._log.graphs:  # else it has the time of a compilation in it
-            self._settling[0].seen_launches.append(seen)
+        if self._clock is None:
+            return
+        self._clock.stop()
+        (replica,) = self._settling
+        if self._log.graphs:  # then it has the time of a compilation in it
+            if replica.recording is not None:
+                replica.recording.skipped[COMPILED_IN_IT] += 1
+            return
+        if replica.awaits(Revision.FROM_LAUNCHES) and (seen := self._clock.result()) is not None:
+            replica.seen_launches.append(seen)
+        if replica.recording is not None:
+            replica.recording.clocks.append((replica.plan, self._clock))
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
@@ -143,7 +174,9 @@ class CompiledBackward:
         except _torch.CAPTURE_ERRORS as error:
             if self._has_code or self._log.graphs:
                 raise  # Not from tracing: the code was running, and its inputs are used up.
-            logger.warning(
+            warn_once(
+                logger,
+                replicas,
                 "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
                 first_line(error),
             )
@@ -265,6 +298,7 @@ class CompiledBackward:
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())
+        logger.debug("compiling graph %d of a backward, %d reductions in it", self._log.graphs, sum(found.values()))
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
@@ -298,7 +332,7 @@ class CompiledBackward:
 
     def _timed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with self._clock or contextlib.nullcontext():
+            with self._events or contextlib.nullcontext():
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]

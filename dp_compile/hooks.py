@@ -8,6 +8,7 @@ still works together with ranks that could.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile import _torch
+from dp_compile.bucket_events import Observers, launching, ranges_if_profiled, waiting
 from dp_compile.errors import ReductionError
 from dp_compile.grad_reduction import REDUCE_OPS
 from dp_compile.intact import refuse_unreduced
+from dp_compile.launch_clock import SEVERAL_MODULES, LaunchClock
 from dp_compile.plan import Bucket, Member, Rows
 from dp_compile.replica import Replica
 from dp_compile.settling import revise_if_due, settle
@@ -103,6 +106,9 @@ class ReductionRound:
     flights: list[_Flight] = field(default_factory=list)
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished."""
+    clock: LaunchClock | None = None
+    observers: Observers = ()
+    """Who is told of launches and waits."""
 
     def arrive(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
@@ -147,8 +153,9 @@ class ReductionRound:
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
             reduced: list[tuple[Member, torch.Tensor]] = []
-            for flight in self.flights:
-                flight.work.wait()
+            for number, flight in enumerate(self.flights):
+                with waiting(self.observers, number) if self.observers else contextlib.nullcontext():
+                    flight.work.wait()
                 reduced += _views(flight.bucket, flight.tensors)
             self.averages = _whole(reduced)
             with torch.no_grad():
@@ -160,9 +167,15 @@ class ReductionRound:
             replica.arrivals = replica.arrivals or tuple(self.arrived)
             flags = self.averages[len(replica.parameters)]
             replica.settle_unused(flags, unused, [self.averages[index] for index in unused])
+            self._keep_time()
         finally:
             replica.synced_backwards += self.graph_task is not None  # else whoever saw the end counts
             close_round(replica)
+
+    def _keep_time(self) -> None:
+        if self.clock is not None and self.replica.recording is not None:
+            self.clock.stop()
+            self.replica.recording.clocks.append((self.replica.plan, self.clock))
 
     def is_launched(self) -> bool:
         return len(self.flights) == len(self.replica.plan.buckets)
@@ -182,7 +195,8 @@ class ReductionRound:
                 if source is not None and not self.absent:
                     source = source if member.rows is None else source[slice(*member.rows)]
                     torch.mul(source, member.gradient.scale, out=view)
-        work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
+        with launching(self.observers, len(self.flights)) if self.observers else contextlib.nullcontext():
+            work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
         self.flights.append(_Flight(bucket, tensors, work))
 
 
@@ -206,10 +220,20 @@ _open_rounds: dict[Replica, ReductionRound] = {}
 def open_rounds(replicas: Sequence[Replica]) -> list[ReductionRound]:
     """Start the rounds of a backward whose end the caller sees. To be finished in the same order."""
     rounds: list[ReductionRound] = []
-    for replica in replicas:
-        _open_rounds[replica] = ReductionRound(replica, before=rounds[-1] if rounds else None)
+    plans = [replica.plan for replica in replicas]
+    for number, replica in enumerate(replicas):
+        clock = _clock_for(replica, alone=len(replicas) == 1)
+        observers = ranges_if_profiled(plans, number) + (() if clock is None else (clock,))
+        before = rounds[-1] if rounds else None
+        _open_rounds[replica] = ReductionRound(replica, before=before, clock=clock, observers=observers)
         rounds.append(_open_rounds[replica])
     return rounds
+
+
+def _clock_for(replica: Replica, *, alone: bool) -> LaunchClock | None:
+    if replica.recording is not None and not alone:
+        replica.recording.skipped[SEVERAL_MODULES] += 1
+    return LaunchClock(replica.device) if replica.recording is not None and alone else None
 
 
 def close_round(replica: Replica) -> None:

@@ -22,6 +22,7 @@ from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ModuleError, ReductionError
 from dp_compile.grad_reduction import Averaging, ReductionTag
 from dp_compile.graph_pass import GraphPass
+from dp_compile.launch_clock import Recording
 from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec
 from dp_compile.ready_times import Launches, ReadyTimes
 from dp_compile.report import CaptureRecord
@@ -154,6 +155,10 @@ class Replica:
     """What this rank has measured for the revision from launches."""
     measured: MeasuredStep | None = None
     """What the latest measured backward of this rank was like, if one was measured for people."""
+    recording: Recording | None = None
+    """While this rank's backwards are timed for people."""
+    said: set[str] = field(default_factory=set)
+    """Warnings that are given once for each module, and were."""
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import weakref
 from collections import Counter
@@ -54,8 +55,9 @@ from dp_compile.selection import (
     owning_modules,
     select,
 )
-from dp_compile.settling import table_of
+from dp_compile.settling import describe_plan, table_of
 
+logger = logging.getLogger(__name__)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _meetings: Counter[str] = Counter()
@@ -407,6 +409,7 @@ def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> N
     module.__class__ = swapped
     install_entry()
     watch(replica)
+    logger.info("the plan: %s", describe_plan(replica))
 
 
 def _release(replica: Replica) -> None:

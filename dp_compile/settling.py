@@ -24,6 +24,7 @@ from dp_compile.agreement import Table, collect, decide
 from dp_compile.calibration import calibrate
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
+from dp_compile.plan import count, format_bytes
 from dp_compile.ready_times import (
     Estimate,
     Launches,
@@ -123,8 +124,19 @@ def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | No
     assert replica.revise is not None
     before = len(replica.plan.buckets)
     replica.adopt(replica.revise(times, cost), times)
-    if occasion is not Revision.FROM_GRAPH:
-        logger.info("a new plan, %s: %d buckets, before %d", occasion.value, len(replica.plan.buckets), before)
+    logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
+
+
+def describe_plan(replica: Replica) -> str:
+    """A plan in one line: strategy, buckets, predicted end, ratio to the bound, what that rests on."""
+    certificate, buckets = replica.certificate, count(len(replica.plan.buckets), "bucket")
+    size = f"{buckets}, {format_bytes(replica.plan.nbytes)}"
+    if certificate is None:
+        return f"{replica.strategy}, {size}"
+    return (
+        f"{certificate.strategy}, {size}, predicted end {certificate.makespan_s * 1e3:.3g} ms, ratio to the bound "
+        f"{certificate.ratio:.4f} ({replica.ready.basis})"
+    )
 
 
 def _proposal(shares: Shares | None) -> str | None:

@@ -7,6 +7,7 @@ on this machine or on another one.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
@@ -26,12 +27,15 @@ class MeasuredBucket:
     """One bucket in one measured backward, in seconds after its start.
 
     `finish_s`: when the collective was over, or the host had waited for it; `None` if the source cannot tell.
-    `waited_s`: how long compute stood still for it.
+    `waited_s`: how long compute stood still for it. `start_s`: when the network began with it, `wait_s`: when compute
+    came to its first wait; `None` if the source cannot tell. Without `finish_s` it was over between launch and wait.
     """
 
     launch_s: float
     finish_s: float | None
     waited_s: float
+    start_s: float | None = None
+    wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,8 @@ class MeasuredStep:
     """What was measured of one rank's backward, in seconds; `buckets` in the order of the plan.
 
     `backward_s`: until everything was there, waiting included. `source`: how it was measured, for people.
-    `forward_s`, `optimizer_s`: `None` if the source does not show them.
+    `forward_s`, `optimizer_s`: `None` if the source does not show them. `step_s`: from the start of one backward to the
+    start of the next, all that the loop does included; `None` if fewer than two were measured.
     """
 
     backward_s: float
@@ -48,11 +53,45 @@ class MeasuredStep:
     rank: int = 0
     forward_s: float | None = None
     optimizer_s: float | None = None
+    step_s: float | None = None
 
     @property
     def exposed_s(self) -> float:
         """How long compute stood still for communication."""
         return sum(bucket.waited_s for bucket in self.buckets)
+
+
+def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
+    """The median of each figure over steps of one rank under one plan, at least one.
+
+    When a bucket was over is `None` unless most steps know it: those that had to wait are not the typical ones.
+    """
+    buckets = zip(*(step.buckets for step in steps), strict=True)
+    return MeasuredStep(
+        backward_s=statistics.median(step.backward_s for step in steps),
+        buckets=tuple(_typical_bucket(seen) for seen in buckets),
+        source=steps[0].source,
+        rank=steps[0].rank,
+        forward_s=_median_known([step.forward_s for step in steps]),
+        optimizer_s=_median_known([step.optimizer_s for step in steps]),
+        step_s=_median_known([step.step_s for step in steps]),
+    )
+
+
+def _typical_bucket(seen: Sequence[MeasuredBucket]) -> MeasuredBucket:
+    finish_s = [each.finish_s for each in seen]
+    return MeasuredBucket(
+        launch_s=statistics.median(each.launch_s for each in seen),
+        finish_s=None if 2 * finish_s.count(None) >= len(seen) else _median_known(finish_s),
+        waited_s=statistics.median(each.waited_s for each in seen),
+        start_s=_median_known([each.start_s for each in seen]),
+        wait_s=_median_known([each.wait_s for each in seen]),
+    )
+
+
+def _median_known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 @dataclass(frozen=True, slots=True)
