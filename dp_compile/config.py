@@ -15,6 +15,7 @@ from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
+DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
@@ -29,7 +30,7 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateConfig:
-    """How a module is replicated. The same on every rank; ranks compare it at the start.
+    """How a module is replicated. The same on every rank, but for `dump_dir`; ranks compare it at the start.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -95,7 +96,14 @@ class ReplicateConfig:
     it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
     knows."""
 
+    dump_dir: str | None = None
+    """Where to write what becomes of each captured backward: short texts, whole graphs, differences and a repro, in
+    `rank<k>/capture<n>`. The only option that ranks may give differently. `None`: the environment variable
+    `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
+
     def __post_init__(self) -> None:
+        if self.dump_dir is not None and not (isinstance(self.dump_dir, str) and self.dump_dir):
+            raise ConfigError(f"dump_dir must be the path of a directory as text, got {self.dump_dir!r}.")
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
@@ -174,6 +182,10 @@ class ReplicateConfig:
             allowed = ", ".join(sorted(_TRUE | _FALSE))
             raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
         return text in _TRUE
+
+    def dump_directory(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
+        return self.dump_dir or environ.get(DUMP_VARIABLE) or None
 
 
 def _check_positive(name: str, value: object, hint: str) -> None:

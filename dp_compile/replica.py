@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -144,6 +145,8 @@ class Replica:
     """What this rank has measured for the revision from launches."""
     measured: MeasuredStep | None = None
     """What the latest measured backward of this rank was like, if one was measured for people."""
+    dumped_to: Path | None = None
+    """The directory of this rank's latest dump of a captured backward."""
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)

@@ -23,11 +23,12 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("config", "fx", "links", "timeline", "calibration", "module_names", "comm_hook"),
     ("plan", "partition"),
     ("certificate", "report", "model_shapes", "ready_times", "progress"),
-    ("strategies", "launch_clock", "step"),
-    ("graph_pass", "grad_reduction", "lowering", "agreement", "replica"),
+    ("strategies", "launch_clock", "step", "dump_files"),
+    ("graph_pass", "grad_reduction", "lowering", "agreement", "replica", "dump_index"),
     ("settling", "intact"),
     ("passes", "hooks", "planning", "finite", "forward_hooks", "selection"),
-    ("binding", "monitor", "replicated_module"),
+    ("graph_names", "repro"),
+    ("binding", "monitor", "replicated_module", "dumps"),
     ("compilation",),
     ("capture",),
     ("backward",),
@@ -43,18 +44,19 @@ ROWS: tuple[tuple[str, ...], ...] = (
 INSIDE_A_ROW = {
     "_torch": {"errors"},  # the one error for a torch that lacks a name
     "replica": {"graph_pass", "grad_reduction"},  # a replica carries passes and tags of reductions
+    "repro": {"graph_names"},  # says which collectives come out in the same words as the dump
     "__main__": {"cli"},
 }
 # Inside the packages, from low to high; files of one step do not know each other.
 INSIDE_A_PACKAGE = {
-    "fx": (("collectives", "storages"), ("edit", "memory", "printer", "verify")),
+    "fx": (("collectives", "storages"), ("edit", "memory", "printer", "verify"), ("outline",)),
     "passes": (
         ("analysis", "producers", "ready_times"),
         ("pieces",),
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
-    "commands": (("parsing",), ("train",), ("__init__",)),
+    "commands": (("parsing",), ("dump", "train"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
@@ -62,8 +64,9 @@ PRIVATE_TORCH = {
     # Only to ask whether a node's target is an op; torch.ops itself hands out objects of this class.
     ("fx/printer.py", "torch._ops"),
     ("fx/storages.py", "torch._ops"),
-    # A process group without processes, to measure the compiler; not worth loading with the package.
+    # A process group without processes, to measure the compiler, or to run the passes over a dumped graph.
     ("pass_table.py", "torch.testing._internal.distributed.fake_pg"),
+    ("repro.py", "torch.testing._internal.distributed.fake_pg"),
 }
 OPTIONS = [
     "ddp_python_hook",
@@ -81,6 +84,7 @@ OPTIONS = [
     "backend",
     "timeout_s",
     "monitor_after_s",
+    "dump_dir",
 ]
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
