@@ -32,6 +32,8 @@ _MOST_ITEMS: Final = 4
 def outline(graph: fx.Graph, names: Mapping[fx.Node, str]) -> str:
     """The text of a graph, a line for each node that is in `names` or is a collective or a wait.
 
+    Arguments that are numbers are left out; `graph.python_code` has them.
+
     Args:
         graph: with values in `meta["val"]`, or as Dynamo leaves it in `meta["example_value"]`.
         names: what nodes are called, here and where others use them. A node without one is called by its op there.
@@ -74,7 +76,8 @@ def _line(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     name, what = names.get(node, _op(node)), type_text(node.meta.get("val", node.meta.get("example_value")))
     if node.op == "placeholder":
         return f"{mark}{name}: {what}"
-    arguments = [_text(argument, names) for argument in (*node.args, *node.kwargs.values())]
+    given = (argument for argument in (*node.args, *node.kwargs.values()) if _is_told(argument))
+    arguments = [_text(argument, names) for argument in given]
     return f"{mark}{name} = {_op(node)}({', '.join(arguments)}): {what}"
 
 
@@ -83,6 +86,11 @@ def _op(node: fx.Node) -> str:
     if node.op in ("placeholder", "get_attr"):
         return "input" if node.op == "placeholder" else "constant"
     return last_name(node)
+
+
+def _is_told(argument: Any) -> bool:
+    """Numbers and lists of them are left to the full form of a graph."""
+    return isinstance(argument, (fx.Node, str)) or any(isinstance(each, fx.Node) for each in _leaves([argument]))
 
 
 def _text(value: Any, names: Mapping[fx.Node, str]) -> str:
@@ -98,7 +106,7 @@ def _shortened(values: Sequence[Any], names: Mapping[fx.Node, str]) -> list[str]
     if len(values) <= _MOST_ITEMS:
         return [_text(value, names) for value in values]
     first, second, last = (_text(value, names) for value in (values[0], values[1], values[-1]))
-    return [first, second, f"... {len(values) - 3} ...", last]
+    return [first, second, f".. {len(values) - 3} more ..", last]
 
 
 def _leaves(value: Any) -> Iterator[Any]:
