@@ -46,6 +46,7 @@ try:
     from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
     from torch._logging import trace_structured as _trace_structured
+    from torch._logging._internal import LazyTraceHandler as _TraceFile
     from torch._logging._internal import trace_log as _trace_log
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.autograd import graph as _autograd_graph
@@ -250,8 +251,8 @@ def lower_multiplication(value: Any, factor: float) -> Any:
 
 
 def structured_trace_is_on() -> bool:
-    """Whether somebody records torch's structured trace (`TORCH_TRACE`). For sure only after something was traced."""
-    return bool(_trace_log.handlers)
+    """Whether torch's structured trace is recorded (`TORCH_TRACE`). For sure only after something was traced."""
+    return any(isinstance(handler, _TraceFile) for handler in _trace_log.handlers)
 
 
 def trace_artifact(name: str, text: str) -> None:

@@ -5,7 +5,8 @@
     flat_bucket, all_reduce, wait_tensor        ->  bucket 2, launch 2, wait 2
     as_strided of a bucket that came back       ->  reduced blocks.0.expand.weight
 
-With several modules in one backward a bucket's number is `replica.bucket`, a parameter's name `replica:name`.
+With several modules in one backward a bucket's number is `replica.bucket`, a parameter's name `replica:name`. Of a
+bucket with several tensors `/1` is the second.
 """
 
 from __future__ import annotations
@@ -121,6 +122,14 @@ class _Words:
         return (int(replica), buckets[int(number)]) if int(number) < len(buckets) else None
 
 
+def _position_in_launch(tensor: fx.Node) -> str:
+    """Which of the tensors of a grouped launch this is, as `/1`; nothing if it is launched alone."""
+    for user in tensor.users:
+        if is_launch(user.target) and isinstance(user.args[0], (list, tuple)):
+            return f"/{user.args[0].index(tensor)}"
+    return ""
+
+
 class _Naming:
     """Names found so far, going through a graph from its start to its end."""
 
@@ -150,15 +159,17 @@ class _Naming:
         unit = self._words.unit(provenance.unit)
         if node.target is FLAT_BUCKET:
             self._name_members(node, provenance)
-            self.names[node] = f"bucket {unit}"
+            self.names[node] = f"bucket {unit}{_position_in_launch(node)}"
         elif is_launch(node.target):
             self.names[node] = f"launch {unit}"
+        elif node.target is operator.getitem:
+            self.names[node] = f"launch {unit}/{node.args[1]}"
         elif is_wait(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            tensor = int(str(source.args[1])) if source.target is operator.getitem else 0
-            self.names[node] = f"wait {unit}" if source.target is not operator.getitem else f"wait {unit}, {tensor}"
-            self._lies_in[node] = provenance, tensor
+            _, grouped, tensor = self.names.get(source, "").partition("/")
+            self.names[node] = f"wait {unit}{grouped}{tensor}"
+            self._lies_in[node] = provenance, int(tensor or 0)
         elif node.target is ASSEMBLE:
             self._name_assembled(node)
         elif node.target is aten.as_strided.default:

@@ -54,9 +54,11 @@ def is_op(target: object) -> bool:
 
 
 def type_text(value: Any) -> str:
-    """A value's dtype and shape, `float32[2, 3]`; of what is no tensor the Python type."""
+    """A value's dtype and shape, `float32[2, 3]`; of several how many; of what is no tensor the Python type."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} tensors"
     return type(value).__name__
 
 
