@@ -45,9 +45,9 @@ try:
     from torch._inductor.utils import fresh_cache as _fresh_cache
     from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
-    from torch._logging import trace_structured as _trace_structured
     from torch._logging._internal import LazyTraceHandler as _TraceFile
     from torch._logging._internal import trace_log as _trace_log
+    from torch._logging._internal import trace_structured as _trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.autograd import graph as _autograd_graph
     from torch.distributed._composable.contract import _get_registry
@@ -200,7 +200,7 @@ def inductor(
     if hasattr(_inductor_config.triton, "mix_order_reduction"):
         # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
-    told = {} if on_code is None else {"inner_compile": _telling(on_code)}
+    told: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
     return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **told))
 
 

@@ -102,8 +102,7 @@ class ReplicateConfig:
     `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
 
     def __post_init__(self) -> None:
-        if self.dump_dir is not None and not (isinstance(self.dump_dir, str) and self.dump_dir):
-            raise ConfigError(f"dump_dir must be the path of a directory as text, got {self.dump_dir!r}.")
+        _check_path("dump_dir", self.dump_dir)
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
@@ -193,6 +192,11 @@ def _check_positive(name: str, value: object, hint: str) -> None:
         raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
     if math.isnan(value) or value <= 0:
         raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ConfigError(f"{name} must be the path of a directory as text, got {value!r}.")
 
 
 def _check_power_of_two(name: str, value: object) -> None:

@@ -1,12 +1,12 @@
 """What lies in a directory of graph dumps, written and read: pure data and file names.
 
-    DIR/rank0/index.html                        the captures of a rank
-    DIR/rank0/capture0/index.html               one captured backward: stages, counts, differences
-    DIR/rank0/capture0/stages.json              the same as data
-    DIR/rank0/capture0/2-bucket-reductions.txt  a stage as short text; `.full.txt`: all of it
-    DIR/rank0/capture0/2-bucket-reductions.diff.txt  the short text against the one of the stage before
-    DIR/rank0/capture0/5-code.full.txt          the code that was generated
-    DIR/rank0/capture0/repro.py                 the graph before our passes, to run on any machine
+DIR/rank0/index.html                        the captures of a rank
+DIR/rank0/capture0/index.html               one captured backward: stages, counts, differences
+DIR/rank0/capture0/stages.json              the same as data
+DIR/rank0/capture0/2-bucket-reductions.txt  a stage as short text; `.full.txt`: all of it
+DIR/rank0/capture0/2-bucket-reductions.diff.txt  the short text against the one of the stage before
+DIR/rank0/capture0/5-code.full.txt          the code that was generated
+DIR/rank0/capture0/repro.py                 the graph before our passes, to run on any machine
 """
 
 from __future__ import annotations

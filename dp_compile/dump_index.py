@@ -136,5 +136,6 @@ def _page(title: str, parts: Sequence[str]) -> str:
     body = "\n".join(part for part in parts if part)
     return (
         f'<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width">\n<style>\n{_STYLE}</style>\n<body>\n{body}\n</body>\n</html>\n'
+        f'<meta name="viewport" content="width=device-width">\n<style>\n{_STYLE}</style>\n'
+        f"<body>\n{body}\n</body>\n</html>\n"
     )

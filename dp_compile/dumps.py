@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -112,7 +113,9 @@ class Dump:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._giving_up():
             if error is not None:
-                self._note(f"The compilation failed, later stages are missing: {kind.__name__ if kind else ''}: {error}")
+                self._note(
+                    f"The compilation failed, later stages are missing: {kind.__name__ if kind else ''}: {error}"
+                )
             self._finish()
 
     def stage(self, name: str, graph: fx.Graph) -> None:
@@ -176,7 +179,7 @@ class Dump:
 
     def _differences(self) -> Iterator[tuple[int, str]]:
         stages = [stage for stage in self._seen.stages if stage.has_outline]
-        for before, after in zip(stages, stages[1:], strict=False):
+        for before, after in pairwise(stages):
             labels = before.label, after.label
             yield after.number, difference(self._texts[before.number], self._texts[after.number], labels)
 
@@ -232,5 +235,3 @@ def _new_directory(rank: Path) -> Path:
             number += 1
         else:
             return path
-
-

@@ -214,4 +214,3 @@ class _Naming:
             if name is not None:
                 self._pieces[node] = name
                 self.names[node] = f"assembled {name}"
-

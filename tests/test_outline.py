@@ -22,7 +22,9 @@ def traced() -> fx.Graph:
 
 
 def test_without_names_only_collectives_are_told() -> None:
-    assert_expected_inline(outline(traced(), {}), """\
+    assert_expected_inline(
+        outline(traced(), {}),
+        """\
    ... 3 inputs
    ... 4 nodes: add 1, cos 1, mm 1, sin 1
 >> all_reduce = all_reduce(cos, sum, 0): float32[2, 4]
@@ -34,14 +36,17 @@ def test_without_names_only_collectives_are_told() -> None:
 << wait_tensor = wait_tensor(getitem): float32[2, 4]
    ... 1 node: t 1
    return 5 tensors: wait_tensor, wait_tensor, .. 2 more .., cos
-""")
+""",
+    )
 
 
 def test_what_has_a_name_has_a_line() -> None:
     graph = traced()
     nodes = {node.name: node for node in graph.nodes}
     names = {nodes["w_1"]: "head.weight", nodes["cos"]: "activation", nodes["all_reduce"]: "launch 0"}
-    assert_expected_inline(outline(graph, names), """\
+    assert_expected_inline(
+        outline(graph, names),
+        """\
    ... 1 input
    head.weight: float32[3, 4]
    ... 1 input
@@ -56,7 +61,8 @@ def test_what_has_a_name_has_a_line() -> None:
 << wait_tensor = wait_tensor(getitem): float32[2, 4]
    ... 1 node: t 1
    return 5 tensors: wait_tensor, wait_tensor, .. 2 more .., activation
-""")
+""",
+    )
 
 
 def test_many_ops_are_counted_and_the_rest_summed_up() -> None:
@@ -66,11 +72,14 @@ def test_many_ops_are_counted_and_the_rest_summed_up() -> None:
         return x.cos().exp().tanh().sqrt().abs().neg().log()
 
     graph = make_fx(function, tracing_mode="fake")(torch.randn(2)).graph
-    assert_expected_inline(outline(graph, {}), """\
+    assert_expected_inline(
+        outline(graph, {}),
+        """\
    ... 1 input
    ... 10 nodes: sin 3, abs 1, cos 1, exp 1, log 1, neg 1, other 2
    return 1 tensor: log
-""")
+""",
+    )
 
 
 def test_numbers_given_by_a_tracer_do_not_show() -> None:
@@ -84,6 +93,9 @@ def test_numbers_given_by_a_tracer_do_not_show() -> None:
 def test_a_graph_that_returns_nothing() -> None:
     graph = fx.Graph()
     graph.output(())
-    assert_expected_inline(outline(graph, {}), """\
+    assert_expected_inline(
+        outline(graph, {}),
+        """\
    return 0 tensors
-""")
+""",
+    )
