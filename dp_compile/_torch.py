@@ -37,6 +37,7 @@ try:
     from torch._inductor import config as _inductor_config
     from torch._inductor import ir as _inductor_ir
     from torch._inductor.compile_fx import compile_fx as _compile_fx
+    from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
     from torch._inductor.custom_graph_pass import get_hash_for_files
     from torch._inductor.lowering import lowerings as _lowerings
@@ -44,6 +45,10 @@ try:
     from torch._inductor.utils import fresh_cache as _fresh_cache
     from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
+    from torch._logging._internal import LazyTraceHandler as _TraceFile
+    from torch._logging._internal import trace_log as _trace_log
+    from torch._logging._internal import trace_structured as _trace_structured
+    from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.autograd import graph as _autograd_graph
     from torch.autograd import profiler as _profiler
     from torch.distributed._composable.contract import _get_registry
@@ -186,7 +191,13 @@ def is_of_compiler(file: str) -> bool:
 # --- compilers -------------------------------------------------------------------------------------------------
 
 
-def inductor(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass) -> Callable[..., Any]:
+OnCode = Callable[[fx.Graph, str], None]
+"""Called with the graph that code was generated from, and the code."""
+
+
+def inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
+) -> Callable[..., Any]:
     """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
     patches: dict[str, Any] = {
         "post_grad_custom_post_pass": _chained(_inductor_config.post_grad_custom_post_pass, graph_pass),
@@ -196,15 +207,31 @@ def inductor(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphP
     if hasattr(_inductor_config.triton, "mix_order_reduction"):
         # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
-    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
+    told: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **told))
 
 
-def aot_eager(gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass) -> Callable[..., Any]:
+def _telling(on_code: OnCode) -> Callable[..., Any]:
+    """Inductor's compilation of one graph, which then tells what it went on with and what it made of it."""
+
+    def compile_and_tell(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compiled = _compile_fx_inner(gm, *args, **kwargs)
+        on_code(gm.graph, str(getattr(compiled, "source_code", "")))
+        return compiled
+
+    return compile_and_tell
+
+
+def aot_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
+) -> Callable[..., Any]:
     """Trace to ATen, run `graph_pass`, and run the graph without generating code: seconds faster, for tests."""
 
     def run_passes(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
         graph_pass(aten_graph.graph)
         aten_graph.recompile()
+        if on_code is not None:
+            on_code(aten_graph.graph, str(aten_graph.code))
         return _make_boxed_func(aten_graph.forward)
 
     backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
@@ -228,6 +255,26 @@ def inductor_graph() -> Any:
 def lower_multiplication(value: Any, factor: float) -> Any:
     """`value * factor` among Inductor's tensors, computed by whoever reads it."""
     return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
+
+
+def structured_trace_is_on() -> bool:
+    """Whether torch's structured trace is recorded (`TORCH_TRACE`). For sure only after something was traced."""
+    return any(isinstance(handler, _TraceFile) for handler in _trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Put a text into torch's structured trace, where `tlparse` shows it under this name."""
+    _trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors have no memory: dtype, shape, strides, and which of them share a storage."""
+    return cast(contextlib.AbstractContextManager[Any], _FakeTensorMode())
 
 
 def empty_cache() -> contextlib.AbstractContextManager[None]:

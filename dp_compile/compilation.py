@@ -28,6 +28,7 @@ from torch import fx, nn
 from dp_compile import _torch
 from dp_compile.binding import Binding, Place, Sites
 from dp_compile.bucket_events import BucketEvents, backward_range, ranges_if_profiled
+from dp_compile.dumps import CAPTURED, Dump, dumps_wanted
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
 from dp_compile.intact import check_not_moved
@@ -37,7 +38,7 @@ from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.ready_times import ready_shares
 from dp_compile.ready_times import ASSUMED, Estimate, estimated_times
-from dp_compile.replica import Replica, Revision
+from dp_compile.replica import Replica, Revision, owners
 from dp_compile.report import CaptureRecord, PassRecord, Placement
 from dp_compile.settling import Shares, settle
 
@@ -80,7 +81,7 @@ class CompiledBackward:
         self._captured, self._binding = captured, captured.binding
         self._plans = tuple(replica.plan for replica in replicas)
         self._passes = replicas[0].passes
-        self._backend = replicas[0].config.backend
+        self._backend, self._dump_dir = replicas[0].config.backend, replicas[0].config.dump_directory()
         self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.sync)
         got = {place for place in self._binding.hooked if place is not None}
         self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
@@ -304,11 +305,32 @@ class CompiledBackward:
                 check_not_moved(replica)
         if found:
             self._look_at_ready_times(graph_module.graph)
+        if not dumps_wanted(self._dump_dir):
+            return self._timed(self._compile_with_passes(graph_module, example_inputs))
+        with self._dump(example_inputs) as dump:
+            for replica in self._settling:
+                replica.dumped_to = dump.directory
+            dump.stage(CAPTURED, graph_module.graph)
+            return self._timed(self._compile_with_passes(graph_module, example_inputs, dump))
+
+    def _compile_with_passes(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], dump: Dump | None = None
+    ) -> Callable[..., Any]:
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
-        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held)
+        on_stage, on_code = (None, None) if dump is None else (dump.stage, dump.code)
+        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held, on_stage)
         compile_graph = _torch.inductor if self._backend == "inductor" else _torch.aot_eager
         with observing(self._note_written):
-            return self._timed(compile_graph(graph_module, example_inputs, pipeline))
+            return compile_graph(graph_module, example_inputs, pipeline, on_code)
+
+    def _dump(self, example_inputs: Sequence[Any]) -> Dump:
+        ordinals = dict(zip(self._settling, self._synced, strict=True))
+        inputs: list[str | None] = []
+        for value in _flat(example_inputs):
+            found = owners.find(value) if isinstance(value, nn.Parameter) else None
+            inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
+        world_size = max((replica.group.world_size for replica in self._settling), default=1)
+        return Dump(self._dump_dir, self._plans, self._passes, inputs, world_size, self._backend)
 
     def _look_at_ready_times(self, graph: fx.Graph) -> None:
         """What a graph says of them. Where all reductions stand at its end it says nothing."""
@@ -402,6 +424,12 @@ def reduce_accumulated(
 def _tag(replicas: Sequence[Replica], place: Place) -> tuple[int, int, str, str, float]:
     tag: ReductionTag = replicas[place[0]].tag(place[1], place[0])
     return (tag.index, tag.replica, tag.group, tag.reduce_op, tag.scale)
+
+
+def _name_in(replica: Replica, index: int, ordinals: Mapping[Replica, int], replicas: int) -> str:
+    """A parameter's name; with several modules in a backward, with the number of its module."""
+    prefix = f"{ordinals[replica]}:" if replicas > 1 and replica in ordinals else ""
+    return prefix + replica.names[index]
 
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:

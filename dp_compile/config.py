@@ -15,6 +15,7 @@ from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
+DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
@@ -29,7 +30,7 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateConfig:
-    """How a module is replicated. The same on every rank; ranks compare it at the start.
+    """How a module is replicated. The same on every rank, but for `dump_dir`; ranks compare it at the start.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -95,7 +96,13 @@ class ReplicateConfig:
     it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
     knows."""
 
+    dump_dir: str | None = None
+    """Where to write what becomes of each captured backward: short texts, whole graphs, differences and a repro, in
+    `rank<k>/capture<n>`. The only option that ranks may give differently. `None`: the environment variable
+    `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
+
     def __post_init__(self) -> None:
+        _check_path("dump_dir", self.dump_dir)
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
@@ -175,12 +182,21 @@ class ReplicateConfig:
             raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
         return text in _TRUE
 
+    def dump_directory(self, environ: Mapping[str, str] = os.environ) -> str | None:
+        """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
+        return self.dump_dir or environ.get(DUMP_VARIABLE) or None
+
 
 def _check_positive(name: str, value: object, hint: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
     if math.isnan(value) or value <= 0:
         raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")
+
+
+def _check_path(name: str, value: object) -> None:
+    if value is not None and not (isinstance(value, str) and value):
+        raise ConfigError(f"{name} must be the path of a directory as text, got {value!r}.")
 
 
 def _check_power_of_two(name: str, value: object) -> None:

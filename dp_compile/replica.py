@@ -8,6 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Protocol
 
 import torch
@@ -159,6 +160,8 @@ class Replica:
     """While this rank's backwards are timed for people."""
     said: set[str] = field(default_factory=set)
     """Warnings that are given once for each module, and were."""
+    dumped_to: Path | None = None
+    """The directory of this rank's latest dump of a captured backward."""
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)

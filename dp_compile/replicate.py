@@ -360,10 +360,17 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "trainable parameters": describe(target.trainable),
         "frozen parameters": describe(target.frozen),
         "buffers": describe(target.buffers),
-        "options": dataclasses.asdict(replica.config) | {"ddp_python_hook": replica.config.uses_python_hook()},
+        "options": _compared_options(replica.config),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "plan": replica.plan.signature(),
     }
+
+
+def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
+    """All options but those that are a rank's own affair."""
+    options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
+    del options["dump_dir"]
+    return options
 
 
 def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None) -> str:

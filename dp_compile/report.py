@@ -41,6 +41,15 @@ class PassResult:
     memory: PeakMemory | None = None
 
 
+def count_changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
+    """How the counts of ops differ, `mm 4 -> 3`, by name; the number of all `nodes` last."""
+    return [
+        f"{name} {before.get(name, 0)} -> {after.get(name, 0)}"
+        for name in [*sorted({*before, *after} - {"nodes"}), "nodes"]
+        if before.get(name, 0) != after.get(name, 0)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class PassRecord:
     """One run of one pass, as the pipeline saw it. `duration_ms` is wall time."""
@@ -52,12 +61,7 @@ class PassRecord:
     duration_ms: float
 
     def __str__(self) -> str:
-        names = sorted({*self.before, *self.after} - {"nodes"})
-        changes = [
-            f"{name} {self.before.get(name, 0)} -> {self.after.get(name, 0)}"
-            for name in [*names, "nodes"]
-            if self.before.get(name, 0) != self.after.get(name, 0)
-        ]
+        changes = count_changes(self.before, self.after)
         did = ", ".join(changes) if changes else "moved nodes" if self.result.changed else "nothing to do"
         return f"{self.name}: {did} ({self.duration_ms:.1f} ms)"
 

@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "backend": "inductor",
         "timeout_s": 300.0,
         "monitor_after_s": 30.0,
+        "dump_dir": None,
     }
 
 

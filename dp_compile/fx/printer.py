@@ -15,7 +15,7 @@ def short(graph: fx.Graph) -> str:
     lines = []
     for node in graph.nodes:
         if node.op == "placeholder":
-            lines.append(f"{node.name}: {_type(node.meta.get('val'))}")
+            lines.append(f"{node.name}: {type_text(node.meta.get('val'))}")
         elif node.op == "output":
             lines.append(f"return {_text(node.args[0])}")
         else:
@@ -28,28 +28,37 @@ def short(graph: fx.Graph) -> str:
 def op_name(node: fx.Node) -> str:
     """`aten.mm`, `_c10d_functional.all_reduce`, `getitem`: the overload only where it is not the default."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if is_op(target):
         return str(target).removesuffix(".default")
     return str(getattr(target, "__name__", target))
 
 
 def op_counts(graph: fx.Graph) -> Mapping[str, int]:
     """How often each op is called, under its last name, and `nodes` for all nodes."""
-    counts = Counter(_last_name(node) for node in graph.nodes if node.op == "call_function")
+    counts = Counter(last_name(node) for node in graph.nodes if node.op == "call_function")
     counts["nodes"] = len(graph.nodes)
     return dict(counts)
 
 
-def _last_name(node: fx.Node) -> str:
+def last_name(node: fx.Node) -> str:
+    """`mm`: an op's name without namespace and overload."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target.overloadpacket.__name__)
     return op_name(node)
 
 
-def _type(value: Any) -> str:
+def is_op(target: object) -> bool:
+    """Whether a node's target is an op with a public name, as `str` gives it: `aten.mm.default`."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def type_text(value: Any) -> str:
+    """A value's dtype and shape, `float32[2, 3]`; of several how many; of what is no tensor the Python type."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} tensors"
     return type(value).__name__
 
 

@@ -33,6 +33,7 @@ class Pipeline(_torch.CustomGraphPass):
         plans: one for each replica in this backward; a reduction names its replica by position.
         on_record: called with all records after a run.
         held: for each input of the graph, whether somebody else keeps its memory, as a module does its parameters.
+        on_stage: shown the graph as it comes, as `analysed`, and after each pass, by its name, before it is verified.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Pipeline(_torch.CustomGraphPass):
         plans: Sequence[BucketPlan],
         on_record: Callable[[tuple[PassRecord, ...]], None],
         held: Sequence[bool] = (),
+        on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> None:
         self.passes, self.plans, self.on_record, self.held = tuple(passes), tuple(plans), on_record, tuple(held)
+        self.on_stage = on_stage
 
     def __call__(self, graph: fx.Graph) -> None:
         # Accumulation leaves dead allocations behind that would count as users of a gradient.
@@ -50,9 +53,11 @@ class Pipeline(_torch.CustomGraphPass):
         hold(graph, self.held)
         facts, reductions = facts_of(graph), accounted(graph)
         records = []
+        self._show("analysed", graph)
         for graph_pass in self.passes:
             before, start = op_counts(graph), time.perf_counter()
             result = graph_pass(graph, self.plans)
+            self._show(graph_pass.name, graph)
             verify(graph, after=graph_pass.name, before=facts)
             if accounted(graph) != reductions:
                 changed = (accounted(graph) - reductions) + (reductions - accounted(graph))
@@ -60,6 +65,10 @@ class Pipeline(_torch.CustomGraphPass):
             duration_ms = (time.perf_counter() - start) * 1e3
             records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms))
         self.on_record(tuple(records))
+
+    def _show(self, stage: str, graph: fx.Graph) -> None:
+        if self.on_stage is not None:
+            self.on_stage(stage, graph)
 
     def uuid(self) -> Any:
         """Changes with our sources and those of the passes, with all that the passes are given, and with torch."""
