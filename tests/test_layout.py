@@ -33,6 +33,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("backward",),
     ("replicate",),
     ("join", "warmup", "observe"),
+    ("timelines",),
     ("distributed",),
     ("train", "plan_table"),
     ("pass_table",),
@@ -54,7 +55,8 @@ INSIDE_A_PACKAGE = {
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
-    "commands": (("parsing",), ("train",), ("__init__",)),
+    "timelines": (("events", "svg"), ("page", "picture", "trace_events"), ("__init__",)),
+    "commands": (("parsing",), ("timeline", "train"), ("__init__",)),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.

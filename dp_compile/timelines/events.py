@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from dp_compile.cost_model import release_time_bound
-from dp_compile.plan import Bucket, count, format_bytes
+from dp_compile.plan import UNUSED_FLAGS, Bucket, count, format_bytes
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 
 PLANNED: Final = "planned"
@@ -293,24 +293,26 @@ def facts(timeline: Timeline) -> tuple[Fact, ...]:
     """What stands above every form of the timeline."""
     step = timeline.step
     plan = step.plan
+    gradients = count(sum(gradient.name != UNUSED_FLAGS for gradient in plan.gradients), "gradient")
     group = f"{count(step.world_size, 'rank')} ({step.backend}, {step.device}), strategy {step.strategy}"
-    size = f"{count(len(plan.buckets), 'bucket')}, {count(len(plan.gradients), 'gradient')}, {format_bytes(plan.nbytes)}"
+    size = f"{count(len(plan.buckets), 'bucket')}, {gradients}, {format_bytes(plan.nbytes)}"
     found = [Fact("step", f"{group}; {size}"), Fact("an all-reduce", f"{step.cost} ({step.cost_source})")]
     return (*found, *(_view_fact(timeline, view) for view in timeline.views))
 
 
 def _view_fact(timeline: Timeline, view: View) -> Fact:
-    parts = [f"{format_time(view.end_s)} in all", exposed_text(view)]
-    if view.name == PLANNED:
-        bound_s = _bound_s(timeline.step)
-        parts += [f"{view.end_s / bound_s:.3f} times the bound of {format_time(bound_s)}"] if bound_s else []
-    return Fact(view.name, f"{', '.join(parts)} ({view.source})")
+    text = summary(view)
+    bound_s = _bound_s(timeline.step)
+    if view.name == PLANNED and bound_s:
+        text += f"; {view.end_s / bound_s:.3f} times the bound of {format_time(bound_s)}"
+    return Fact(view.name, f"{text} ({view.source})")
 
 
-def exposed_text(view: View) -> str:
-    """How much is exposed, and its share of the view's time."""
+def summary(view: View) -> str:
+    """How long it takes, and how much of that is exposed."""
     share = view.exposed_s / view.end_s if view.end_s else 0.0
-    return f"{format_time(view.exposed_s)} exposed ({share:.1%})"
+    exposed = f"{format_time(view.exposed_s)} of it exposed ({share:.1%})"
+    return f"backward with communication {format_time(view.end_s)}, {exposed}"
 
 
 def _bound_s(step: Step) -> float:

@@ -7,7 +7,8 @@
   const element = (id) => document.getElementById(id);
   const canvas = element("chart"), figure = canvas.parentElement, context = canvas.getContext("2d");
   const tooltip = element("tooltip"), selectedPanel = element("selected"), spoken = element("spoken");
-  const GUTTER = 158, RIGHT = 16, AXIS = 26, TITLE = 46, BAR = 26, TICKS = 9, GAP = 8, VIEW_GAP = 14, QUEUE = 84;
+  const GUTTER = 158, RIGHT = 16, AXIS = 26, TITLE = 46, BAR = 26, TICKS = 9, GAP = 8, VIEW_GAP = 14;
+  const ROW_HIGH = 14, MOST_ROWS = 6, DEPTH = 60;
   const FONT = '12px system-ui, "Segoe UI", "Helvetica Neue", "DejaVu Sans", Arial, sans-serif';
   const span = data.end - data.start || 1;
   const whole = { from: data.start - 0.01 * span, to: data.end + 0.02 * span };
@@ -21,13 +22,6 @@
     const digits = Math.min(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(ms)))), 9);
     return `${ms.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ms`;
   };
-  const bytes = (n) => {
-    for (const unit of ["B", "KiB", "MiB"]) {
-      if (n < 1024) return (unit === "B" ? n.toFixed(0) : n.toFixed(1)) + " " + unit;
-      n /= 1024;
-    }
-    return n.toFixed(1) + " GiB";
-  };
   const made = (tag, attributes, ...children) => {
     const node = document.createElement(tag);
     for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
@@ -38,7 +32,7 @@
 
   function description(number, members) {
     const bucket = data.buckets[number], gradients = bucket.members.length;
-    const facts = `${bytes(bucket.bytes)}, ${gradients} ${gradients === 1 ? "gradient" : "gradients"}, ${bucket.key}`;
+    const facts = `${bucket.size}, ${gradients} ${gradients === 1 ? "gradient" : "gradients"}, ${bucket.key}`;
     const rows = data.views.map((view) => {
       const seen = view.transfers[number];
       if (!seen) return "";
@@ -52,7 +46,7 @@
       ...rows);
     const shown = bucket.members.slice(0, members);
     const list = made("ul", { class: "members" },
-      ...shown.map(([name, size]) => made("li", {}, name, made("span", {}, bytes(size)))));
+      ...shown.map(([name, size]) => made("li", {}, name, made("span", {}, size))));
     if (shown.length < gradients) list.append(made("li", { class: "dim" }, `and ${gradients - shown.length} more`));
     return [made("h2", {}, `bucket ${number}`), made("div", {}, facts), times,
       made("div", { class: "dim" }, `ends here: ${bucket.reason}`), list];
@@ -62,6 +56,16 @@
 
   const x = (ms) => GUTTER + ((ms - range.from) / (range.to - range.from)) * (width - GUTTER - RIGHT);
   const at = (px) => range.from + ((px - GUTTER) / (width - GUTTER - RIGHT)) * (range.to - range.from);
+
+  const waiting = (view) => view.transfers.filter((each) => each[START] > each[LAUNCH]);
+
+  // How many buckets wait, from each time on.
+  function depths(view) {
+    const changes = waiting(view).flatMap((each) => [[each[LAUNCH], 1], [each[START], -1]]);
+    changes.sort((one, two) => one[0] - two[0] || one[1] - two[1]);
+    let depth = 0;
+    return changes.map(([ms, change]) => [ms, (depth += change)]);
+  }
 
   function layOut() {
     for (const old of figure.querySelectorAll(".lane, .view")) old.remove();
@@ -73,16 +77,18 @@
       figure.append(node);
     };
     for (const view of data.views) {
-      const band = { view, top: y, networks: [] };
+      const band = { view, top: y, networks: [], queue: null, depth: [] };
       label(y + 6, 20, view.name, "view", view.summary);
       y += TITLE;
       band.compute = y;
       label(y, BAR, "compute", "lane");
       y += BAR + TICKS;
       if (view.rows) {
-        band.queue = { top: y, high: Math.min(QUEUE, 14 * view.rows) };
-        label(y, Math.max(band.queue.high, 16), "waiting for the network", "lane");
-        y += Math.max(band.queue.high, 16) + GAP;
+        const crowded = view.rows > MOST_ROWS;
+        band.queue = { top: y, high: crowded ? DEPTH : ROW_HIGH * view.rows, crowded };
+        band.depth = crowded ? depths(view) : [];
+        label(y, 16, crowded ? `waiting, up to ${view.rows}` : "waiting", "lane");
+        y += band.queue.high + GAP;
       }
       for (const name of data.lanes) {
         band.networks.push(y);
@@ -97,22 +103,36 @@
     canvas.style.height = `${height}px`;
   }
 
-  function hit(px, py) {
-    if (px < GUTTER) return null;
-    const band = bands.find((each) => py >= each.compute && py < each.bottom);
-    if (!band) return null;
-    const lane = band.networks.findIndex((top) => py >= top - GAP / 2 && py < top + BAR + GAP / 2);
-    const queued = band.queue && py >= band.queue.top && py < band.queue.top + band.queue.high;
-    const row = queued ? Math.floor(((py - band.queue.top) / band.queue.high) * band.view.rows) : -1;
-    let best = null, nearest = 4;
-    for (const each of band.view.transfers) {
-      if (queued ? each[ROW] !== row || each[START] <= each[LAUNCH] : lane >= 0 && each[LANE] !== lane) continue;
-      const [from, to] = queued ? [each[LAUNCH], each[START]]
-        : lane >= 0 ? [each[START], each[FINISH] ?? each[START]] : [each[LAUNCH], each[LAUNCH]];
+  function nearest(transfers, px, interval) {
+    let best = null, least = 4;
+    for (const each of transfers) {
+      const [from, to] = interval(each);
       const away = Math.max(x(from) - px, px - x(to), 0);
-      if (away < nearest) [best, nearest] = [each, away];
+      if (away < least) [best, least] = [each, away];
     }
     return best && best[BUCKET];
+  }
+
+  function hitQueue({ view, queue }, px, py) {
+    const share = (py - queue.top) / queue.high;
+    if (!queue.crowded) {
+      const row = Math.floor(share * view.rows);
+      return nearest(waiting(view).filter((each) => each[ROW] === row), px, (each) => [each[LAUNCH], each[START]]);
+    }
+    const ms = at(px), there = waiting(view).filter((each) => each[LAUNCH] <= ms && ms < each[START]);
+    const place = Math.floor((1 - share) * view.rows);
+    return place < there.length ? there[place][BUCKET] : null;
+  }
+
+  function hit(px, py) {
+    const band = px < GUTTER ? null : bands.find((each) => py >= each.compute && py < each.bottom);
+    if (!band) return null;
+    const { view, queue } = band;
+    if (queue && py >= queue.top && py < queue.top + queue.high) return hitQueue(band, px, py);
+    const lane = band.networks.findIndex((top) => py >= top - GAP / 2 && py < top + BAR + GAP / 2);
+    if (lane < 0) return nearest(view.transfers, px, (each) => [each[LAUNCH], each[LAUNCH]]);
+    const inLane = view.transfers.filter((each) => each[LANE] === lane);
+    return nearest(inLane, px, (each) => [each[START], each[FINISH] ?? each[START]]);
   }
 
   // --- drawing ---
@@ -133,21 +153,25 @@
     const step = steps(), digits = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
     context.textAlign = "center";
     for (let tick = Math.ceil(range.from / step); tick * step <= range.to; tick++) {
-      const px = Math.round(x(tick * step)) + 0.5;
+      const px = Math.round(x(tick * step));
       context.fillStyle = colours.rule;
-      context.fillRect(px - 0.5, AXIS - 5, 1, height - AXIS + 5);
+      context.fillRect(px, AXIS - 5, 1, 5);
+      for (const band of bands) context.fillRect(px, band.compute - 6, 1, band.bottom - band.compute + 6);
       context.fillStyle = colours.dim;
       context.fillText(`${(tick * step).toFixed(digits)} ms`, px, AXIS / 2);
     }
   }
 
+  // Narrow boxes are set on whole pixels, so that many of them make an even bar.
   function box(from, to, top, high, fill, text, on) {
-    const left = Math.max(x(from), GUTTER - 2), right = Math.min(x(to), width);
+    let left = Math.max(x(from), GUTTER - 2), right = Math.min(x(to), width);
     if (right < GUTTER - 1 || left > width || right < left) return;
-    const wide = right - left;
+    if (right - left > 5) right -= 1;
+    else [left, right] = [Math.floor(left), Math.max(Math.ceil(right), Math.floor(left) + 1)];
     context.fillStyle = fill;
-    context.fillRect(left, top, Math.max(wide - (wide > 5 ? 1 : 0), 1), high);
-    const fits = text && wide > 14 ? text.find((each) => context.measureText(each).width < wide - 10) : null;
+    context.fillRect(left, top, right - left, high);
+    const wide = right - left;
+    const fits = text && wide > 14 ? text.find((each) => context.measureText(each).width < wide - 8) : null;
     if (!fits) return;
     context.fillStyle = on;
     context.textAlign = "center";
@@ -156,21 +180,27 @@
 
   function drawCompute(band) {
     const { view, compute } = band;
-    const named = (name, ms) => [`${name} ${time(ms)}`, name];
-    const plain = (from, to, name) =>
-      box(from, to, compute, BAR, colours.compute, named(name, to - from), colours["on-compute"]);
-    if (view.forward) plain(-view.forward, 0, "forward");
-    plain(0, view.backward, "backward");
-    if (view.optimizer) plain(view.end, view.end + view.optimizer, "optimizer");
-    for (const [from, to] of view.stalls) {
-      if (from < view.backward) box(from, Math.min(to, view.backward), compute, BAR, colours.exposed, ["waits"],
-        colours["on-exposed"]);
+    const named = (name, ms) => (name ? [`${name} ${time(ms)}`, name] : null);
+    const plain = (from, to, name, ms) =>
+      box(from, to, compute, BAR, colours.compute, named(name, ms), colours["on-compute"]);
+    if (view.forward) plain(-view.forward, 0, "forward", view.forward);
+    const stalls = view.stalls.filter(([from]) => from < view.backward);
+    const starts = [0, ...stalls.map(([, to]) => to)], ends = [...stalls.map(([from]) => from), view.backward];
+    const computes = starts.reduce((sum, from, i) => sum + Math.max(0, ends[i] - from), 0);
+    const longest = starts.reduce((best, from, i) => (ends[i] - from > ends[best] - starts[best] ? i : best), 0);
+    starts.forEach((from, i) => {
+      if (ends[i] > from) plain(from, ends[i], i === longest ? "backward" : "", computes);
+    });
+    for (const [from, to] of stalls) {
+      box(from, Math.min(to, view.backward), compute, BAR, colours.exposed,
+        named("waits", to - from), colours["on-exposed"]);
     }
+    if (view.optimizer) plain(view.end, view.end + view.optimizer, "optimizer", view.optimizer);
     context.fillStyle = colours.dim;
     let last = -2;
     for (const each of view.transfers) {
       const px = x(each[LAUNCH]);
-      if (px < GUTTER || px > width || px - last < 1) continue;
+      if (px < GUTTER || px > width || px - last < 3) continue;
       context.fillRect(px - 0.5, compute + BAR, 1, TICKS - 3);
       last = px;
     }
@@ -179,23 +209,39 @@
   function drawQueue(band) {
     const { view, queue } = band;
     if (!queue) return;
-    const high = queue.high / view.rows;
-    for (const each of view.transfers) {
-      if (each[START] <= each[LAUNCH]) continue;
-      const left = Math.max(x(each[LAUNCH]), GUTTER), wide = Math.max(x(each[START]) - left, 1);
-      if (left > width || left + wide < GUTTER) continue;
-      const top = queue.top + each[ROW] * high;
-      context.fillStyle = high > 3 ? colours.waiting : colours["waiting-edge"];
-      context.fillRect(left, top, wide, Math.max(high - (high > 6 ? 2 : 0), 0.4));
-      if (high <= 6 || wide < 3) continue;
-      context.strokeStyle = colours["waiting-edge"];
-      context.strokeRect(left + 0.5, top + 0.5, wide - 1, high - 3);
-      if (wide > 30 && high > 11) {
-        context.fillStyle = colours.ink;
-        context.textAlign = "center";
-        context.fillText(String(each[BUCKET]), left + wide / 2, top + high / 2 - 0.5);
-      }
+    if (queue.crowded) {
+      drawDepth(band);
+      return;
     }
+    for (const each of waiting(view)) {
+      const left = Math.max(x(each[LAUNCH]), GUTTER - 2), wide = Math.max(x(each[START]) - left, 1);
+      if (left > width || left + wide < GUTTER) continue;
+      const top = queue.top + each[ROW] * ROW_HIGH, high = ROW_HIGH - 2;
+      context.fillStyle = colours.waiting;
+      context.fillRect(left, top, wide, high);
+      context.strokeStyle = colours["waiting-edge"];
+      if (wide > 3) context.strokeRect(left + 0.5, top + 0.5, wide - 1, high - 1);
+      context.fillStyle = colours.ink;
+      context.textAlign = "center";
+      if (wide > 26) context.fillText(String(each[BUCKET]), left + wide / 2, top + high / 2 + 1);
+    }
+  }
+
+  function drawDepth({ view, queue, depth }) {
+    const bottom = queue.top + queue.high;
+    let level = bottom;
+    context.beginPath();
+    context.moveTo(x(depth[0][0]), bottom);
+    for (const [ms, count] of depth) {
+      const px = x(ms);
+      context.lineTo(px, level);
+      level = bottom - (count / view.rows) * queue.high;
+      context.lineTo(px, level);
+    }
+    context.fillStyle = colours.waiting;
+    context.strokeStyle = colours["waiting-edge"];
+    context.fill();
+    context.stroke();
   }
 
   function drawNetwork(band) {
@@ -216,8 +262,8 @@
       if (right < GUTTER || left > width || right <= last[each[LANE]] + 0.5) continue;
       last[each[LANE]] = right;
       const bucket = data.buckets[each[BUCKET]];
-      const text = [`${each[BUCKET]}: ${bytes(bucket.bytes)}, ${time(each[FINISH] - each[START])}`,
-        `${each[BUCKET]}: ${bytes(bucket.bytes)}`, String(each[BUCKET])];
+      const text = [`${each[BUCKET]}: ${bucket.size}, ${time(each[FINISH] - each[START])}`,
+        `${each[BUCKET]}: ${bucket.size}`, String(each[BUCKET])];
       const turn = each[EXPOSED] ? Math.max(each[START], exposedFrom(each)) : each[FINISH];
       const hidden = turn - each[START], shown = each[FINISH] - turn;
       if (hidden > 0 || !shown) {
@@ -249,7 +295,7 @@
     const { view } = band;
     context.fillStyle = colours.ink;
     const line = (from, to, top) => {
-      const left = Math.max(x(from), GUTTER), right = Math.min(x(to), width);
+      const left = Math.floor(Math.max(x(from), GUTTER - 2)), right = Math.ceil(Math.min(x(to), width));
       if (right > left) context.fillRect(left, top, right - left, 3);
     };
     if (view.critical) line(view.critical[0], view.critical[1], band.compute + BAR - 1);
@@ -285,8 +331,9 @@
     };
     frame(x(each[START]), right, top, BAR);
     if (band.queue && each[START] > each[LAUNCH]) {
-      const high = band.queue.high / band.view.rows;
-      frame(x(each[LAUNCH]), x(each[START]), band.queue.top + each[ROW] * high, Math.max(high - 2, 1));
+      const { top: first, high, crowded } = band.queue;
+      const row = crowded ? first + high - 4 : first + each[ROW] * ROW_HIGH;
+      frame(x(each[LAUNCH]), x(each[START]), row, crowded ? 3 : ROW_HIGH - 2);
     }
     frame(x(each[LAUNCH]), x(each[LAUNCH]), band.compute + BAR, TICKS - 3);
     context.lineWidth = 1;
@@ -302,11 +349,11 @@
     context.clearRect(0, 0, width, height);
     context.font = FONT;
     context.textBaseline = "middle";
+    drawAxis();
     context.save();
     context.beginPath();
-    context.rect(GUTTER - 2, 0, width - GUTTER + 2, height);
+    context.rect(GUTTER - 2, AXIS, width - GUTTER + 2, height);
     context.clip();
-    drawAxis();
     for (const band of bands) {
       drawExposed(band);
       drawCompute(band);
@@ -355,7 +402,7 @@
     if (number === null) return;
     selectedPanel.replaceChildren(...description(number, Infinity));
     const bucket = data.buckets[number], seen = data.views[0].transfers[number], length = range.to - range.from;
-    spoken.textContent = `bucket ${number}, ${bytes(bucket.bytes)}, ${bucket.members.length} members, first ` +
+    spoken.textContent = `bucket ${number}, ${bucket.size}, ${bucket.members.length} members, first ` +
       `${bucket.members[0][0]}, ready ${time(seen[LAUNCH])}, on the network ${time(seen[START])} to ` +
       `${time(seen[FINISH])}, ${time(seen[EXPOSED])} exposed`;
     if (seen[LAUNCH] < range.from || seen[FINISH] > range.to) {

@@ -19,23 +19,30 @@ from dp_compile.timelines.events import (
     Transfer,
     View,
     critical_path_text,
-    exposed_text,
     facts,
     format_time,
+    summary,
 )
 
 _HERE: Final = Path(__file__).parent
 _LEGEND: Final = (
     ("compute", "compute"),
-    ("waiting", "ready, waits for the network"),
-    ("network", "on the network, hidden behind compute"),
+    ("waiting", "waiting for the network"),
+    ("network", "on the network, hidden"),
     ("exposed", "exposed: compute waits"),
     ("critical", "critical path"),
     ("end", "end of the backward"),
 )
+_UNSEEN: Final = ("unseen", "launched, its end was not seen")
+_BUTTONS: Final = (
+    '<div class="controls"><button type="button" id="closer" aria-label="zoom in">+</button>'
+    '<button type="button" id="farther" aria-label="zoom out">&minus;</button>'
+    '<button type="button" id="whole">whole step</button></div>'
+)
 _HINT: Final = (
     "Point at a bucket for its members; click, or focus the chart and walk with the arrow keys, to keep them below. "
-    "Wheel or + and - zoom, dragging or Page Up and Page Down moves, double click or 0 shows the whole step."
+    "Wheel or + and - zoom, dragging or Page Up and Page Down moves, double click or 0 shows the whole step. "
+    "A tick under compute: the last gradient of a bucket is ready."
 )
 _NO_SCRIPT: Final = "The chart is drawn by a script, which is switched off here. The table below has the same content."
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -52,9 +59,9 @@ def page(timeline: Timeline) -> str:
             '<link rel="icon" href="data:,">',
             f"<title>{escape(title)}</title>",
             f"<style>\n{(_HERE / 'page.css').read_text()}</style>\n</head>\n<body>\n<main>",
-            f"<h1>{escape(title)}</h1>",
+            f'<div class="bar"><h1>{escape(title)}</h1>{_BUTTONS}</div>',
             _facts(timeline),
-            _controls(),
+            _legend(timeline),
             _chart(timeline),
             f'<noscript><p class="hint">{_NO_SCRIPT}</p></noscript>',
             f'<p class="hint">{_HINT}</p>',
@@ -73,24 +80,17 @@ def _facts(timeline: Timeline) -> str:
     return f'<dl class="facts">{"".join(lines)}</dl>'
 
 
-def _controls() -> str:
-    legend = [f'<li><span class="swatch {name}"></span>{escape(text)}</li>' for name, text in _LEGEND]
-    buttons = (
-        '<button type="button" id="closer" aria-label="zoom in">+</button>'
-        '<button type="button" id="farther" aria-label="zoom out">−</button>'  # noqa: RUF001
-        '<button type="button" id="whole">whole step</button>'
-    )
-    return f'<div class="bar"><ul class="legend">{"".join(legend)}</ul><div class="controls">{buttons}</div></div>'
+def _legend(timeline: Timeline) -> str:
+    unseen = any(each.finish_s is None for view in timeline.views for each in view.transfers)
+    entries = [*_LEGEND, *((_UNSEEN,) if unseen else ())]
+    lines = [f'<li><span class="swatch {name}"></span>{escape(text)}</li>' for name, text in entries]
+    return f'<ul class="legend">{"".join(lines)}</ul>'
 
 
 def _chart(timeline: Timeline) -> str:
-    said = [f"{view.name}: {_summary(view)}; critical path: {critical_path_text(view)}." for view in timeline.views]
+    said = [f"{view.name}: {summary(view)}; critical path: {critical_path_text(view)}." for view in timeline.views]
     text = escape(" ".join(["Timeline of compute and of the buckets on the network.", *said]))
     return f'<figure><canvas id="chart" tabindex="0" role="img" aria-label="{text}"></canvas></figure>'
-
-
-def _summary(view: View) -> str:
-    return f"{format_time(view.end_s)} in all, {exposed_text(view)}"
 
 
 # --- data for the script ----------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ def _ms(seconds: float) -> float:
 
 def _bucket(bucket: Bucket) -> dict[str, Any]:
     return {
-        "bytes": bucket.nbytes,
+        "size": format_bytes(bucket.nbytes),
         "key": key_text(bucket.key),
         "reason": bucket.reason,
-        "members": [[member.label, member.nbytes] for member in bucket.members],
+        "members": [[member.label, format_bytes(member.nbytes)] for member in bucket.members],
     }
 
 
@@ -130,7 +130,7 @@ def key_text(key: BucketKey) -> str:
 def _view(view: View) -> dict[str, Any]:
     return {
         "name": view.name,
-        "summary": f"{_summary(view)}; critical path: {critical_path_text(view)}",
+        "summary": f"critical path: {critical_path_text(view)}",
         "forward": _ms(view.forward_s or 0.0),
         "backward": _ms(view.backward_s),
         "optimizer": _ms(view.optimizer_s or 0.0),
