@@ -36,6 +36,6 @@ def timeline_trace(
             where the first one of `into` does.
 
     Raises:
-        ConfigError: `into` is not a trace.
+        ConfigError: `into` is not a trace, or `backward_at_us` not a time.
     """
     return trace_events(timeline_of(step), into=into, backward_at_us=backward_at_us)

@@ -73,7 +73,7 @@
     let y = AXIS;
     const label = (top, high, text, kind, note) => {
       const node = made("div", { class: kind, style: `top:${top}px;line-height:${high}px`, title: text }, text);
-      if (note) node.append(made("span", {}, note));
+      if (note) node.append(" ", made("span", {}, note));
       figure.append(node);
     };
     for (const view of data.views) {

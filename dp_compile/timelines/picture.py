@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from textwrap import shorten, wrap
+from textwrap import wrap
 from typing import Final, NamedTuple
 
 from dp_compile.plan import count, format_bytes
@@ -34,6 +34,8 @@ _BAR: Final = 24.0
 _ROW: Final = 13.0
 _MOST_ROWS: Final = 6
 _LISTED: Final = 12
+_LONGEST: Final = 132
+"""Characters of one line."""
 _TIMES: Final = ("ready", "start", "end", "exposed")
 _CHARACTER: Final = 6.6
 """Pixels; a little more than a character of the 12 px font takes on average."""
@@ -104,7 +106,7 @@ def _document(parts: Sequence[str], height: float) -> str:
 def _view(timeline: Timeline, view: View, axis: _Axis, top: float) -> tuple[list[str], float]:
     """What is drawn for a view whose title stands below `top`, and where it ends."""
     parts = [svg.text(_MARGIN, top + 12, view.name, bold=True)]
-    parts.append(svg.text(_MARGIN + 70, top + 12, f"critical path: {critical_path_text(view)}", colour=_DIM))
+    parts.append(svg.text(_MARGIN + 70, top + 12, _clipped(f"critical path: {critical_path_text(view)}"), colour=_DIM))
     compute = top + 36
     queue = compute + _BAR + 8
     depth = _ROW * min(view.rows, _MOST_ROWS)
@@ -322,12 +324,16 @@ def _list_entry(timeline: Timeline, number: int, y: float) -> Iterator[str]:
     for x, cell in zip(_columns(timeline), cells, strict=True):
         yield svg.text(x, y + _LINE, cell, anchor="end")
     members = f"{span_of_members(bucket)} ({count(len(bucket.members), 'member')})"
-    yield svg.text(_MARGIN + 56, y + 2 * _LINE - 2, shorten(f"{members}; {bucket.reason}", 132), colour=_DIM)
+    yield svg.text(_MARGIN + 56, y + 2 * _LINE - 2, _clipped(f"{members}; {bucket.reason}"), colour=_DIM)
 
 
 def _times(each: Transfer) -> list[str]:
     finish = "not seen" if each.finish_s is None else format_time(each.finish_s)
     return [format_time(each.launch_s), format_time(each.start_s), finish, format_time(each.exposed_s)]
+
+
+def _clipped(content: str) -> str:
+    return content if len(content) <= _LONGEST else f"{content[: _LONGEST - 1]}…"
 
 
 def _weight(timeline: Timeline, number: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from dp_compile.cost_model import check_number
 from dp_compile.errors import ConfigError
 from dp_compile.plan import format_bytes
 from dp_compile.timelines.events import MEASURED, Timeline, Transfer, View, facts
@@ -34,9 +35,11 @@ def trace_events(
             where the first one of `into` does; without `into`, at zero.
 
     Raises:
-        ConfigError: `into` is not a trace.
+        ConfigError: `into` is not a trace, or `backward_at_us` not a time.
     """
-    if backward_at_us is None:
+    if backward_at_us is not None:
+        check_number("backward_at_us", backward_at_us, zero_allowed=True)
+    else:
         backward_at_us = _first_us(into) - timeline.start_s * 1e6
     kept = [] if into is None else list(_events_of(into))
     ours = [event for number in range(len(timeline.views)) for event in _view(timeline, number, backward_at_us)]
@@ -99,7 +102,7 @@ def _names(timeline: Timeline, view: View, pid: int) -> Iterator[Event]:
 
 def _waiting(each: Transfer, pid: int, zero_us: float) -> Iterator[Event]:
     shared: Event = {"name": f"bucket {each.bucket} waits", "cat": f"{_CATEGORY} waiting", "pid": pid, "tid": 0}
-    shared |= {"id": f"{pid}.{each.bucket}"}
+    shared |= {"id2": {"local": str(each.bucket)}}
     yield shared | {"ph": "b", "ts": _us(zero_us, each.launch_s)}
     yield shared | {"ph": "e", "ts": _us(zero_us, each.start_s)}
 
