@@ -109,6 +109,7 @@ def test_ends_that_were_not_seen() -> None:
     """How long compute waited is known, when and for which chain is not."""
     view = timeline_of(with_measured(STEP, *[MeasuredBucket(0.003, None, 0.001)] * 3)).views[1]
     assert (view.exposed, view.exposed_s) == ([], pytest.approx(0.003))
+    assert view.backward_name == "backward, waits included"
     assert critical_path_text(view) == "not known: the ends of the buckets were not seen"
 
 
@@ -144,10 +145,15 @@ def test_times_for_people(seconds: float, text: str) -> None:
 
 
 def test_the_header() -> None:
-    assert_expected_inline("\n".join(": ".join(fact) for fact in facts(timeline_of(STEP))), """\
+    lines = [textwrap.fill(": ".join(fact), 100, subsequent_indent="    ") for fact in facts(timeline_of(STEP))]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 step: 2 ranks (gloo, cpu), strategy explicit; 3 buckets, 3 gradients, 2.9 MiB
 an all-reduce: 2000 us + nbytes / (0.3333 GB/s) (stated)
-planned: backward with communication 17.0 ms, 7.00 ms of it exposed (41.2%); 1.133 times the bound of 15.0 ms (predicted; stated)""")
+planned: backward with communication 17.0 ms, 7.00 ms of it exposed (41.2%); 1.133 times the bound
+    of 15.0 ms (predicted; stated)""",
+    )
 
 
 # --- the trace --------------------------------------------------------------------------------------------------
@@ -161,7 +167,9 @@ def test_a_short_trace() -> None:
         " ".join(str(each[name]) for name in ("ph", "pid", "tid", "name", "ts", "dur") if name in each) + wrapped(each)
         for each in events
     ]
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 M 5000001 0 process_name
     name: dp_compile planned
 M 5000001 0 process_sort_index
@@ -207,8 +215,10 @@ X 5000001 10 bucket 1 11000.0 5000.0
     ends here because: as given
     members: ['one.weight']
 X 5000001 3 bucket 1 11000.0 5000.0
-b 5000001 0 bucket 1 waits 10000.0
-e 5000001 0 bucket 1 waits 11000.0""")
+b 5000001 0 waiting 10000.0
+    bucket: 1
+e 5000001 0 waiting 11000.0""",
+    )
 
 
 def wrapped(event: dict[str, Any]) -> str:
@@ -281,13 +291,16 @@ def test_perfetto_reads_it(tmp_path: Path) -> None:
         # Asked from here: the viewer loads itself anew while it starts.
         support.WebDriverWait(driver, 60).until(lambda each: each.execute_script("return !!window.app?.trace"))
         slices, problems = driver.execute_async_script(PERFETTO)
+        support.WebDriverWait(driver, 60).until(lambda each: "dp_compile planned" in each.page_source)
+        driver.execute_script("window.app.commands.runCommand('dev.perfetto.ExpandAllGroups')")
+        support.WebDriverWait(driver, 60).until(lambda each: "critical path" in each.page_source)
         keep_screenshot(driver, "perfetto")
     assert problems == []
     complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     expected = [(event["name"], round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in complete]
     waits = [event["name"] for event in trace["traceEvents"] if event["ph"] == "b"]
-    assert sorted(tuple(each) for each in slices if "waits" not in each[0]) == sorted(expected)
-    assert sorted(name for name, *_ in slices if "waits" in name) == sorted(waits)
+    assert sorted(tuple(each) for each in slices if each[0] != "waiting") == sorted(expected)
+    assert [name for name, *_ in slices if name == "waiting"] == waits
 
 
 # The viewer's marks for text and for numbers in an answer are "str" and 0.
@@ -319,7 +332,9 @@ def test_a_short_picture() -> None:
     for each in root:
         parts = [each.tag.split("}")[1], *(each.attrib[name] for name in names if name in each.attrib)]
         lines.append(" ".join([*parts, *textwrap.wrap(each.text or "", 60)[:1]]))
-    assert_expected_inline("\n".join(lines), """\
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
 title Timeline of a step
 rect 0.5 0.5 999 415 #ffffff #d9dee3
 text 20.0 37.0 #59636e step
@@ -402,7 +417,8 @@ text 323.0 356.0 #1b1f24 11.0 ms
 text 411.0 356.0 #1b1f24 16.0 ms
 text 499.0 356.0 #1b1f24 5.00 ms
 text 76.0 371.0 #59636e one.weight (1 member); as given
-text 20.0 397.0 #59636e A tick under compute: the last gradient of a bucket is""")
+text 20.0 397.0 #59636e A tick under compute: the last gradient of a bucket is""",
+    )
 
 
 @pytest.mark.parametrize(("n_buckets", "n_keys"), [(1, 1), (5, 2), (500, 1), (2_000, 1)])

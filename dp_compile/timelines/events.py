@@ -107,6 +107,11 @@ class View:
         return joined
 
     @property
+    def backward_name(self) -> str:
+        """What to call compute of the backward; waits that nobody saw the place of cannot be taken out of it."""
+        return "backward, waits included" if self.exposed_s and not self.exposed else "backward"
+
+    @property
     def rows(self) -> int:
         """How many buckets wait for the network at the same time, at most."""
         return max((each.row + 1 for each in self.transfers if each.start_s > each.launch_s), default=0)

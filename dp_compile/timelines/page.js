@@ -189,7 +189,7 @@
     const computes = starts.reduce((sum, from, i) => sum + Math.max(0, ends[i] - from), 0);
     const longest = starts.reduce((best, from, i) => (ends[i] - from > ends[best] - starts[best] ? i : best), 0);
     starts.forEach((from, i) => {
-      if (ends[i] > from) plain(from, ends[i], i === longest ? "backward" : "", computes);
+      if (ends[i] > from) plain(from, ends[i], i === longest ? view.backward_name : "", computes);
     });
     for (const [from, to] of stalls) {
       box(from, Math.min(to, view.backward), compute, BAR, colours.exposed,

@@ -130,6 +130,7 @@ def key_text(key: BucketKey) -> str:
 def _view(view: View) -> dict[str, Any]:
     return {
         "name": view.name,
+        "backward_name": view.backward_name,
         "summary": f"critical path: {critical_path_text(view)}",
         "forward": _ms(view.forward_s or 0.0),
         "backward": _ms(view.backward_s),

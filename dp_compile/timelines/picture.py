@@ -34,6 +34,8 @@ _BAR: Final = 24.0
 _ROW: Final = 13.0
 _MOST_ROWS: Final = 6
 _LISTED: Final = 12
+_NARROW: Final = 5
+"""Pixels below which a box is not worth an edge of its own."""
 _LONGEST: Final = 132
 """Characters of one line."""
 _TIMES: Final = ("ready", "start", "end", "exposed")
@@ -161,7 +163,7 @@ def _compute_boxes(view: View, axis: _Axis) -> Iterator[_Box]:
     longest = max(computes, key=lambda each: each[1] - each[0], default=None)
     total_s = sum(end - start for start, end in computes)
     for each in computes:
-        yield box(*each, _COMPUTE, "backward" if each == longest else "", total_s)
+        yield box(*each, _COMPUTE, view.backward_name if each == longest else "", total_s)
     for stall in stalls:
         yield box(*stall, _EXPOSED, "waits", stall.end_s - stall.start_s)
     if view.optimizer_s:
@@ -221,13 +223,13 @@ def _joined(boxes: Iterator[_Box]) -> Iterator[_Box]:
     """Boxes too narrow to be seen apart become one with their neighbour of the same colour."""
     held: _Box | None = None
     for box in boxes:
-        narrow = held is not None and box.right - box.left < 3 and box.left - held.right < 0.5
+        narrow = held is not None and box.right - box.left < _NARROW and box.left - held.right < 0.5
         if held is not None and narrow and held.colour == box.colour and not held.texts:
             held = held._replace(right=box.right)
             continue
         if held is not None:
             yield held
-        held = box if box.right - box.left >= 3 else box._replace(texts=())
+        held = box if box.right - box.left >= _NARROW else box._replace(texts=())
     if held is not None:
         yield held
 

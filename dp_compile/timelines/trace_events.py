@@ -101,9 +101,10 @@ def _names(timeline: Timeline, view: View, pid: int) -> Iterator[Event]:
 
 
 def _waiting(each: Transfer, pid: int, zero_us: float) -> Iterator[Event]:
-    shared: Event = {"name": f"bucket {each.bucket} waits", "cat": f"{_CATEGORY} waiting", "pid": pid, "tid": 0}
+    # One name for all: viewers give each name a lane of its own.
+    shared: Event = {"name": "waiting", "cat": f"{_CATEGORY} waiting", "pid": pid, "tid": 0}
     shared |= {"id2": {"local": str(each.bucket)}}
-    yield shared | {"ph": "b", "ts": _us(zero_us, each.launch_s)}
+    yield shared | {"ph": "b", "ts": _us(zero_us, each.launch_s), "args": {"bucket": each.bucket}}
     yield shared | {"ph": "e", "ts": _us(zero_us, each.start_s)}
 
 
