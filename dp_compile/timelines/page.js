@@ -162,7 +162,8 @@
     }
   }
 
-  // Narrow boxes are set on whole pixels, so that many of them make an even bar.
+  // Narrow boxes are set on whole pixels, so that many of them make an even bar. `text` makes the texts to choose
+  // from, longest first: making them is what takes time, so only boxes with room for one do.
   function box(from, to, top, high, fill, text, on) {
     let left = Math.max(x(from), GUTTER - 2), right = Math.min(x(to), width);
     if (right < GUTTER - 1 || left > width || right < left) return;
@@ -171,7 +172,7 @@
     context.fillStyle = fill;
     context.fillRect(left, top, right - left, high);
     const wide = right - left;
-    const fits = text && wide > 14 ? text.find((each) => context.measureText(each).width < wide - 8) : null;
+    const fits = text && wide > 14 ? text().find((each) => context.measureText(each).width < wide - 8) : null;
     if (!fits) return;
     context.fillStyle = on;
     context.textAlign = "center";
@@ -180,7 +181,7 @@
 
   function drawCompute(band) {
     const { view, compute } = band;
-    const named = (name, ms) => (name ? [`${name} ${time(ms)}`, name] : null);
+    const named = (name, ms) => (name ? () => [`${name} ${time(ms)}`, name] : null);
     const plain = (from, to, name, ms) =>
       box(from, to, compute, BAR, colours.compute, named(name, ms), colours["on-compute"]);
     if (view.forward) plain(-view.forward, 0, "forward", view.forward);
@@ -261,9 +262,10 @@
       const right = x(each[FINISH]);
       if (right < GUTTER || left > width || right <= last[each[LANE]] + 0.5) continue;
       last[each[LANE]] = right;
-      const bucket = data.buckets[each[BUCKET]];
-      const text = [`${each[BUCKET]}: ${bucket.size}, ${time(each[FINISH] - each[START])}`,
-        `${each[BUCKET]}: ${bucket.size}`, String(each[BUCKET])];
+      const text = () => {
+        const short = `${each[BUCKET]}: ${data.buckets[each[BUCKET]].size}`;
+        return [`${short}, ${time(each[FINISH] - each[START])}`, short, String(each[BUCKET])];
+      };
       const turn = each[EXPOSED] ? Math.max(each[START], exposedFrom(each)) : each[FINISH];
       const hidden = turn - each[START], shown = each[FINISH] - turn;
       if (hidden > 0 || !shown) {

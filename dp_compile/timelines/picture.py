@@ -199,8 +199,8 @@ def _depth(view: View, waiting: Sequence[Transfer], axis: _Axis, top: float, dep
     for at_s, change in changes:
         level += change
         points[round(axis.x(at_s))] = level
-    bottom = top + depth
-    area = [(x, bottom - level / view.rows * depth) for x, level in points.items()]
+    bottom, most = top + depth, view.rows
+    area = [(x, bottom - level / most * depth) for x, level in points.items()]
     return svg.polygon([(area[0][0], bottom), *area], _WAITING, _EDGE)
 
 
