@@ -18,9 +18,9 @@ from dp_compile.join import joinable as joinable
 from dp_compile.logs import configure_from_environment
 from dp_compile.measuring import Measurement as Measurement
 from dp_compile.measuring import measure as measure
+from dp_compile.observe import report as report
 from dp_compile.profiling import measured_step as measured_step
 from dp_compile.replicate import replicate as replicate
-from dp_compile.replicate import report as report
 from dp_compile.replicate import unreplicate as unreplicate
 from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
 from dp_compile.replicated_module import no_sync as no_sync

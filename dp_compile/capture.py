@@ -19,10 +19,11 @@ from torch import fx
 from dp_compile import _torch
 from dp_compile.binding import Binder, Binding, find_sites
 from dp_compile.bucket_events import backward_range
-from dp_compile.compilation import CapturedGraph, CompiledBackward, NotTraced, first_line
+from dp_compile.compilation import CompiledBackward, NotTraced, first_line
 from dp_compile.errors import ReductionError
 from dp_compile.hooks import close_round, open_rounds
 from dp_compile.logs import warn_once
+from dp_compile.reduced_graph import CapturedGraph
 from dp_compile.replica import Replica
 from dp_compile.settling import Shares, settle
 

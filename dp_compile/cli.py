@@ -7,11 +7,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from dp_compile.commands import train, whatif
+from dp_compile.commands import dump, explain, plan, timeline, train, whatif
 from dp_compile.commands.parsing import Parser, Subparsers
 from dp_compile.errors import ConfigError, DPCompileError
 
-_COMMANDS: Final[tuple[Callable[[Subparsers], None], ...]] = (train.add, whatif.add)
+_COMMANDS: Final[tuple[Callable[[Subparsers], None], ...]] = (
+    train.add,
+    explain.add,
+    timeline.add,
+    whatif.add,
+    dump.add,
+    plan.add,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

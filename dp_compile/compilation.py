@@ -1,22 +1,10 @@
-"""The compiled form of a captured backward: its graph with our reductions in it, and what one run of it needs.
-
-    compiled autograd's graph               what is compiled
-      accumulate_grad(p, g)                   accumulate_grad(p, g)
-      call_hook(GradHook, p)          ->      reduce_accumulated(p, ...)      in the hook's place
-      ...                                     ...
-      return []                               reduce the gradients that are missing, and the flags
-                                              return [], (reduced flags, reduced missing gradients ...)
-
-Every graph holds one reduction for each gradient of the plan, whatever this rank's backward produced, so every rank
-runs the same collectives.
-"""
+"""The compiled form of a captured backward, and what one run of it needs."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import logging
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +14,10 @@ import torch
 from torch import fx, nn
 
 from dp_compile import _torch
-from dp_compile.binding import Binding, Place, Sites
+from dp_compile.binding import Place
 from dp_compile.bucket_events import BucketEvents, backward_range, ranges_if_profiled
 from dp_compile.dumps import CAPTURED, Dump, dumps_wanted
 from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.grad_reduction import REDUCE_GRAD, ReductionTag, emit
 from dp_compile.intact import check_not_moved
 from dp_compile.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
 from dp_compile.logs import warn_once
@@ -38,6 +25,7 @@ from dp_compile.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.ready_times import ready_shares
 from dp_compile.ready_times import ASSUMED, Estimate, estimated_times
+from dp_compile.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions
 from dp_compile.replica import Replica, Revision, owners
 from dp_compile.report import CaptureRecord, PassRecord, Placement
 from dp_compile.settling import Shares, settle
@@ -60,16 +48,6 @@ class CompileLog:
     passes_ran: bool = False
     passes: tuple[PassRecord, ...] = ()
     placements: tuple[Placement, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class CapturedGraph:
-    """A captured graph, what its sites mean in one backward, and how many tensors it takes."""
-
-    graph_module: fx.GraphModule
-    sites: Sites
-    binding: Binding
-    input_count: int
 
 
 class CompiledBackward:
@@ -211,74 +189,9 @@ class CompiledBackward:
     # --- making the graph
 
     def _compile(self, replicas: tuple[Replica, ...], *, whole: bool) -> Callable[..., Any]:
-        graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-        outputs = graph.graph_copy(self._captured.graph_module.graph, nodes)
-        copied = {old.name: new for old, new in nodes.items()}
-        hooked = self._place_reductions(graph, copied, replicas)
-        reduced = self._add_completion(graph, copied["inputs"], hooked, replicas)
-        graph.output((outputs, tuple(reduced)))
-        graph.lint()
-        module = fx.GraphModule(self._captured.graph_module, graph, "CapturedBackward")
-        _torch.set_locals_to_steal(module, ["inputs"])
+        module = with_reductions(self._captured, replicas, Wanted(self._synced, self._unused, self._deferred))
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
         return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=whole)
-
-    def _place_reductions(
-        self, graph: fx.Graph, copied: dict[str, fx.Node], replicas: Sequence[Replica]
-    ) -> dict[Place, tuple[fx.Node, bool]]:
-        """Replace each call of one of our hooks by the reduction itself, or only take it out if all come at the end."""
-        hooked: dict[Place, tuple[fx.Node, bool]] = {}
-        for call, place, existing in zip(
-            self._captured.sites.hook_calls, self._binding.hooked, self._binding.into_existing, strict=True
-        ):
-            if place is None:
-                continue
-            node = copied[call.node]
-            parameter = node.args[1]
-            assert isinstance(parameter, fx.Node)
-            if replicas[place[0]].sync:
-                hooked[place] = (parameter, existing)
-                if not self._deferred:
-                    with graph.inserting_before(node):
-                        graph.call_function(reduce_accumulated, (parameter, existing, *_tag(replicas, place)))
-            node.replace_all_uses_with(parameter)
-            graph.erase_node(node)
-        return hooked
-
-    def _add_completion(
-        self,
-        graph: fx.Graph,
-        inputs: fx.Node,
-        hooked: dict[Place, tuple[fx.Node, bool]],
-        replicas: Sequence[Replica],
-    ) -> list[fx.Node]:
-        """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end."""
-        position = self._captured.input_count
-        start = next(node for node in graph.nodes if node.op != "placeholder")
-        results: list[fx.Node] = []
-        for ordinal in self._synced:
-            replica = replicas[ordinal]
-            sources: dict[int, fx.Node] = {}
-            for index in (len(replica.parameters), *self._unused[ordinal]):
-                if index == len(replica.parameters) or (ordinal, index) in self._binding.kept:
-                    # Early: compiled code empties the list, and if the backward breaks the rest runs after that.
-                    with graph.inserting_before(start):
-                        sources[index] = graph.call_function(operator.getitem, (inputs, position))
-                    position += 1
-                else:
-                    sources[index] = _zeros(graph, replica.parameters[index])
-            done: dict[int, fx.Node] = {}
-            after: fx.Node | None = None
-            for index in (gradient.index for gradient in replica.plan.gradients):
-                tag = _tag(replicas, (ordinal, index))
-                if index in sources:
-                    after = done[index] = graph.call_function(emit, (sources[index], *tag, after))
-                elif self._deferred:
-                    parameter, existing = hooked[ordinal, index]
-                    after = graph.call_function(reduce_accumulated, (parameter, existing, *tag, after))
-                after = after if self._deferred else None
-            results += [done[index] for index in sources]
-        return results
 
     # --- compiling it
 
@@ -286,7 +199,7 @@ class CompiledBackward:
         """The backend that Dynamo calls with what it captured, for the whole backward or a piece of it."""
         if not self._deferred:
             self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
-        found = _reductions_in(graph_module.graph)
+        found = reductions_in(graph_module.graph)
         expected = self._expected_reductions()
         if expected and not found and not self._deferred:
             raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
@@ -400,52 +313,10 @@ class CompiledBackward:
                 replica.captures[self._number] = self._latest
 
 
-def reduce_accumulated(
-    parameter: nn.Parameter,
-    existing: bool,
-    index: int,
-    replica: int,
-    group: str,
-    reduce_op: str,
-    scale: float,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Traced in a hook's place: reduce the gradient that was just accumulated. A gradient that existed stays itself."""
-    grad = parameter.grad
-    assert grad is not None
-    reduced = emit(grad, index, replica, group, reduce_op, scale, after)
-    if existing:
-        grad.copy_(reduced)
-    else:
-        parameter.grad = reduced
-    return reduced
-
-
-def _tag(replicas: Sequence[Replica], place: Place) -> tuple[int, int, str, str, float]:
-    tag: ReductionTag = replicas[place[0]].tag(place[1], place[0])
-    return (tag.index, tag.replica, tag.group, tag.reduce_op, tag.scale)
-
-
 def _name_in(replica: Replica, index: int, ordinals: Mapping[Replica, int], replicas: int) -> str:
     """A parameter's name; with several modules in a backward, with the number of its module."""
     prefix = f"{ordinals[replica]}:" if replicas > 1 and replica in ordinals else ""
     return prefix + replica.names[index]
-
-
-def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
-    options: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
-    return graph.call_function(torch.zeros, (list(parameter.shape),), options)
-
-
-def _reductions_in(graph: fx.Graph) -> Counter[Place]:
-    """The reductions in a graph as Dynamo leaves it: index and replica are the op's second and third argument."""
-    found: Counter[Place] = Counter()
-    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-        index, replica = node.args[1:3]
-        assert isinstance(index, int)
-        assert isinstance(replica, int)
-        found[replica, index] += 1
-    return found
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -8,11 +8,32 @@ from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ModuleError
 from dp_compile.ready_times import MEASURED
 from dp_compile.replica import Replica
-from dp_compile.replicate import report
 from dp_compile.replicated_module import replica_of
-from dp_compile.report import CaptureRecord
+from dp_compile.report import CaptureRecord, Report
 from dp_compile.step import Step
 from dp_compile.strategies import nominal_cost
+
+
+def report(module: nn.Module) -> Report:
+    """The plan of a replicated module, what was captured, and which way its backwards went.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    replica = replica_of(module)
+    if replica.hooks is not None:
+        mode = "python hooks"
+    elif replica.comm_hook is not None:
+        mode = f"torch's C++ reducer with comm hook {replica.comm_hook.name}"
+    elif replica.reducer is not None:
+        mode = "torch's C++ reducer"
+    else:
+        mode = "not decided, no backward yet"
+    promise = ""
+    if replica.certificate is not None:
+        promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
+    captures = tuple(replica.captures.values())
+    return Report(mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
 
 
 def step_of(module: nn.Module) -> Step:

@@ -32,10 +32,11 @@ from dp_compile.certificate import robust_partition
 from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.grad_reduction import emit
+from dp_compile.observe import report
 from dp_compile.partition import optimal_partition
 from dp_compile.passes import DEFAULT_PASSES, Pipeline
 from dp_compile.plan import BucketKey, BucketPlan, GradientSpec, format_bytes, plan_buckets
-from dp_compile.replicate import replicate, report, unreplicate
+from dp_compile.replicate import replicate, unreplicate
 from dp_compile.replicated_module import no_sync
 from dp_compile.report import CaptureRecord, PassRecord
 from dp_compile.timeline import ReadyGradient

@@ -37,14 +37,12 @@ from dp_compile.replica import Group, Reducer, Replica, gradient_specs, owners
 from dp_compile.replicated_module import (
     forget_state,
     is_pending,
-    replica_of,
     replicated_class,
     restore_class,
     set_state,
     state_of,
     unwrap,
 )
-from dp_compile.report import Report
 from dp_compile.selection import (
     Selection,
     check_ignored,
@@ -154,28 +152,6 @@ def replicate_without_values(module: ModuleT, config: ReplicateConfig) -> Module
     check_not_managed(module, order.ignored)
     _start(module, order)
     return module
-
-
-def report(module: nn.Module) -> Report:
-    """The plan of a replicated module, what was captured, and which way its backwards went.
-
-    Raises:
-        ModuleError: the module is not replicated.
-    """
-    replica = replica_of(module)
-    if replica.hooks is not None:
-        mode = "python hooks"
-    elif replica.comm_hook is not None:
-        mode = f"torch's C++ reducer with comm hook {replica.comm_hook.name}"
-    elif replica.reducer is not None:
-        mode = "torch's C++ reducer"
-    else:
-        mode = "not decided, no backward yet"
-    promise = ""
-    if replica.certificate is not None:
-        promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
-    captures = tuple(replica.captures.values())
-    return Report(mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
