@@ -54,7 +54,9 @@ def test_the_curve() -> None:
     found = what_if(STEP, links=("ethernet-25",), compute_scales=(0.5,))
     assert [point.world_size for point in found.curves[0].points] == list(CURVE_RANKS)
     drawn = found.curve().replace("█", "#").replace("░", ".")
-    assert_expected_inline(drawn, """\
+    assert_expected_inline(
+        drawn,
+        """\
 over the ranks, ethernet-25, gradients as in the step, compute 0.5x, optimal buckets for each:
    ranks    backward     exposed  of compute
        1     5.00 ms        0 ms       1.00x  ##############################
@@ -72,7 +74,8 @@ over the ranks, ethernet-25, gradients as in the step, compute 0.5x, optimal buc
    4,096     8.17 ms     3.17 ms       1.63x  ##############################...................
    8,192     8.22 ms     3.22 ms       1.64x  ##############################....................
   16,384     8.28 ms     3.28 ms       1.66x  ##############################....................
-                                              # compute  . exposed communication""")
+                                              # compute  . exposed communication""",
+    )
 
 
 def test_columns_without_wishes_are_left_out() -> None:
