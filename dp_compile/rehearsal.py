@@ -66,7 +66,7 @@ def rehearse(
 ) -> Rehearsal:
     """Capture one backward of a model and put a length on it.
 
-    The model is moved to the meta device (`on="cpu"`: it really computes there, once) and its gradients are dropped.
+    The model is moved to the meta device (`on="cpu"`: it really computes there, twice) and its gradients are dropped.
     Kernels are counted one by one, those of attention too, where a GPU has a fused kernel: the times of what is bound
     by memory are too long rather than too short.
 
