@@ -123,10 +123,10 @@ class Reach:
 
     def __str__(self) -> str:
         word = "assuming that the backward takes as long as the bytes do" if self.assumed else "predicted"
+        ratio = self.end_s / (self.bound_s or 1.0)
         return (
-            f"it fits the step; {word}: end {format_ms(self.end_s)}, {format_ms(self.exposed_s)} exposed, bound "
-            f"{format_ms(self.bound_s)}, ratio {self.end_s / (self.bound_s or 1.0):.3f}; the step's own plan "
-            f"{format_ms(self.own_s)}"
+            f"it fits the step; {word}: end {format_ms(self.end_s)}, {format_ms(self.exposed_s)} exposed\n"
+            f"bound {format_ms(self.bound_s)}, ratio {ratio:.3f}; the step's own plan ends at {format_ms(self.own_s)}"
         )
 
 

@@ -197,7 +197,8 @@ plan: 2 buckets, 4 gradients, 192.1 KiB
     0    64.0 KiB     2 gradients  float32 cpu sum  head.weight .. b.bias  (why)
     1   128.0 KiB     2 gradients  float32 cpu sum  b.weight .. a.weight + flags  (why)
 plan: 2 buckets, 4 gradients, 192.1 KiB; every gradient is in it once
-it fits the step; predicted: end 1.23 ms, 0.231 ms exposed, bound 1.17 ms, ratio 1.056; the step's own plan 1.23 ms
+it fits the step; predicted: end 1.23 ms, 0.231 ms exposed
+bound 1.17 ms, ratio 1.056; the step's own plan ends at 1.23 ms
 """,
     )
     assert main(["plan", "check", file, "--step", step_file, "--json"]) == 0
