@@ -238,15 +238,14 @@ def _check_plan(ranges: Sequence[_Event], plan: BucketPlan) -> None:
             "the backwards in the trace are of several replicated modules, and nothing tells whose compute is whose. "
             "Profile a loop with one of them."
         )
-    found = {name.bucket: name.members for name in names}
     expected = {number: members_in_short(bucket) for number, bucket in enumerate(plan.buckets)}
-    if found == expected:
+    other = [name for name in names if expected.get(name.bucket) != name.members]
+    if not other:
         return
-    if len(found) != len(expected):
-        what = f"it has {count(len(found), 'bucket')}, the plan has {len(expected)}"
+    if any(name.bucket not in expected for name in names):
+        what = f"it has {count(1 + max(name.bucket for name in names), 'bucket')}, the plan has {len(expected)}"
     else:
-        number = next(number for number in expected if found.get(number) != expected[number])
-        what = f"its bucket {number} is {found.get(number, 'missing')}, the plan's is {expected[number]}"
+        what = f"its bucket {other[0].bucket} is {other[0].members}, the plan's is {expected[other[0].bucket]}"
     raise ConfigError(
         f"the trace is of another plan: {what}. Give the plan that was in use then; a plan is made anew in the first "
         "backward and after replan_after more, so profile after that."

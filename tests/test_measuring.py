@@ -187,7 +187,8 @@ def test_hooks_that_run_eagerly_are_measured_too() -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False), dp_compile.measure(model) as measurement:
         train(model, run, 3)
     assert measurement.step is not None
-    assert (len(measurement.backwards), len(measurement.step.buckets)) == (3, 3)
+    assert len(measurement.backwards) == 3
+    assert len(measurement.step.buckets) == len(step_of(model).plan.buckets) > 1
 
 
 def comm_hook(model: nn.Module) -> Iterator[None]:
