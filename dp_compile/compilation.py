@@ -60,6 +60,7 @@ class CompiledBackward:
         self._plans = tuple(replica.plan for replica in replicas)
         self._passes = replicas[0].passes
         self._backend, self._dump_dir = replicas[0].config.backend, replicas[0].config.dump_directory()
+        self._world_size = max(replica.group.world_size for replica in replicas)
         self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.sync)
         got = {place for place in self._binding.hooked if place is not None}
         self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
@@ -242,8 +243,7 @@ class CompiledBackward:
         for value in _flat(example_inputs):
             found = owners.find(value) if isinstance(value, nn.Parameter) else None
             inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
-        world_size = max((replica.group.world_size for replica in self._settling), default=1)
-        return Dump(self._dump_dir, self._plans, self._passes, inputs, world_size, self._backend)
+        return Dump(self._dump_dir, self._plans, self._passes, inputs, self._world_size, self._backend)
 
     def _look_at_ready_times(self, graph: fx.Graph) -> None:
         """What a graph says of them. Where all reductions stand at its end it says nothing."""

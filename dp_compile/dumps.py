@@ -54,6 +54,7 @@ CAPTURED: Final = "captured"
 ANALYSED: Final = "analysed"
 TO_INDUCTOR: Final = "to-inductor"
 _FROM_CACHE: Final = "The code came from a compiler's cache: the passes did not run, so their stages are missing."
+_NO_CODE: Final = "aot_eager generates no code: the stage 'code' is the final graph as Python."
 
 _given_up: set[str] = set()
 """Directories that could not be written."""
@@ -140,6 +141,8 @@ class Dump:
             self.stage(TO_INDUCTOR, graph)
         else:
             self._note(_FROM_CACHE)
+        if self.backend == "aot_eager":
+            self._note(_NO_CODE)
         with self._giving_up():
             stage = DumpedStage(self._number(CODE_STAGE), CODE_STAGE, {})
             self._trace(stage, code)
@@ -167,7 +170,7 @@ class Dump:
             return
         if not any(stage.name == TO_INDUCTOR for stage in self._seen.stages):
             self._seen = replace(self._seen, collectives=())
-            if not self._seen.notes:
+            if not self._seen.notes:  # a cache that gave the code without telling it
                 self._note(_FROM_CACHE)
         diffs = {number: text for number, text in self._differences() if text}
         for number, text in diffs.items():
@@ -201,11 +204,12 @@ class Dump:
             yield
         except Exception as error:
             self.directory = None
-            if str(self.root) not in _given_up:
-                _given_up.add(str(self.root))
+            where = self.root or "torch's structured trace"
+            if where not in _given_up:
+                _given_up.add(where)
                 logger.warning(
                     "graphs are not dumped into %s any more: %s: %s. Training goes on.",
-                    self.root,
+                    where,
                     type(error).__name__,
                     error,
                 )

@@ -58,10 +58,10 @@ def repro_source(
         about: a line that says what was captured.
 
     Raises:
-        NotRecordable: the graph calls a function with no public name, or a graph inside the graph.
+        NotRecordable: the graph calls a function with no public name, or a graph inside the graph, or a pass cannot
+            be imported.
     """
-    kinds = {type(graph_pass) for graph_pass in passes}
-    imports = sorted(f"from {kind.__module__} import {kind.__qualname__}" for kind in kinds)
+    imports = sorted({_import_of(type(graph_pass)) for graph_pass in passes})
     inputs = [node for node in graph.nodes if node.op in ("placeholder", "get_attr")]
     others = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr")]
     parts = [
@@ -74,6 +74,12 @@ def repro_source(
         'if __name__ == "__main__":\n    raise SystemExit(recorded.run(PASSES, PLANS, __file__))',
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _import_of(kind: type) -> str:
+    if kind.__module__ == "__main__" or "." in kind.__qualname__:
+        raise NotRecordable(f"pass {kind.__qualname__} of {kind.__module__} cannot be imported by another process")
+    return f"from {kind.__module__} import {kind.__qualname__}"
 
 
 def _plan(plan: BucketPlan) -> dict[str, Any]:

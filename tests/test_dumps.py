@@ -16,17 +16,21 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from graphs import Grad, plan_for
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dp_compile
 from dp_compile import _torch, compilation, dumps
 from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
 from dp_compile.dump_files import DumpedCapture, captures_in, read_capture
 from dp_compile.errors import ConfigError, InvalidGraphError
+from dp_compile.passes import DEFAULT_PASSES, ScheduleCollectives
 from dp_compile.plan import BucketPlan
 from dp_compile.replicate import _compared_options
 from dp_compile.replicated_module import replica_of
 from dp_compile.report import PassResult
+from dp_compile.repro import repro_source
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -72,7 +76,7 @@ def test_the_stages_of_a_backward(tmp_path: Path) -> None:
     assert [stage.name for stage in dump.stages] == STAGES
     assert [stage.number for stage in dump.stages] == list(range(6))
     assert dump.world_size == 2
-    assert dump.notes == ()
+    assert dump.notes == ("aot_eager generates no code: the stage 'code' is the final graph as Python.",)
     for stage in dump.stages:
         assert (capture / stage.full_file).read_text()
         assert (capture / stage.short_file).exists() == stage.has_outline
@@ -488,6 +492,36 @@ def test_a_repro_of_dynamic_shapes(tmp_path: Path) -> None:
     latest = captures_in(tmp_path)[-1]
     assert re.search(r"\[s\d+, ", (latest / "1-analysed.full.txt").read_text())
     assert status_of_repro(latest) == 0
+
+
+def test_a_repro_of_a_gpus_graph_needs_no_gpu() -> None:
+    grad = Grad(index=0, shape=(4, 4))
+    with _torch.fake_tensors():
+        inputs = [torch.empty(4, 4, device="cuda") for _ in range(2)]
+
+    def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return grad.reduce(x @ w + torch.ones(4, 4, device="cuda"))
+
+    graph = make_fx(backward)(*inputs).graph
+    source = repro_source(graph, [plan_for([grad])], DEFAULT_PASSES, world_size=2, about="A test.")
+    assert "cuda" not in source
+    scope: dict[str, Any] = {"__name__": "repro"}
+    exec(source, scope)
+    plans = [BucketPlan.from_dict(plan) for plan in scope["PLANS"]]
+    found = scope["recorded"].collectives(scope["PASSES"], plans)
+    assert found == ("all_reduce sum float32[16] bucket 0: p0",)
+
+
+def test_a_pass_of_nobody_else_has_no_repro(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Local(ScheduleCollectives):
+        pass
+
+    train(mlp(), tmp_path, passes=(Local(),))
+    capture, dump = only_capture(tmp_path)
+    assert not (capture / "repro.py").exists()
+    assert "There is no repro: pass" in dump.notes[0]
+    assert "cannot be imported by another process" in dump.notes[0]
 
 
 def test_a_repro_notices_other_collectives(tmp_path: Path) -> None:

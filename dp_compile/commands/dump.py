@@ -11,6 +11,7 @@ from dp_compile.commands.parsing import Subparsers, add_command
 from dp_compile.dump_files import DumpedCapture, DumpedStage, captures_in, difference, read_capture
 from dp_compile.dump_index import changes_between, counted
 from dp_compile.errors import ConfigError
+from dp_compile.plan import count
 
 _EPILOG = """\
 examples:
@@ -91,7 +92,7 @@ def _read(capture: Path, name: str) -> str:
 
 
 def _described(capture: Path, dump: DumpedCapture, *, details: bool) -> Iterator[str]:
-    yield f"{capture}: {dump.backend}, {dump.world_size} ranks, {dump.versions}"
+    yield f"{capture}: {dump.backend}, {count(dump.world_size, 'rank')}, {dump.versions}"
     yield from dump.notes
     names = list(counted(DumpedStage(0, "", {})))
     width = max((len(stage.label) for stage in dump.stages), default=0)
