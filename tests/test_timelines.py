@@ -20,7 +20,7 @@ from steps import LAYOUT, gradient, measured_like, step_of_buckets
 from dp_compile import cli
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
-from dp_compile.plan import BucketKey, BucketPlan
+from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan
 from dp_compile.ready_times import ReadyTimes
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step
 from dp_compile.timelines import timeline_page, timeline_picture, timeline_trace
@@ -77,6 +77,14 @@ def test_the_critical_path_goes_back_to_the_bucket_that_had_not_to_wait() -> Non
     (view,) = timeline_of(late).views
     assert [each.bucket for each in view.transfers if each.critical] == [1, 2]
     assert critical_path_text(view) == "compute until two.weight (7.00 ms), then buckets 1 to 2"
+
+
+def test_flags_are_not_what_compute_ends_with() -> None:
+    flags = dataclasses.replace(GRADIENTS[0], index=3, name=UNUSED_FLAGS)
+    plan = BucketPlan((LAYOUT.bucket(KEY, [*GRADIENTS, flags], "as given"),))
+    (view,) = timeline_of(dataclasses.replace(STEP, plan=plan)).views
+    assert view.critical_member == "one.weight"
+    assert "3 gradients" in facts(timeline_of(dataclasses.replace(STEP, plan=plan)))[0].value
 
 
 def test_where_all_is_hidden_compute_is_the_critical_path() -> None:

@@ -18,8 +18,6 @@ from dp_compile.timelines import timeline_page, timeline_picture, timeline_trace
 _FORMATS: Final = {".html": "html", ".json": "trace", ".svg": "svg"}
 _EPILOG: Final = """\
 examples:
-  python -c '...; open("step.json", "w").write(dp_compile.observe.step_of(model).to_json())'
-      at the end of a training script: save the step
   dp-compile timeline step.json -o step.html
       one page for a browser: buckets from ready to launch to finish, members on hover, exposed time, critical path
   dp-compile timeline step.json -o step.html -o step.svg -o trace.json
@@ -27,6 +25,8 @@ examples:
   dp-compile timeline step.json -o both.json --merge profile.json --backward-at-us 5120.5
       our lanes beside those of a torch.profiler trace, on its clock
 
+A training script saves its step with
+  pathlib.Path("step.json").write_text(dp_compile.observe.step_of(model).to_json())
 All times are predictions unless the step was measured; then both are shown, on one axis.
 """
 

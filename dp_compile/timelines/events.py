@@ -257,10 +257,12 @@ def _with_critical_path(view: View, step: Step, holders: Sequence[int | None]) -
 
 
 def _last_ready(step: Step, number: int) -> str:
-    bucket = step.plan.buckets[number]
-    times = [step.ready.of_member(member) for member in bucket.members]
+    """The gradient of a bucket that is ready last; the flags count only where they are alone."""
+    members = step.plan.buckets[number].members
+    gradients = [member for member in members if member.gradient.name != UNUSED_FLAGS] or list(members)
+    times = [step.ready.of_member(member) for member in gradients]
     latest = max(range(len(times)), key=lambda position: (times[position], position))
-    return bucket.members[latest].label
+    return gradients[latest].label
 
 
 # --- words ------------------------------------------------------------------------------------------------------

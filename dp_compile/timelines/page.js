@@ -31,8 +31,8 @@
   const exposedFrom = (transfer) => transfer[FINISH] - transfer[EXPOSED];
 
   function description(number, members) {
-    const bucket = data.buckets[number], gradients = bucket.members.length;
-    const facts = `${bucket.size}, ${gradients} ${gradients === 1 ? "gradient" : "gradients"}, ${bucket.key}`;
+    const bucket = data.buckets[number], count = bucket.members.length;
+    const facts = `${bucket.size}, ${count} ${count === 1 ? "member" : "members"}, ${bucket.key}`;
     const rows = data.views.map((view) => {
       const seen = view.transfers[number];
       if (!seen) return "";
@@ -47,7 +47,7 @@
     const shown = bucket.members.slice(0, members);
     const list = made("ul", { class: "members" },
       ...shown.map(([name, size]) => made("li", {}, name, made("span", {}, size))));
-    if (shown.length < gradients) list.append(made("li", { class: "dim" }, `and ${gradients - shown.length} more`));
+    if (shown.length < count) list.append(made("li", { class: "dim" }, `and ${count - shown.length} more`));
     return [made("h2", {}, `bucket ${number}`), made("div", {}, facts), times,
       made("div", { class: "dim" }, `ends here: ${bucket.reason}`), list];
   }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from textwrap import wrap
 from typing import Final, NamedTuple
 
-from dp_compile.plan import count, format_bytes
+from dp_compile.plan import Bucket, count, format_bytes
 from dp_compile.timelines import svg
 from dp_compile.timelines.events import (
     Interval,
@@ -288,14 +288,18 @@ def _legend(top: float) -> Iterator[str]:
 
 
 def _list(timeline: Timeline, top: float) -> tuple[list[str], float]:
-    """What does not fit into the boxes, two lines for a bucket: bytes and times, then members and reason."""
+    """What does not fit into the boxes: bytes and times of a bucket, below them members and reason."""
     buckets = timeline.step.plan.buckets
     chosen = sorted(sorted(range(len(buckets)), key=lambda number: -_weight(timeline, number))[:_LISTED])
     parts = list(_list_head(timeline, top))
     y = top + _LINE + 4
     for number in chosen:
-        parts += _list_entry(timeline, number, y)
-        y += 2 * _LINE + 3
+        parts += _list_entry(timeline, number, y + _LINE)
+        lines = _about(timeline.step.plan.buckets[number])
+        parts += [
+            svg.text(_MARGIN + 56, y + (place + 2) * _LINE - 2, each, colour=_DIM) for place, each in enumerate(lines)
+        ]
+        y += (1 + len(lines)) * _LINE + 3
     note = "A tick under compute: the last gradient of a bucket is ready."
     if len(chosen) < len(buckets):
         note += f" Listed are {len(chosen)} of {len(buckets)} buckets, those with the most exposed time."
@@ -324,9 +328,14 @@ def _list_entry(timeline: Timeline, number: int, y: float) -> Iterator[str]:
     for view in timeline.views:
         cells += _times(view.transfers[number]) if number < len(view.transfers) else [""] * len(_TIMES)
     for x, cell in zip(_columns(timeline), cells, strict=True):
-        yield svg.text(x, y + _LINE, cell, anchor="end")
+        yield svg.text(x, y, cell, anchor="end")
+
+
+def _about(bucket: Bucket) -> list[str]:
+    """Members and the reason, in at most two lines."""
     members = f"{span_of_members(bucket)} ({count(len(bucket.members), 'member')})"
-    yield svg.text(_MARGIN + 56, y + 2 * _LINE - 2, _clipped(f"{members}; {bucket.reason}"), colour=_DIM)
+    lines = wrap(f"{members}; {bucket.reason}", _LONGEST)
+    return [*lines[:1], *(_clipped(" ".join(lines[1:])) for _ in lines[1:2])]
 
 
 def _times(each: Transfer) -> list[str]:
