@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.plan import UNUSED_FLAGS, BucketPlan
+from dp_compile.ready_times import ESTIMATED
+from dp_compile.replicated_module import replica_of
 from dp_compile.report import Report
 
 
@@ -245,3 +247,17 @@ def test_hooks_come_back_on_all_ranks_at_once(ranks2: Ranks) -> None:
     one, other = ranks2.run(late_compilation)
     assert one == {"torch reducer": 4, "captured": 2}
     assert other == {"torch reducer": 4, "eager hooks": 2}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_equal_layers_take_equal_times() -> None:
+    """Tensors that a graph takes out of its list of inputs counted as work as large as all inputs together."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    torch.compile(model, backend="aot_eager")(torch.randn(64, 256)).sum().backward()
+    ready = replica_of(model).ready
+    assert ready.basis == ESTIMATED
+    # From the last layer to the first. Each takes two products, but the first layer, whose input has no gradient.
+    shares = [ready.shares[index] for index in reversed(range(8))]
+    assert shares == pytest.approx([(2 * layer + 2) / 15 for layer in range(7)] + [1.0], abs=0.08)

@@ -24,6 +24,9 @@ FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 # What comes between a product and its reduction without changing a number; an item is one of an accumulation.
 _HANDING_ON: Final = (aten.t.default, aten.permute.default, aten.transpose.int, operator.getitem)
 
+# Functions of compiled autograd that put the inputs and outputs of AOTAutograd's backward into order.
+_SORTING: Final = ("call_aot_bwd_prologue", "call_aot_bwd_epilogue")
+
 
 def ready_shares(graph: fx.Graph) -> Mapping[tuple[int, int], Estimate]:
     """For each reduction, by replica and index, the share of the graph's work that stands before it.
@@ -72,6 +75,10 @@ def _is_accumulation(node: fx.Node) -> bool:
 
 
 def _work(node: fx.Node) -> float:
+    if node.target is operator.getitem or getattr(node.target, "__name__", "") in _SORTING:
+        return 0.0  # The lists that these take and make hold other fake tensors for the same memory.
+    if _is_accumulation(node) and node.args[2] is None:
+        return 0.0  # It hands its gradient on.
     value = node.meta.get("example_value")
     outputs = list(_tensors(value))
     inputs = [t for each in node.all_input_nodes for t in _tensors(each.meta.get("example_value"))]
