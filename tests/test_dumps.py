@@ -16,9 +16,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Grad, plan_for
+from graphs import Grad, plan_for, trace
 from torch import fx, nn
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import dp_compile
 from dp_compile import _torch, compilation, dumps
@@ -496,14 +495,13 @@ def test_a_repro_of_dynamic_shapes(tmp_path: Path) -> None:
 
 def test_a_repro_of_a_gpus_graph_needs_no_gpu() -> None:
     grad = Grad(index=0, shape=(4, 4))
-    with _torch.fake_tensors():
-        inputs = [torch.empty(4, 4, device="cuda") for _ in range(2)]
-
-    def backward(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return grad.reduce(x @ w + torch.ones(4, 4, device="cuda"))
-
-    graph = make_fx(backward)(*inputs).graph
-    source = repro_source(graph, [plan_for([grad])], DEFAULT_PASSES, world_size=2, about="A test.")
+    module = trace(lambda x, w: grad.reduce(x @ w + torch.ones(4, 4, device="cpu")), grad.values(), grad.values())
+    (ones,) = (node for node in module.graph.nodes if "device" in node.kwargs)
+    ones.update_kwarg("device", torch.device("cuda:0"))
+    data = plan_for([grad]).to_dict()
+    data["buckets"][0]["key"] |= {"group": "0", "device": "cuda"}
+    plan = BucketPlan.from_dict(data)
+    source = repro_source(module.graph, [plan], DEFAULT_PASSES, world_size=2, about="A test.")
     assert "cuda" not in source
     scope: dict[str, Any] = {"__name__": "repro"}
     exec(source, scope)
