@@ -16,7 +16,7 @@ from torch import fx, nn
 from dp_compile import _torch
 from dp_compile.binding import Place
 from dp_compile.bucket_events import BucketEvents, backward_range, ranges_if_profiled
-from dp_compile.dumps import CAPTURED, Dump, dumps_wanted
+from dp_compile.dumps import CAPTURED, Dump, dump_steps, dumps_wanted
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.intact import check_not_moved
 from dp_compile.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
@@ -308,6 +308,10 @@ class CompiledBackward:
                 passes=log.passes,
                 placements=log.placements,
             )
+            for replica in replicas:
+                replica.captures[self._number] = self._latest
+            if self._dump_dir is not None:
+                dump_steps([replicas[ordinal] for ordinal in self._synced])
         if self._latest is not None:
             for replica in replicas:
                 replica.captures[self._number] = self._latest

@@ -25,6 +25,7 @@ from dp_compile.report import Refusal
 DUMP_VERSION: Final = 1
 STAGES_FILE: Final = "stages.json"
 REPRO_FILE: Final = "repro.py"
+STEP_FILE: Final = "step.json"
 INDEX_FILE: Final = "index.html"
 CODE_STAGE: Final = "code"
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
-from dp_compile.dump_files import INDEX_FILE, REPRO_FILE, DumpedCapture, DumpedStage
+from dp_compile.dump_files import INDEX_FILE, REPRO_FILE, STEP_FILE, DumpedCapture, DumpedStage
 from dp_compile.plan import count
 from dp_compile.report import count_changes
 
@@ -55,6 +55,7 @@ def capture_page(dump: DumpedCapture, diffs: Mapping[int, str], *, has_repro: bo
         *(f"<p><strong>{escape(note)}</strong></p>" for note in dump.notes),
         _table(_header(), [_row(stage, stage.number in diffs) for stage in dump.stages]),
         f"{repro}<code>python {REPRO_FILE}</code></p>" if has_repro else "",
+        f"<p>If it reduced, <code>dp-compile explain {STEP_FILE}</code> explains the step that it is a part of.</p>",
         "<h2>Collectives of the final graph, in their order</h2>" if dump.collectives else "",
         f"<pre>{escape(chr(10).join(dump.collectives))}</pre>" if dump.collectives else "",
         *_differences(dump, diffs),

@@ -32,6 +32,7 @@ from dp_compile.dump_files import (
     INDEX_FILE,
     REPRO_FILE,
     STAGES_FILE,
+    STEP_FILE,
     DumpedCapture,
     DumpedStage,
     captures_in,
@@ -46,6 +47,7 @@ from dp_compile.graph_pass import GraphPass
 from dp_compile.passes.analysis import Analysis, analyse
 from dp_compile.plan import BucketPlan, count
 from dp_compile.replica import Replica
+from dp_compile.replica_step import step_of_replica
 from dp_compile.repro import NotRecordable, repro_source
 
 logger = logging.getLogger(__name__)
@@ -65,9 +67,15 @@ def dumps_wanted(root: str | None) -> bool:
     return root is not None or _torch.structured_trace_is_on()
 
 
-def dump_path_of(replica: Replica) -> Path | None:
-    """The directory of the latest dump of a module on this rank, to put more beside it; `None` if there is none."""
-    return replica.dumped_to
+def dump_steps(replicas: Sequence[Replica]) -> None:
+    """Write what explains a step beside each module's latest dump; of a second module in it, with its number."""
+    for ordinal, replica in enumerate(replicas):
+        if replica.dumped_to is not None:
+            path = replica.dumped_to / (STEP_FILE if not ordinal else f"{ordinal}-{STEP_FILE}")
+            try:
+                path.write_text(step_of_replica(replica).to_json(), encoding="utf-8")
+            except OSError as error:
+                _say_once(str(path), error)
 
 
 def all_stages(passes: Sequence[GraphPass]) -> tuple[str, ...]:
@@ -204,15 +212,15 @@ class Dump:
             yield
         except Exception as error:
             self.directory = None
-            where = self.root or "torch's structured trace"
-            if where not in _given_up:
-                _given_up.add(where)
-                logger.warning(
-                    "graphs are not dumped into %s any more: %s: %s. Training goes on.",
-                    where,
-                    type(error).__name__,
-                    error,
-                )
+            _say_once(self.root or "torch's structured trace", error)
+
+
+def _say_once(where: str, error: Exception) -> None:
+    if where not in _given_up:
+        _given_up.add(where)
+        logger.warning(
+            "nothing is dumped into %s any more: %s: %s. Training goes on.", where, type(error).__name__, error
+        )
 
 
 def _lines_of(found: Analysis) -> list[str]:

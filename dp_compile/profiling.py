@@ -76,6 +76,11 @@ def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketP
     return replace(typical_step(whole), source=source, rank=rank)
 
 
+def first_backward_us(trace: Mapping[str, Any]) -> float | None:
+    """When the first of our backwards starts on a trace's clock, in microseconds; `None` if it has none."""
+    return next((event.begin_us for event in _events(trace) if event.name == BACKWARD_RANGE), None)
+
+
 def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
     """The same step with what a trace measured.
 

@@ -198,6 +198,15 @@ class Replica:
     def _code_key(self) -> str:
         return repr((self.group.name, self.plan, self.passes, self.config))
 
+    @property
+    def mode(self) -> str:
+        """What reduces, for people."""
+        if self.hooks is not None:
+            return "python hooks"
+        if self.comm_hook is not None:
+            return f"torch's C++ reducer with comm hook {self.comm_hook.name}"
+        return "not decided, no backward yet" if self.reducer is None else "torch's C++ reducer"
+
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
         self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready

@@ -30,6 +30,7 @@ from dp_compile.replicate import _compared_options
 from dp_compile.replicated_module import replica_of
 from dp_compile.report import PassResult
 from dp_compile.repro import repro_source
+from dp_compile.step import Step
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -269,7 +270,12 @@ def test_several_modules_do_not_mix(tmp_path: Path) -> None:
     train(first, tmp_path)
     train(second, tmp_path)
     one, other = captures_in(tmp_path)
-    assert (dumps.dump_path_of(replica_of(first)), dumps.dump_path_of(replica_of(second))) == (one, other)
+    assert (replica_of(first).dumped_to, replica_of(second).dumped_to) == (one, other)
+    for model, path in ((first, one), (second, other)):
+        assert (
+            Step.from_json((path / "step.json").read_text()).plan.signature()
+            == dp_compile.report(model).plan.signature()
+        )
     assert "0.weight" in (one / "1-analysed.txt").read_text()
     assert "0.weight" not in (other / "1-analysed.txt").read_text()
 
@@ -356,7 +362,7 @@ def test_off_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compilation, "Pipeline", lambda *args: seen.append(args[-1]) or pipeline(*args))
     model = train(mlp(), None)
     assert seen == [None]
-    assert dumps.dump_path_of(replica_of(model)) is None
+    assert replica_of(model).dumped_to is None
 
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

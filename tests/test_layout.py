@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("prediction",),
     ("explanation",),
     ("graph_pass", "grad_reduction", "lowering", "agreement", "replica", "plan_file", "dump_index"),
-    ("settling", "intact"),
+    ("settling", "intact", "replica_step"),
     ("passes", "hooks", "planning", "finite", "forward_hooks", "selection"),
     ("graph_names", "repro"),
     ("binding", "monitor", "replicated_module", "profiling", "dumps"),

@@ -12,14 +12,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
+from steps import step_of_buckets
 from torch import nn
 
 import dp_compile
 from dp_compile.bucket_events import BACKWARD_RANGE, members_in_short, parse_range_name, range_name
+from dp_compile.cli import main
 from dp_compile.observe import step_of
 from dp_compile.plan import UNUSED_FLAGS, Bucket, BucketKey, BucketPlan, GradientSpec, Layout
 from dp_compile.profiling import measured_step, with_profile
 from dp_compile.step import MeasuredBucket, MeasuredStep
+from dp_compile.timelines.trace_events import FIRST_PID
 
 KEY = BucketKey("", "sum", "float32", "cpu")
 
@@ -304,3 +307,29 @@ def test_two_ranks(ranks2: Ranks, tmp_path: Path) -> None:
             assert bucket.wait_s is not None
             assert 0 < bucket.launch_s < bucket.start_s < bucket.finish_s < step.backward_s
             assert bucket.launch_s < bucket.wait_s
+
+
+# --- in the commands ----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_take_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured beside predicted; and with --merge our lanes start where the trace's first backward does."""
+    step = step_of_buckets(2)
+    step = dataclasses.replace(step, plan=PLAN, ready=dataclasses.replace(step.ready, shares={}))
+    step_file, trace_file = tmp_path / "step.json", tmp_path / "trace.json"
+    step_file.write_text(step.to_json())
+    trace_file.write_text(json.dumps(trace_of(*on_host(1000.0))))
+    assert main(["explain", str(step_file), "--profile", str(trace_file)]) == 0
+    assert "median of 1 backward" in capsys.readouterr().out
+    pages = [str(tmp_path / name) for name in ("step.html", "both.json")]
+    assert main(["timeline", str(step_file), "-o", pages[0], "--profile", str(trace_file)]) == 0
+    assert "trace of torch.profiler, median of 1 backward" in Path(pages[0]).read_text()
+    assert main(["timeline", str(step_file), "-o", pages[1], "--merge", str(trace_file)]) == 0
+    both = json.loads(Path(pages[1]).read_text())["traceEvents"]
+    backward = next(event for event in both if event["name"] == BACKWARD_RANGE)
+    ours = [event["ts"] for event in both if event.get("pid") == FIRST_PID and "ts" in event]
+    assert min(ours) == pytest.approx(backward["ts"])
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(trace_of(event("mm", 0.0, 1.0))))
+    assert main(["explain", str(step_file), "--profile", str(other)]) == 2
+    assert "no ranges named 'dp_compile::bucket ...'" in capsys.readouterr().err

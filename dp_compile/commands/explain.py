@@ -17,6 +17,8 @@ examples:
       every bucket with its members by name, and why it ends where it ends
   dp-compile explain step.json --json | python -m json.tool
       the same as data
+  dp-compile explain step.json --profile trace.json.gz
+      with what was measured, bucket by bucket, beside what was predicted
 
 A step file is written where the model trains, after a step of it, and can be read anywhere:
   from dp_compile.observe import step_of
@@ -36,13 +38,16 @@ def add(subparsers: Subparsers) -> None:
         epilog=_EPILOG,
     )
     parser.add_argument("file", metavar="FILE", help="a step file")
+    parser.add_argument(
+        "--profile", metavar="TRACE", help="a trace that torch.profiler exported of steps under this plan; .gz too"
+    )
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     parser.add_argument("--buckets", action="store_true", help="all buckets, with members and reasons")
     parser.set_defaults(run=_run_explain)
 
 
 def _run_explain(args: argparse.Namespace) -> int:
-    step = read_step_file(args.file)
+    step = read_step_file(args.file, profile=args.profile)
     try:
         explanation = explanation_of(step)
     except ConfigError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from dp_compile.errors import ConfigError
 from dp_compile.plan import BucketPlan
 from dp_compile.plan_file import read_plan
+from dp_compile.profiling import with_profile
 from dp_compile.step import Step
 
 
@@ -25,11 +26,11 @@ def read_text(path: str) -> str:
         raise ConfigError(f"cannot read {path}: it is no text file ({error}).") from error
 
 
-def read_step_file(path: str) -> Step:
-    """A file that `Step.to_json` wrote.
+def read_step_file(path: str, *, profile: str | None = None) -> Step:
+    """A file that `Step.to_json` wrote; with what a trace of `torch.profiler` measured, if one is given.
 
     Raises:
-        ConfigError: it cannot be read, is something else, or of another version.
+        ConfigError: one of them cannot be read, is something else, of another version, or they do not belong together.
     """
     text = read_text(path)
     try:
@@ -38,7 +39,7 @@ def read_step_file(path: str) -> Step:
         raise ConfigError(f"{path}: {_other_kind(text) or error}") from error
     if not all(bucket.members for bucket in step.plan.buckets):
         raise ConfigError(f"{path}: the plan of the step has an empty bucket. Save it anew.")
-    return step
+    return step if profile is None else with_profile(step, profile)
 
 
 def read_plan_file(path: str) -> BucketPlan:

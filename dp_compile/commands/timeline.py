@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from dp_compile.commands.files import read_step_file
 from dp_compile.commands.parsing import Subparsers, add_command
 from dp_compile.errors import ConfigError
 from dp_compile.plan import format_bytes
+from dp_compile.profiling import first_backward_us
 from dp_compile.step import Step
 from dp_compile.timelines import timeline_page, timeline_picture, timeline_trace
 
@@ -22,7 +24,9 @@ examples:
       one page for a browser: buckets from ready to launch to finish, members on hover, exposed time, critical path
   dp-compile timeline step.json -o step.html -o step.svg -o trace.json
       several files; the suffix says which: .html, .svg, .json (a trace for ui.perfetto.dev or chrome://tracing)
-  dp-compile timeline step.json -o both.json --merge profile.json --backward-at-us 5120.5
+  dp-compile timeline step.json -o step.html --profile trace.json.gz
+      what was measured under what was planned, joined by the names of the buckets in the trace
+  dp-compile timeline step.json -o both.json --merge trace.json.gz
       our lanes beside those of a torch.profiler trace, on its clock
 
 A training script saves its step with
@@ -44,19 +48,22 @@ def add(subparsers: Subparsers) -> None:
         "-o", "--output", type=Path, action="append", required=True, metavar="FILE", help="may be given several times"
     )
     parser.add_argument("--format", choices=sorted(_FORMATS.values()), help="of every file (by its suffix)")
+    parser.add_argument(
+        "--profile", metavar="TRACE", help="a trace that torch.profiler exported of steps under this plan; .gz too"
+    )
     parser.add_argument("--merge", type=Path, metavar="TRACE.json", help="a trace to put our lanes into; .gz too")
     parser.add_argument(
         "--backward-at-us",
         type=float,
         metavar="X",
-        help="when the backward starts on the clock of --merge, in us (so that both start together)",
+        help="when the backward starts on the clock of --merge, in us (the first of ours in it, if it names one)",
     )
     parser.set_defaults(run=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
     writers = {path: _writer(path, args) for path in args.output}
-    step = Step.from_json(_read(args.step))
+    step = read_step_file(str(args.step), profile=args.profile)
     for path, writer in writers.items():
         _write(path, writer(step))
         print(f"{path}: {format_bytes(path.stat().st_size)}")
@@ -76,8 +83,10 @@ def _writer(path: Path, args: argparse.Namespace) -> Callable[[Step], str]:
     if args.backward_at_us is not None and args.merge is None:
         raise ConfigError("--backward-at-us is on the clock of another trace. Give that with --merge.")
     if name == "trace":
-        into = None if args.merge is None else _trace(args.merge)
-        return lambda step: json.dumps(timeline_trace(step, into=into, backward_at_us=args.backward_at_us))
+        into, at_us = None if args.merge is None else _trace(args.merge), args.backward_at_us
+        if into is not None and at_us is None:
+            at_us = first_backward_us(into)
+        return lambda step: json.dumps(timeline_trace(step, into=into, backward_at_us=at_us))
     return timeline_page if name == "html" else timeline_picture
 
 
