@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS
-from dp_compile.replicate import replica_of
+from dp_compile.replicated_module import replica_of
 from dp_compile.report import Report
 from dp_compile.train.gpt import GPT, GPTConfig
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile import _torch
-from dp_compile.replicate import replica_of
+from dp_compile.replicated_module import replica_of
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 
