@@ -7,11 +7,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from dp_compile.commands import train
+from dp_compile.commands import bench, train
 from dp_compile.commands.parsing import Parser, Subparsers
 from dp_compile.errors import ConfigError, DPCompileError
 
-_COMMANDS: Final[tuple[Callable[[Subparsers], None], ...]] = (train.add,)
+_COMMANDS: Final[tuple[Callable[[Subparsers], None], ...]] = (train.add, bench.add)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
