@@ -1,4 +1,7 @@
-"""Workloads and modes by the names that suite files use: built in, or `package.module:function` of the user."""
+"""Workloads and modes by the names that suite files use: built in, or `package.module:function` of the user.
+
+What follows the colon of a built-in name is its argument: `ddp:5`.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,6 @@ _WORKLOADS: Final = _Shelf(
 _MODES: Final = _Shelf("mode", "dp_compile.bench.modes", "MODES", "mode", ("name", "is_bound", "why_not", "prepare"))
 
 
-def label(name: str) -> str:
-    """What tables call it: the name, of a user's own the function's."""
-    return name.rpartition(":")[2]
-
-
 def workload(name: str) -> Workload:
     """Raises:
     ConfigError: unknown, or the user's function cannot be imported or returns something else.
@@ -48,13 +46,14 @@ def mode(name: str) -> Mode:
 
 
 def _find(shelf: _Shelf, name: str) -> Any:
-    if ":" in name:
-        return _imported(shelf, name)
     known = _known(shelf)
-    if name not in known:
-        allowed = ", ".join(sorted(known)) or "none is built in"
-        raise ConfigError(f"unknown {shelf.noun} {name!r}. Built in: {allowed}. Your own: 'package.module:function'.")
-    return getattr(importlib.import_module(shelf.module), shelf.function)(name)
+    base, _, _ = name.rpartition(":")
+    if name in known or base in known:
+        return getattr(importlib.import_module(shelf.module), shelf.function)(name)
+    if base:
+        return _imported(shelf, name)
+    allowed = ", ".join(sorted(known)) or "none is built in"
+    raise ConfigError(f"unknown {shelf.noun} {name!r}. Built in: {allowed}. Your own: 'package.module:function'.")
 
 
 def _known(shelf: _Shelf) -> Iterable[str]:

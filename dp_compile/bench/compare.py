@@ -105,11 +105,21 @@ def _check_comparable(baseline: Results, new: Results, force: bool) -> tuple[str
                 "different things."
             )
     notes = [f"another machine, compared all the same: {', '.join(differing)}"] if differing else []
+    notes += _other_notes(baseline, new)
+    return tuple(notes)
+
+
+def _other_notes(baseline: Results, new: Results) -> list[str]:
+    notes = []
     if baseline.environment.torch != new.environment.torch:
         notes.append(f"torch was {baseline.environment.torch} and is {new.environment.torch}")
+    here_too = {(cell.workload, cell.link) for cell in new.cells}
+    gone = {(cell.workload, cell.link) for cell in baseline.cells} - here_too
+    if gone:
+        notes.append(f"not in the new run: {', '.join(sorted(' over '.join(pair) for pair in gone))}")
     if new.missing:
         notes.append(f"the new run is not finished: {len(new.missing)} of {len(new.keys())} cells are missing")
-    return tuple(notes)
+    return notes
 
 
 def _pairs(baseline: Results, new: Results, reference: str) -> list[_Pair]:

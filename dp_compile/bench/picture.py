@@ -92,7 +92,7 @@ def _dots(results: Results) -> dict[tuple[str, str], list[_Dot]]:
 
 def _row(dot: _Dot, scale: _Scale, top: float) -> Iterator[str]:
     middle = top + _ROW / 2
-    colour = _BOUND if dot.is_bound else _OURS if dot.mode.startswith(("ours", "dp_compile", "dp-compile")) else _THEIRS
+    colour = _BOUND if dot.is_bound else _OURS if dot.mode.partition(":")[0] == "ours" else _THEIRS
     low, high = (min(max(dot.value.value + sign * dot.value.plus_minus, scale.low), scale.high) for sign in (-1, 1))
     x = scale.x(dot.value.value)
     yield _label(_LEFT - 10, middle + 4, dot.mode, "end", colour)

@@ -146,8 +146,8 @@ def _links(cells: Sequence[Cell]) -> Iterator[str]:
     yield ""
     yield (
         f"Passed: a rank that waits for an all-reduce costs <= {WAITING_LIMIT:.0%} of a core, and a matmul beside it "
-        f"takes <= {SLOWDOWN_LIMIT:g}x as long. Where that failed (as on loopback) communication is a copy by the cores "
-        "that compute: hiding it gains little, and ratios say what a mode costs, not what it hides."
+        f"takes <= {SLOWDOWN_LIMIT:g}x as long. Where that failed (as on loopback) communication is a copy by the "
+        "cores that compute: hiding it gains little, and ratios say what a mode costs, not what it hides."
     )
 
 

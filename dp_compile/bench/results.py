@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from dp_compile.bench import catalogue
 from dp_compile.bench import suite as suites
 from dp_compile.bench.machine import Environment
 from dp_compile.bench.selfcheck import SelfCheck
@@ -116,7 +115,7 @@ class Results:
     def keys(self) -> tuple[tuple[str, str, int], ...]:
         """Every cell that the suite asks for."""
         return tuple(
-            (catalogue.label(workload), link.name, heat)
+            (workload, link.name, heat)
             for workload in self.suite.workloads
             for link in self.suite.links
             for heat in range(len(self.suite.heats()))

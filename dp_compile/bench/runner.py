@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import statistics
 import sys
@@ -26,7 +27,7 @@ from dp_compile.bench.suite import Suite
 from dp_compile.errors import ConfigError
 
 GRADIENT_TOLERANCE: Final = 1e-2
-"""Of `worker.compare`. Kernels that sum in another order stay far below; a gradient that was not averaged is 0.1 to 1."""
+"""Of `worker.compare`. Kernels that sum in another order stay far below; one that was not averaged is 0.1 to 1."""
 
 _CHECK_ATTEMPTS: Final = 3
 _CHECK_TIMEOUT_S: Final = 300.0
@@ -46,7 +47,7 @@ def run(suite: Suite, path: Path, *, fresh: bool = False, show_progress: bool = 
         for _, _, heat in results.missing:
             bench.expect(len(suite.heats()[heat]), 1)
         for name in suite.workloads:
-            missing = [key for key in results.missing if key[0] == catalogue.label(name)]
+            missing = [key for key in results.missing if key[0] == name]
             for cell, probe in bench.workload(name, missing, results):
                 results = results.with_probe(probe) if probe is not None else results
                 results = results.with_cell(cell)
@@ -96,7 +97,7 @@ class _Bench:
         """Each missing cell of a workload as soon as it is finished, and what was learned of the workload itself."""
         if not missing:
             return
-        probe = next((old for old in results.probes if old.workload == catalogue.label(name)), None)
+        probe = next((old for old in results.probes if old.workload == name), None)
         failure = ""
         try:
             probe = self._probe(name, probe)
@@ -112,9 +113,9 @@ class _Bench:
 
     def _probe(self, name: str, before: Probe | None) -> Probe:
         """The gradients that all modes have to have, and the compute time if a link's rate hangs on it."""
-        self.progress.say(f"{catalogue.label(name)}: gradients of one process")
+        self.progress.say(f"{name}: gradients of one process")
         with open_bed("loopback", ranks=self.suite.ranks, rate_mbit=None) as bed:
-            with self._crew(f"workload {catalogue.label(name)}", bed) as crew:
+            with self._crew(f"workload {name}", bed) as crew:
                 crew.start()
                 crew.started(self.suite.start_timeout_s)
                 (nbytes,) = crew.ask(
@@ -129,10 +130,10 @@ class _Bench:
                 compute_s = 0.0
                 if any(link.comm_over_compute is not None for link in self.suite.links):
                     compute_s = self._compute_s(crew, name)
-        return Probe(catalogue.label(name), compute_s, nbytes)
+        return Probe(name, compute_s, nbytes)
 
     def _compute_s(self, crew: Crew, name: str) -> float:
-        self.progress.say(f"{catalogue.label(name)}: compute alone")
+        self.progress.say(f"{name}: compute alone")
         crew.ask("prepare_compute", name, timeout_s=self.suite.start_timeout_s)
         crew.ask("steps", max(1, self.suite.warmup_steps), timeout_s=self.suite.start_timeout_s)
         turns, set_aside = [], 0
@@ -187,13 +188,12 @@ class _Bench:
         with ExitStack() as stack:
             crews: dict[str, Crew] = {}
             for mode in modes:
-                label = catalogue.label(mode)
-                self.progress.say(f"{where}: {label} compiles")
+                self.progress.say(f"{where}: {mode} compiles")
                 since = time.monotonic()
-                crew = stack.enter_context(self._crew(f"mode {label}", bed))
-                found[label] = self._prepared(crew, name, mode)
-                if found[label].status == MEASURED:
-                    crews[label] = crew
+                crew = stack.enter_context(self._crew(f"mode {mode}", bed))
+                found[mode] = self._prepared(crew, name, mode)
+                if found[mode].status == MEASURED:
+                    crews[mode] = crew
                     self.progress.did("preparation", since)
                 else:
                     crew.stop()
@@ -204,7 +204,7 @@ class _Bench:
 
     def _prepared(self, crew: Crew, name: str, mode: str) -> ModeResult:
         """Start a mode's ranks, compare its gradients, warm it up. Not measured yet, if the status says `measured`."""
-        result = ModeResult(catalogue.label(mode), False, FAILED)
+        result = ModeResult(mode, False, FAILED)
         timeout_s = self.suite.start_timeout_s
         try:
             made = catalogue.mode(mode)
@@ -232,33 +232,33 @@ class _Bench:
 
     def _turns(self, crews: Mapping[str, Crew], prepared: Mapping[str, ModeResult]) -> dict[str, ModeResult]:
         """A B C A B C ..., and at the end each mode's peak of memory."""
-        active, turns = dict(crews), {label: list[_Turn]() for label in crews}
+        active, turns = dict(crews), {mode: list[_Turn]() for mode in crews}
         set_aside, failed = dict.fromkeys(crews, 0), dict[str, str]()
         for number in range(self.suite.repetitions):
-            for label, crew in list(active.items()):
+            for mode, crew in list(active.items()):
                 since = time.monotonic()
                 try:
-                    turn, again = self._turn(crew, set_aside[label])
-                    set_aside[label] += again
-                    turns[label].append(turn)
+                    turn, again = self._turn(crew, set_aside[mode])
+                    set_aside[mode] += again
+                    turns[mode].append(turn)
                     self.progress.did("turn", since)
                 except CrewError as error:
-                    failed[label] = _text(error)
+                    failed[mode] = _text(error)
                     self.progress.expect("turn", number - self.suite.repetitions)
-                    active.pop(label).stop()
+                    active.pop(mode).stop()
         done = {}
-        for label, result in ((label, prepared[label]) for label in crews):
+        for mode, result in ((mode, prepared[mode]) for mode in crews):
             try:
-                peak = max(crews[label].ask("peak_nbytes", timeout_s=60.0)) if label in active else 0
+                peak = max(crews[mode].ask("peak_nbytes", timeout_s=60.0)) if mode in active else 0
             except CrewError as error:
-                failed[label], peak = _text(error), 0
-            done[label] = replace(
+                failed[mode], peak = _text(error), 0
+            done[mode] = replace(
                 result,
-                status=FAILED if label in failed else MEASURED,
-                reason=failed.get(label, ""),
-                step_s=tuple(turn.step_s for turn in turns[label]),
-                others=tuple(round(turn.others, 4) for turn in turns[label]),
-                set_aside=set_aside[label],
+                status=FAILED if mode in failed else MEASURED,
+                reason=failed.get(mode, ""),
+                step_s=tuple(turn.step_s for turn in turns[mode]),
+                others=tuple(round(turn.others, 4) for turn in turns[mode]),
+                set_aside=set_aside[mode],
                 peak_nbytes=peak,
             )
         return done
@@ -275,7 +275,7 @@ class _Bench:
             again += 1
 
     def _crew(self, title: str, bed: Bed) -> Crew:
-        directory = self.scratch / title.replace(" ", "-").replace("/", "-")
+        directory = self.scratch / _file_name(title)
         # One compiler process each: a rank's own pool would sit in memory beside every other mode's.
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         variables["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -293,7 +293,7 @@ class _Bench:
         )
 
     def _expected(self, name: str) -> Path:
-        return self.scratch / f"gradients-{catalogue.label(name)}.pt"
+        return self.scratch / _file_name(f"gradients {name}.pt")
 
 
 @contextmanager
@@ -309,6 +309,10 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.]", "-", text)
 
 
 def _wrong(parameter: str, error: float) -> str:

@@ -70,21 +70,18 @@ class Suite:
             value = getattr(self, field.name)
             if field.type in ("int", "float") and value < least.get(field.name, 0):
                 raise ConfigError(f"{field.name} must be >= {least.get(field.name, 0)}, got {value!r}.")
-        labels = [catalogue.label(name) for name in self.modes]
-        default = next((name for name in REFERENCES if name in labels), None)
-        reference = catalogue.label(self.reference) if self.reference else default
-        if reference not in labels:
-            wanted = repr(self.reference) if self.reference else " or ".join(map(repr, REFERENCES))
-            raise ConfigError(f"reference must be one of the modes ({', '.join(labels)}), got {wanted}.")
-        object.__setattr__(self, "reference", reference)
+        if not self.reference:
+            object.__setattr__(self, "reference", next((name for name in REFERENCES if name in self.modes), ""))
+        if self.reference not in self.modes:
+            wanted = repr(self.reference) if self.reference else f"none, and there is no {' or '.join(REFERENCES)}"
+            raise ConfigError(f"reference must be one of the modes ({', '.join(self.modes)}), got {wanted}.")
 
     def heats(self) -> tuple[tuple[str, ...], ...]:
         """The modes that are measured together, each heat with the reference first."""
-        reference = next(name for name in self.modes if catalogue.label(name) == self.reference)
-        others = [name for name in self.modes if name != reference]
+        others = [name for name in self.modes if name != self.reference]
         size = max(1, (self.modes_at_once or len(self.modes)) - 1)
         chunks = [others[start : start + size] for start in range(0, len(others), size)] or [[]]
-        return tuple((reference, *chunk) for chunk in chunks)
+        return tuple((self.reference, *chunk) for chunk in chunks)
 
 
 def load(given: str) -> Suite:
@@ -175,7 +172,6 @@ def _check_keys(kind: type[Suite] | type[Link], data: Mapping[str, Any], where: 
 def _check_distinct(key: str, names: Sequence[str]) -> None:
     if not names:
         raise ConfigError(f"{key} is empty: there is nothing to measure.")
-    labels = [catalogue.label(name) for name in names]
-    twice = sorted({label for label in labels if labels.count(label) > 1})
+    twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"{key} names {', '.join(twice)} more than once; tables could not tell them apart.")
