@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,11 +22,8 @@ def tiny() -> Workload:
     )
 
 
-def unbuildable() -> Workload:
-    def build() -> nn.Module:
-        raise RuntimeError("no such weights")
-
-    return Workload(name="unbuildable", build=build, batch=tiny().batch, loss=tiny().loss)
+def tiny_too() -> Workload:
+    return tiny()
 
 
 class Averaged:
@@ -68,13 +63,6 @@ class ComputeOnly(Unaveraged):
         raise AssertionError("the gradients of a bound are not compared")
 
 
-class DiesInAStep(Averaged):
-    def step(self, batch: Batch) -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().step(batch)
-
-
 class HangsInAStep(Averaged):
     def step(self, batch: Batch) -> None:
         if dist.get_rank() == 1:
@@ -95,10 +83,6 @@ class OneMode:
         return self.trainer(workload)
 
 
-def _unpreparable(workload: Workload) -> Trainer:
-    raise ValueError("this model is too square")
-
-
 def oracle() -> OneMode:
     return OneMode("oracle", ComputeOnly, is_bound=True)
 
@@ -111,16 +95,8 @@ def unaveraged() -> OneMode:
     return OneMode("unaveraged", Unaveraged)
 
 
-def dies() -> OneMode:
-    return OneMode("dies", DiesInAStep)
-
-
 def hangs() -> OneMode:
     return OneMode("hangs", HangsInAStep)
-
-
-def unpreparable() -> OneMode:
-    return OneMode("unpreparable", _unpreparable)
 
 
 def missing() -> OneMode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
@@ -11,11 +12,12 @@ from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, WAITING_LIMIT
 from dp_compile.plan import count, format_bytes
 
 _SHORTENED: Final = 160
+_WIDTH: Final = 110
 
 
 def markdown(results: Results) -> str:
     """The whole report. `results.check_proved` comes first."""
-    return "\n".join(_lines(results)).rstrip() + "\n"
+    return "\n".join(line for text in _lines(results) for line in _wrapped(text)).rstrip() + "\n"
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
@@ -47,6 +49,15 @@ def milliseconds(value: float) -> str:
     """Three significant digits: `1.23 ms`."""
     digits = max(0, 2 - len(str(int(value))) + 1) if value >= 1 else 3
     return f"{value:.{digits}f} ms"
+
+
+def _wrapped(text: str) -> list[str]:
+    """Prose broken at spaces; tables stay in one piece."""
+    if text.startswith("|"):
+        return [text]
+    indent = "  " if text.startswith("- ") else ""
+    wrapper = textwrap.TextWrapper(_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text) or [""]
 
 
 def _minute(date: str) -> str:
@@ -89,6 +100,8 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
         yield ""
         yield f"{format_bytes(probe.gradient_nbytes)} of gradients{compute}."
     if not cells:
+        yield ""
+        yield "Not measured, see below."
         return
     links = list(dict.fromkeys(cell.link for cell in cells))
     names = list(dict.fromkeys(mode.name for cell in cells for mode in cell.modes if mode.status != "skipped"))
