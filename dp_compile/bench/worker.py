@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from dp_compile.bench import catalogue, selfcheck
 from dp_compile.bench.contract import Batch, Trainer, Workload
@@ -94,9 +95,8 @@ class Rank:
 
     def prepare(self, workload: str, mode: str) -> float:
         """Build the mode's trainer. Seconds."""
-        found = catalogue.workload(workload)
+        found = _with_fixed_weights(catalogue.workload(workload))
         start = time.perf_counter()
-        torch.manual_seed(SEED)
         self.trainer = catalogue.mode(mode).prepare(found)
         _synchronize()
         self.batches = _batches(found, self.place.rank)
@@ -104,7 +104,7 @@ class Rank:
 
     def prepare_compute(self, workload: str) -> None:
         """The compiled model alone, without any group."""
-        found = catalogue.workload(workload)
+        found = _with_fixed_weights(catalogue.workload(workload))
         self.trainer = _Compute(found)
         self.batches = _batches(found, self.place.rank)
 
@@ -121,9 +121,8 @@ class Rank:
 
     def average_gradients(self, workload: str, path: str) -> int:
         """Gradients of all ranks' first batches, averaged by this process alone, eagerly. Bytes of them."""
-        found = catalogue.workload(workload)
-        torch.manual_seed(SEED)
-        model = found.build()
+        found = _with_fixed_weights(catalogue.workload(workload))
+        model = found.build().train()
         for rank in range(self.place.ranks):
             found.loss(model, next(_batches(found, rank))).backward()
         gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
@@ -198,8 +197,7 @@ class _Compute:
     """Compiled forward and backward of one process, nothing else."""
 
     def __init__(self, workload: Workload) -> None:
-        torch.manual_seed(SEED)
-        self._model = workload.build()
+        self._model = workload.build().train()
         self._compiled: Callable[..., torch.Tensor] = torch.compile(self._model)
         self._loss = workload.loss
 
@@ -209,6 +207,16 @@ class _Compute:
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         raise AssertionError("compute has no reduced gradients")
+
+
+def _with_fixed_weights(workload: Workload) -> Workload:
+    """Whatever a mode does to the generator before it builds, the weights are those of the gradients it has to have."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(SEED)
+        return workload.build()
+
+    return replace(workload, build=build)
 
 
 def _batches(workload: Workload, rank: int) -> Iterator[Batch]:
