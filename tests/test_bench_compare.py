@@ -142,6 +142,19 @@ def test_another_machine_is_refused_unless_forced(tmp_path: Path, capsys: pytest
     assert "note: torch was 2.12 and is 2.13.0" in out
 
 
+def test_a_link_that_is_another_now_is_said() -> None:
+    old, new = (
+        replace(found, cells=tuple(replace(cell, rate_mbit=rate) for cell in found.cells))
+        for found, rate in ((run_of(1), 640.0), (run_of(2), 500.0))
+    )
+    failed = replace(new.cells[3], self_check=replace(PROOF, matmul_slowdown=1.6))
+    notes = compare.compare(old, replace(new, cells=(*new.cells[:3], failed))).notes
+    assert "gpt over loopback: the rate was 640 mbit and is 500; rate_mbit in the suite keeps it" in notes
+    assert "resnet over 640 mbit: the link did not pass its self-check in the new run" in notes
+    assert len(notes) == 5
+    assert not compare.compare(old, old).notes
+
+
 def test_other_settings_are_refused() -> None:
     other = replace(run_of(2), suite=replace(SUITE, threads=2))
     with pytest.raises(ConfigError, match="threads was 1 and is 2"):

@@ -19,6 +19,8 @@ TOLERANCE: Final = 0.03
 of compilation), which repetitions inside one start cannot show (Kalibera and Jones, Rigorous Benchmarking in
 Reasonable Time, ISMM 2013)."""
 
+_RATE_TOLERANCE: Final = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Change:
@@ -119,6 +121,19 @@ def _other_notes(baseline: Results, new: Results) -> list[str]:
         notes.append(f"not in the new run: {', '.join(sorted(' over '.join(pair) for pair in gone))}")
     if new.missing:
         notes.append(f"the new run is not finished: {len(new.missing)} of {len(new.keys())} cells are missing")
+    return notes + _link_notes(baseline, new)
+
+
+def _link_notes(baseline: Results, new: Results) -> list[str]:
+    """Links that are not what they were, or not what they should be."""
+    notes = []
+    before = {cell.key: cell.rate_mbit for cell in baseline.cells}
+    for cell in new.cells:
+        where, rate, old = f"{cell.workload} over {cell.link}", cell.rate_mbit, before.get(cell.key)
+        if rate is not None and old is not None and abs(math.log(rate / old)) > math.log1p(_RATE_TOLERANCE):
+            notes.append(f"{where}: the rate was {old:.4g} mbit and is {rate:.4g}; rate_mbit in the suite keeps it")
+        if rate is not None and cell.self_check is not None and not cell.self_check.passed:
+            notes.append(f"{where}: the link did not pass its self-check in the new run")
     return notes
 
 

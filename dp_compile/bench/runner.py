@@ -110,6 +110,7 @@ class _Bench:
                 yield Cell(*key, skipped=failure), None
             else:
                 yield self._cell(name, link, key[2], probe), probe
+        self._expected(name).unlink(missing_ok=True)
 
     def _probe(self, name: str, before: Probe | None) -> Probe:
         """The gradients that all modes have to have, and the compute time if a link's rate hangs on it."""
