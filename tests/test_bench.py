@@ -228,6 +228,17 @@ def test_an_interrupted_run_goes_on_where_it_stopped(stage: Stage, tmp_path: Pat
     assert not stage.calls
 
 
+def test_what_a_killed_run_wrote_is_removed_by_the_next(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ["dpbench_99999999_x", f"dpbench_{os.getpid()}_x", "dpbench_of_users"]  # no process has the first id
+    for name in names:
+        (tmp_path / name).mkdir()
+    play(ONE, tmp_path / "one.json")
+    assert sorted(path.name for path in tmp_path.glob("dpbench_*")) == sorted(names[1:])
+
+
 def test_a_file_of_something_else_is_not_continued(stage: Stage, tmp_path: Path) -> None:
     path = tmp_path / "one.json"
     found = play(ONE, path)

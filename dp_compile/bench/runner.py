@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import statistics
 import sys
@@ -42,7 +43,11 @@ def run(suite: Suite, path: Path, *, fresh: bool = False, show_progress: bool = 
     """
     results = _begin(suite, path, fresh)
     save(results, path)
-    with tempfile.TemporaryDirectory(prefix="dpbench_") as scratch, Progress(show=show_progress) as progress:
+    _remove_stale_scratch()
+    with (
+        tempfile.TemporaryDirectory(prefix=f"dpbench_{os.getpid()}_") as scratch,
+        Progress(show=show_progress) as progress,
+    ):
         bench = _Bench(suite, Path(scratch), progress)
         for _, _, heat in results.missing:
             bench.expect(len(suite.heats()[heat]), 1)
@@ -53,6 +58,14 @@ def run(suite: Suite, path: Path, *, fresh: bool = False, show_progress: bool = 
                 results = results.with_cell(cell)
                 save(results, path)
     return results
+
+
+def _remove_stale_scratch() -> None:
+    """Directories of runs that were killed: gradients of a large model are large."""
+    for directory in Path(tempfile.gettempdir()).glob("dpbench_*_*"):
+        pid = directory.name.split("_")[1]
+        if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def _begin(suite: Suite, path: Path, fresh: bool) -> Results:
