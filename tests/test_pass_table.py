@@ -90,5 +90,5 @@ def test_the_synthetic_graph_is_one_that_the_passes_take() -> None:
 
 def test_resnet_50_has_its_known_number_of_parameters() -> None:
     with torch.device("meta"):
-        model = pass_table.resnet(pass_table.STAGES)
+        model = resnet(RESNET_50)
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032
