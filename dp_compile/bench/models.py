@@ -27,7 +27,7 @@ class LanguageLSTM(nn.Module):
 
 
 class ManySmall(nn.Module):
-    """Linear layers with bias around residuals, `[batch, width]` to the same: `tensors` parameters, next to no compute."""
+    """Linear layers with bias around residuals, `[batch, width]` to the same: `tensors` parameters, little compute."""
 
     def __init__(self, *, tensors: int, width: int) -> None:
         super().__init__()

@@ -76,7 +76,12 @@ def _vectors(rows: int, width: int, generator: torch.Generator) -> Batch:
 
 
 def _images(
-    count: int, edge: int, classes: int, generator: torch.Generator, *, layout: torch.memory_format = torch.channels_last
+    count: int,
+    edge: int,
+    classes: int,
+    generator: torch.Generator,
+    *,
+    layout: torch.memory_format = torch.channels_last,
 ) -> Batch:
     images = torch.randn(count, 3, edge, edge, generator=generator)
     return images.contiguous(memory_format=layout), torch.randint(0, classes, (count,), generator=generator)
@@ -126,9 +131,7 @@ _ALL: Final = (
     _gpt("tiny-gpt-4l", GPTConfig(vocabulary=32, context=16, width=16, layers=1, heads=2), 2, 8),
     _workload("tiny-bert", partial(models.bert, **TINY_BERT), _text, 64, 2, 8),
     _workload("tiny-resnet50", partial(resnet, (1, 1), width=8, classes=10), _images, 2, 32, 10),
-    _workload(
-        "tiny-vit", partial(models.vit, **TINY_VIT), partial(_images, layout=torch.contiguous_format), 2, 16, 10
-    ),
+    _workload("tiny-vit", partial(models.vit, **TINY_VIT), partial(_images, layout=torch.contiguous_format), 2, 16, 10),
     _workload("tiny-moe", partial(models.mixture, **TINY_MIXTURE), _text, 64, 2, 8),
     _lstm("tiny-lstm", 64, 16, 2, 5),
     _many_small("tiny-many-small", 20, 8),
