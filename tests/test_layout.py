@@ -54,7 +54,15 @@ INSIDE_A_PACKAGE = {
         ("bucketing", "overlap", "pipeline"),
         ("__init__",),
     ),
-    "bench": (("contract",), ("__init__",)),
+    "bench": (
+        ("contract",),
+        ("models", "equality"),
+        ("workloads", "modes/loop", "modes/packages", "modes/unavailable"),
+        ("modes/ours", "modes/torch_ddp", "modes/functional", "modes/bounds", "modes/decent_dp", "modes/thunder"),
+        ("modes/python_reducer",),
+        ("modes/__init__",),
+        ("__init__",),
+    ),
     "commands": (("parsing",), ("train",), ("__init__",)),
 }
 PRIVATE_TORCH = {

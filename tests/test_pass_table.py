@@ -14,6 +14,7 @@ from dp_compile import _torch, pass_table, tables
 from dp_compile.passes import DEFAULT_PASSES, Pipeline
 from dp_compile.report import PassRecord
 from dp_compile.train.gpt import GPTConfig
+from dp_compile.train.resnet import RESNET_50, resnet
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +18,8 @@ from dp_compile.bench.modes.loop import MOMENTUM, build, place, trainable
 from dp_compile.bench.modes.packages import load, why_not_there
 from dp_compile.errors import ConfigError
 
-TOPOLOGIES: Final = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
+NODES_AND_RING: Final = "alternating-exp-ring"
+TOPOLOGIES: Final = ("complete", "ring", "one-peer-exp", NODES_AND_RING)
 PROBE_LR: Final = 64.0
 """High, so that what rounding of the parameters does to a gradient that is read off them is small."""
 
@@ -41,6 +43,11 @@ class DecentDP:
     def prepare(self, workload: Workload) -> Trainer:
         if dist.get_world_size() < 2:
             raise ConfigError(f"mode '{self.name}' needs 2 ranks or more: it averages with neighbours. Here is 1.")
+        if self.topology == NODES_AND_RING and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
+            raise ConfigError(
+                f"mode '{self.name}' averages inside nodes and among them in turns, and needs 2 ranks or more in each "
+                "node: torchrun's LOCAL_WORLD_SIZE says how many there are."
+            )
         load("loguru").logger.disable("decent_dp")  # Its debug lines go to stderr by default.
         return _Neighbours(workload, self.topology)
 

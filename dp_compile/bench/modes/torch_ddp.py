@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dp_compile import _torch
 from dp_compile.bench.contract import Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
+from dp_compile.errors import ConfigError
 
 TUNED: Final = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
 
@@ -107,5 +108,11 @@ KINDS: Final = (
 
 
 def with_cap(kind: TorchDDP | CompiledDDP | ComposableReplicate, argument: str) -> Mode:
-    """The same with another bucket cap, in MiB."""
+    """The same with another bucket cap, in MiB.
+
+    Raises:
+        ConfigError: it is less than DDPOptimizer takes.
+    """
+    if isinstance(kind, CompiledDDP) and kind.split and cap_mb_of(argument, kind.name) < 1:
+        raise ConfigError(f"mode '{kind.name}:{argument}': DDPOptimizer takes no cap below its first bucket's, 1 MiB.")
     return replace(kind, name=f"{kind.name}:{argument}", cap_mb=cap_mb_of(argument, kind.name))
