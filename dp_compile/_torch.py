@@ -45,8 +45,8 @@ try:
     from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _inductor_state
     from torch.autograd import graph as _autograd_graph
-    from torch.distributed._composable import replicate as _composable_replicate
     from torch.distributed._composable.contract import _get_registry
+    from torch.distributed._composable.replicate import replicate as _composable_replicate
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
         _get_process_group_name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from torch.func import functional_call
 
 from dp_compile import _torch
 from dp_compile.bench.contract import Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
+from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, trainable
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.grad_reduction import averaging_for
 
@@ -26,8 +27,6 @@ OVERLAPPED: Final = {
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
 }
-# torch's default times kernels with events of a GPU.
-ON_CPU: Final = {"aten_distributed_optimizations.compute_estimator": "analytical"}
 BUCKETED: Final = {"bucket_all_reduces_fx": "all"}
 
 
@@ -46,13 +45,16 @@ class Functional:
     backend: str = "inductor"
 
     def why_not(self) -> str | None:
+        if self.settings == OVERLAPPED and not torch.cuda.is_available():
+            return (
+                "Inductor's overlap scheduling estimates times from what Triton knows of a GPU; on a CPU it ends with "
+                "an error (seen with torch 2.13)."
+            )
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
         model = build(workload)
-        on_cpu = place().type == "cpu"
-        _torch.set_inductor({**self.settings, **(ON_CPU if on_cpu else {})})
-        _torch.trace_rnns()  # Their graph breaks would lie inside the one graph that is wanted here.
+        _torch.set_inductor(self.settings)
         call = torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
         return Loop(workload, trainable(model), call)
 
@@ -70,7 +72,7 @@ class _ReducedInBackward(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         reduce_op, scale, group = self.averaging.reduce_op, self.averaging.scale, self.group
         reduced = {
-            name: _StandIn.apply(each, reduce_op, scale, group)
+            name: _StandIn.apply(each, reduce_op, scale, group)  # type: ignore[no-untyped-call]
             for name, each in self.model.named_parameters()
             if each.requires_grad
         }
@@ -102,6 +104,11 @@ KINDS: Final = (
 
 def with_cap(kind: Functional, argument: str) -> Mode:
     """`functional_bucketed` with a cap in MiB instead of torch's 2,000."""
-    cap_mb = cap_mb_of(argument, kind.name)
-    settings = {**kind.settings, "bucket_all_reduces_fx_bucket_size_determinator": lambda _: cap_mb}
+    cap = partial(_same_for_all, cap_mb_of(argument, kind.name))
+    settings = {**kind.settings, "bucket_all_reduces_fx_bucket_size_determinator": cap}
     return replace(kind, name=f"{kind.name}:{argument}", settings=settings)
+
+
+def _same_for_all(cap_mb: float, bucket: int) -> float:
+    """No lambda: what is in Inductor's settings has to be picklable for its caches."""
+    return cap_mb

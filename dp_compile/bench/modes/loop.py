@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile import _torch
 from dp_compile.bench.contract import Batch, Workload
 from dp_compile.errors import ConfigError
 
@@ -30,7 +31,12 @@ def place() -> torch.device:
 
 
 def build(workload: Workload) -> nn.Module:
-    """The workload's model with its weights, in its place, in training mode."""
+    """The workload's model with its weights, in its place, in training mode.
+
+    Dynamo leaves a model with `torch.nn`'s recurrent layers to eager unless it is told otherwise. Here it is, in every
+    mode, for the process: without it all compiled modes would be the eager one.
+    """
+    _torch.trace_rnns()
     torch.manual_seed(SEED)
     return workload.build().to(place()).train()
 
