@@ -52,7 +52,7 @@ try:
     from torch.autograd import graph as _autograd_graph
     from torch.autograd import profiler as _profiler
     from torch.distributed._composable.contract import _get_registry
-    from torch.distributed._composable.replicate import replicate as _composable_replicate
+    from torch.distributed._composable.replicate import replicate as _replicate
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
         _get_process_group_name,
@@ -192,26 +192,14 @@ def is_of_compiler(file: str) -> bool:
 # --- peers of the benchmark, each in a process of its own ---------------------------------------------------------
 
 
-def set_ddp_optimizer(mode: str) -> None:
-    """What Dynamo does to a compiled DDP in this process: `ddp_optimizer`, `no_optimization` or `python_reducer`."""
-    _dynamo_config.optimize_ddp = mode  # type: ignore[assignment]
+def configure_process(*, dynamo: Mapping[str, Any] | None = None, inductor: Mapping[str, Any] | None = None) -> None:
+    """Settings of Dynamo and Inductor for a whole process, by their names in torch's `config` modules."""
+    for config, settings in ((_dynamo_config, dynamo), (_inductor_config, inductor)):
+        for name, value in (settings or {}).items():
+            setattr(config, name, value)
 
 
-def set_inductor(settings: Mapping[str, Any]) -> None:
-    """Settings of Inductor for this process, by the names that its `config.patch` takes."""
-    for name, value in settings.items():
-        setattr(_inductor_config, name, value)
-
-
-def trace_rnns() -> None:
-    """Let Dynamo trace `torch.nn`'s recurrent layers in this process, which it leaves out by default."""
-    _dynamo_config.allow_rnn = True
-
-
-def composable_replicate(module: nn.Module, **options: Any) -> None:
-    """torch's own composable `replicate`; options as of its DDP."""
-    _composable_replicate(module, **options)
-
+composable_replicate: Callable[..., Any] = _replicate
 
 # --- compilers -------------------------------------------------------------------------------------------------
 

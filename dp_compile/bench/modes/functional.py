@@ -54,7 +54,7 @@ class Functional:
 
     def prepare(self, workload: Workload) -> Trainer:
         model = build(workload)
-        _torch.set_inductor(self.settings)
+        _torch.configure_process(inductor=self.settings)
         call = torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
         return Loop(workload, trainable(model), call)
 

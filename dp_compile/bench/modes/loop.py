@@ -36,7 +36,7 @@ def build(workload: Workload) -> nn.Module:
     Dynamo leaves a model with `torch.nn`'s recurrent layers to eager unless it is told otherwise. Here it is, in every
     mode, for the process: without it all compiled modes would be the eager one.
     """
-    _torch.trace_rnns()
+    _torch.configure_process(dynamo={"allow_rnn": True})  # torch's recurrent layers are left out by default
     torch.manual_seed(SEED)
     return workload.build().to(place()).train()
 

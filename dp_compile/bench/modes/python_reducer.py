@@ -36,8 +36,10 @@ class PythonReducer:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        _torch.set_ddp_optimizer("python_reducer")
-        _torch.set_inductor({"_fuse_ddp_communication_passes": [FUSIONS[self.fusion], "schedule_comm_wait"]})
+        passes = [FUSIONS[self.fusion], "schedule_comm_wait"]
+        _torch.configure_process(
+            dynamo={"optimize_ddp": "python_reducer"}, inductor={"_fuse_ddp_communication_passes": passes}
+        )
         model = build(workload)
         call = torch.compile(wrap(model, self.cap_mb), backend=self.backend)
         return Loop(workload, trainable(model), call, self._backward)

@@ -61,7 +61,7 @@ class CompiledDDP:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        _torch.set_ddp_optimizer("ddp_optimizer" if self.split else "no_optimization")
+        _torch.configure_process(dynamo={"optimize_ddp": "ddp_optimizer" if self.split else "no_optimization"})
         model = build(workload)
         return Loop(workload, trainable(model), torch.compile(wrap(model, self.cap_mb), backend=self.backend))
 
