@@ -247,8 +247,8 @@ def refused_by_torch_ddp() -> str:
     return "no error"
 
 
-def test_wrapped_by_torch_ddp(ranks2: Ranks) -> None:
-    for text in ranks2.run(refused_by_torch_ddp):
+def test_wrapped_by_torch_ddp(ranks: Ranks) -> None:
+    for text in ranks.run(refused_by_torch_ddp):
         assert "submodule 0 is managed by torch's DistributedDataParallel" in text
 
 
@@ -300,8 +300,8 @@ def disagree(how: str) -> tuple[str, float]:
         ("cap", "bucket_cap_mb is 3"),
     ],
 )
-def test_ranks_with_other_models(ranks2: Ranks, how: str, difference: str) -> None:
-    for text, seconds in ranks2.run(disagree, how):
+def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> None:
+    for text, seconds in ranks.run(disagree, how):
         assert text.startswith("DesyncError")
         assert "rank 1 differs from rank 0" in text
         assert difference in text
@@ -424,8 +424,8 @@ def beside_fully_shard_unseen() -> str:
     return "no error"
 
 
-def test_fully_shard_in_a_captured_backward_is_refused(ranks2: Ranks) -> None:
-    for text in ranks2.run(beside_fully_shard_unseen):
+def test_fully_shard_in_a_captured_backward_is_refused(ranks: Ranks) -> None:
+    for text in ranks.run(beside_fully_shard_unseen):
         assert "reaches a module that fully_shard manages" in text
 
 

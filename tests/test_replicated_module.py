@@ -501,8 +501,8 @@ def train_with_comm_hook(how: str, name: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("how", "name"), [("eager", "ours"), ("compiled", "ours"), ("compiled", "fp16"), ("wrapper", "ours")]
 )
-def test_comm_hook_as_torch_ddp(ranks2: Ranks, how: str, name: str) -> None:
-    for ways in ranks2.run(train_with_comm_hook, how, name):
+def test_comm_hook_as_torch_ddp(ranks: Ranks, how: str, name: str) -> None:
+    for ways in ranks.run(train_with_comm_hook, how, name):
         assert ways == {"without sync": 3, "torch reducer": 3}
 
 
@@ -516,6 +516,6 @@ def another_hook_on_the_second_rank() -> str:
     return "no error"
 
 
-def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
-    for text in ranks2.run(another_hook_on_the_second_rank):
+def test_ranks_with_other_comm_hooks(ranks: Ranks) -> None:
+    for text in ranks.run(another_hook_on_the_second_rank):
         assert 'comm hook is "counting_hook" there, "allreduce_hook" on rank 0' in text

@@ -89,8 +89,8 @@ def same_bits(world_size: int, backend: str, cap_mb: float = 0.01) -> int:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_same_bits_as_ddp_on_2_ranks(ranks2: Ranks, backend: str) -> None:
-    assert ranks2.run(same_bits, 2, backend)[0] > 3
+def test_same_bits_as_ddp_on_2_ranks(ranks: Ranks, backend: str) -> None:
+    assert ranks.run(same_bits, 2, backend)[0] > 3
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -185,8 +185,8 @@ def late_leader() -> str:
     return "no error"
 
 
-def test_the_deciding_rank_is_missing(ranks2: Ranks) -> None:
-    assert "rank 0 has not decided within 1 s" in ranks2.run(late_leader)[1]
+def test_the_deciding_rank_is_missing(ranks: Ranks) -> None:
+    assert "rank 0 has not decided within 1 s" in ranks.run(late_leader)[1]
 
 
 # --- hooks or torch's reducer -------------------------------------------------------------------------------------
