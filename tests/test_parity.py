@@ -224,8 +224,8 @@ _calls = [0]
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", ["mlp", "convnet in channels_last"])
-def test_one_rank_captures_and_the_other_does_not(ranks2: Ranks, kind: str, layout: str) -> None:
-    first, second = ranks2.run(run_one_rank_eagerly, kind, layout)
+def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, kind: str, layout: str) -> None:
+    first, second, *_ = ranks.run(run_one_rank_eagerly, kind, layout)
     assert first == {"captured": 4}
     assert second == {"captured": 2, "eager hooks": 2}
 
@@ -324,15 +324,15 @@ class Both(nn.Module):
         return self.model(x, 0) + self.model(x, 1)
 
 
-def test_unused_is_an_error_on_every_rank(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_unused_error, None)
+def test_unused_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(run_unused_error, None)
     assert "on this rank: left.weight, left.bias" in first
     assert "on another rank: right.weight, right.bias" in first
     assert "on this rank: right.weight, right.bias" in second
     assert "find_unused_parameters=True" in second
 
 
-def test_unused_on_one_rank_is_an_error_on_every_rank(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_unused_error, 1)
+def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(run_unused_error, 1)
     assert "on another rank: right.weight, right.bias" in first
     assert "on this rank: right.weight, right.bias" in second
