@@ -82,7 +82,7 @@ def train(name: str, workload_name: str, backend: str | None) -> dict[str, Any]:
         "again": again,
         "after": as_arrays(trainer.gradients(batch)),
         "parts": counters["aot_autograd"]["total"],
-        "launches": sum(each.count("_c10d_functional.all_reduce") for each in code),
+        "launches": sum(each.count("ops._c10d_functional.all_reduce") for each in code),
         "fused": counters["inductor"]["ddp_buckets"],
     }
 
@@ -193,8 +193,9 @@ def test_dummies_have_the_bytes_of_the_parameters() -> None:
 
 
 def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages.why_not_there("no_such_package.part", "no-such-package") == (
-        "no-such-package is not installed: pip install --no-deps no-such-package, so that it does not replace torch."
+    assert packages.why_not_there("no_such_package.part", "no-such-package", "other") == (
+        "no-such-package is not installed: pip install --no-deps no-such-package other "
+        "(without --no-deps it may replace torch)."
     )
     assert packages.why_not_there("json", "json") is None
 
