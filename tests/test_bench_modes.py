@@ -13,6 +13,7 @@ import math
 import multiprocessing
 import os
 import types
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -174,7 +175,9 @@ def test_the_calibrated_mode_measures_the_link() -> None:
 @pytest.mark.parametrize("name", ["decent_dp", "thunder:0.01"])
 def test_peers_from_pypi(name: str) -> None:
     """Not in the test extra: they are run by hand, in an environment of their own."""
-    reason = mode(name).why_not()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Thunder's, about packages that it can do without
+        reason = mode(name).why_not()
     if reason is not None:
         pytest.skip(reason)
     # After its first step a decentralised algorithm goes its own way.
