@@ -9,10 +9,17 @@ from typing import Any
 import torch
 
 
-def why_not_there(module: str, package: str) -> str | None:
-    """Why a module cannot be imported, for people; `None`: it can, and has been."""
+def why_not_there(module: str, package: str, *needed: str) -> str | None:
+    """Why a module cannot be imported, for people; `None`: it can, and has been.
+
+    Args:
+        module: its dotted name.
+        package: what it comes with on PyPI.
+        needed: packages that this one needs beside torch and what comes with torch.
+    """
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        return f"{package} is not installed: pip install --no-deps {package}, so that it does not replace torch."
+        names = " ".join((package, *needed))
+        return f"{package} is not installed: pip install --no-deps {names} (without --no-deps it may replace torch)."
     try:
         importlib.import_module(module)
     except Exception as error:

@@ -15,6 +15,8 @@ from dp_compile.config import DEFAULT_CAP_MB
 DROPPED: Final = ("align_as", "align_to", "has_names", "names", "refine_names", "rename", "rename_")
 """Methods of named tensors that torch 2.13 no longer has and Thunder 0.2.6 names in its tables; it calls none."""
 
+NEEDED: Final = ("looseversion", "lightning-utilities", "optree", "opt_einsum", "dill")
+
 
 @dataclass(frozen=True, slots=True)
 class Thunder:
@@ -30,8 +32,7 @@ class Thunder:
 
     def why_not(self) -> str | None:
         _put_back()
-        packages = "lightning-thunder looseversion lightning-utilities optree opt_einsum dill"
-        return why_not_there("thunder.distributed", packages) or why_not_there("thunder", packages)
+        return why_not_there("thunder.distributed", "lightning-thunder", *NEEDED)
 
     def prepare(self, workload: Workload) -> Trainer:
         _put_back()
