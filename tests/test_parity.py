@@ -259,6 +259,7 @@ def test_hooks_return_when_the_module_is_compiled_later(ranks: Ranks) -> None:
     for modes, lines in ranks.run(run_eager_then_compiled):
         # Compiled from the fourth backward on; ranks ask each other before the fifth.
         assert modes == ["torch's C++ reducer"] * 4 + ["python hooks"] * 2
+        lines = [line for line in lines if "plan" not in line]
         assert len(lines) == 2
         assert "not compiled" in lines[0]
         assert "take over" in lines[1]
