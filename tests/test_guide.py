@@ -47,14 +47,14 @@ def test_the_first_training_says_what_the_guide_shows() -> None:
 
 def test_a_changed_output_is_seen(make_guide: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     guide = tmp_path / "guide.md"
-    text = "```console\n$ dp-compile plan show plan.json\nplan: nothing\n```\n"
+    text = "```console\n$ dp-compile explain fast.json\nno text\n```\n"
     guide.write_text(text)
     monkeypatch.setattr(make_guide, "GUIDE", guide)
     assert make_guide.main(["--check"]) == 1
     assert guide.read_text() == text
     monkeypatch.setattr(make_guide, "_made", lambda directory: [])
     assert make_guide.main([]) == 0
-    assert "plan: nothing" not in guide.read_text()
+    assert "no text" not in guide.read_text()
     assert make_guide.main(["--check"]) == 0
 
 

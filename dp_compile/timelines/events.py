@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from dp_compile.cost_model import release_time_bound
 from dp_compile.explanation.exposure import with_measured_backward
 from dp_compile.plan import UNUSED_FLAGS, Bucket, count, format_bytes
-from dp_compile.ready_times import MEASURED
+from dp_compile.ready_times import MEASURED as MEASURED_TIMES
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 
 PLANNED: Final = "planned"
@@ -178,7 +178,7 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
 
 def _basis(step: Step) -> str:
     """Where the length of the backward is from."""
-    if step.measured is None or step.ready.basis == MEASURED:
+    if step.measured is None or step.ready.basis == MEASURED_TIMES:
         return step.ready.basis
     return f"the backward as measured on rank {step.measured.rank}"
 
