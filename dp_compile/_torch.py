@@ -52,6 +52,7 @@ try:
     from torch.autograd import graph as _autograd_graph
     from torch.autograd import profiler as _profiler
     from torch.distributed._composable.contract import _get_registry
+    from torch.distributed._composable.replicate import replicate as _replicate
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
         _get_process_group_name,
@@ -187,6 +188,18 @@ def is_of_compiler(file: str) -> bool:
     """Whether a source file is on the stack while torch compiles, and only then."""
     return file in (_convert_frame.__file__, _compile_fx_module.__file__)
 
+
+# --- peers of the benchmark, each in a process of its own ---------------------------------------------------------
+
+
+def configure_process(*, dynamo: Mapping[str, Any] | None = None, inductor: Mapping[str, Any] | None = None) -> None:
+    """Settings of Dynamo and Inductor for a whole process, by their names in torch's `config` modules."""
+    for config, settings in ((_dynamo_config, dynamo), (_inductor_config, inductor)):
+        for name, value in (settings or {}).items():
+            setattr(config, name, value)
+
+
+composable_replicate: Callable[..., Any] = _replicate
 
 # --- compilers -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from dp_compile.commands import dump, explain, plan, timeline, train, whatif
+from dp_compile.commands import bench, dump, explain, plan, timeline, train, whatif
 from dp_compile.commands.parsing import Parser, Subparsers
 from dp_compile.errors import ConfigError, DPCompileError
 
@@ -19,6 +19,7 @@ _COMMANDS: Final[tuple[Callable[[Subparsers], None], ...]] = (
     whatif.add,
     dump.add,
     plan.add,
+    bench.add,
 )
 
 

@@ -53,7 +53,9 @@ def _rates(half: float, single: float, double: float) -> Mapping[str, float]:
     return MappingProxyType({"bfloat16": half, "float16": half, "float32": single, "float64": double})
 
 
-_VENDOR: Final = "vendor's figures, dense, as other pages repeat them (2026-11); float32 without TF32, as torch's default; not measured"
+_VENDOR: Final = (
+    "vendor's figures, dense, as others repeat them (2026-11); float32 without TF32, torch's default; not measured"
+)
 DEVICES: Final[tuple[Device, ...]] = (
     Device("h200-sxm", _rates(989e12, 67e12, 67e12), 4.8e12, f"NVIDIA H200 SXM, {_VENDOR}"),
     Device("h100-sxm", _rates(989e12, 67e12, 67e12), 3.35e12, f"NVIDIA H100 SXM, {_VENDOR}"),

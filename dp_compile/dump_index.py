@@ -49,13 +49,14 @@ def capture_page(dump: DumpedCapture, diffs: Mapping[int, str], *, has_repro: bo
     """
     head = f"{count(dump.world_size, 'rank')}, this is rank {dump.rank}; {dump.backend}; {dump.versions}"
     repro = f'<p><a href="{REPRO_FILE}">{REPRO_FILE}</a> rebuilds the graph and runs the passes, on any machine: '
+    step = f'<p><a href="{STEP_FILE}">{STEP_FILE}</a> holds what explains the step: '
     parts = [
         "<h1>A captured backward, stage by stage</h1>",
         f'<p class="faint">{escape(head)}</p>',
         *(f"<p><strong>{escape(note)}</strong></p>" for note in dump.notes),
         _table(_header(), [_row(stage, stage.number in diffs) for stage in dump.stages]),
         f"{repro}<code>python {REPRO_FILE}</code></p>" if has_repro else "",
-        f"<p>If it reduced, <code>dp-compile explain {STEP_FILE}</code> explains the step that it is a part of.</p>",
+        f"{step}<code>dp-compile explain {STEP_FILE}</code></p>" if dump.collectives else "",
         "<h2>Collectives of the final graph, in their order</h2>" if dump.collectives else "",
         f"<pre>{escape(chr(10).join(dump.collectives))}</pre>" if dump.collectives else "",
         *_differences(dump, diffs),

@@ -5,6 +5,7 @@
 | WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
 |         | `capture`           | a backward that is not compiled any more, or not at all                          |
 |         | `compilation`       | a backward that breaks into several graphs                                       |
+|         | `dumps`             | graphs are not dumped any more, and why                                          |
 |         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |
 |         | `replicated_module` | a comm hook reduces                                                              |
 |         | `measuring`         | nothing was measured, and why                                                    |
@@ -48,7 +49,8 @@ LEVELS: Final = {
     "off": logging.CRITICAL + 1,
 }
 LOGGERS: Final = (
-    "backward", "capture", "compilation", "logs", "measuring", "monitor", "replicate", "replicated_module", "settling"
+    "backward", "capture", "compilation", "dumps", "logs", "measuring", "monitor", "replicate", "replicated_module",
+    "settling",
 )  # fmt: skip
 """The modules that log something; a test compares with the code."""
 

@@ -41,6 +41,7 @@ from dp_compile.replicated_module import no_sync
 from dp_compile.report import CaptureRecord, PassRecord
 from dp_compile.timeline import ReadyGradient
 from dp_compile.train.gpt import GPT, Block, GPTConfig
+from dp_compile.train.resnet import RESNET_50, resnet
 
 REPEATS: Final = 3
 COUNTS = (100, 1_000, 10_000)
@@ -48,8 +49,6 @@ WIDTH: Final = 8
 BUCKETS_OF: Final = 25
 """Gradients in a bucket of the synthetic graphs: about what a layer of a transformer has."""
 SHARE_OF_GPT = GPTConfig(layers=12, width=128, heads=4)
-STAGES: Final = (3, 4, 6, 3)
-"""Bottlenecks in each stage of ResNet-50."""
 
 
 # --- planning -------------------------------------------------------------------------------------------------------
@@ -176,42 +175,6 @@ def _compiled_loss(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
 # --- copies ---------------------------------------------------------------------------------------------------------
 
 
-class Bottleneck(nn.Module):
-    """1x1, 3x3, 1x1 convolutions around a residual. Source: He et al. 2016 (arXiv 1512.03385), figure 5."""
-
-    def __init__(self, inputs: int, width: int, stride: int) -> None:
-        super().__init__()
-        sizes = ((inputs, width, 1, 1), (width, width, 3, stride), (width, 4 * width, 1, 1))
-        self.body = nn.Sequential(*(layer for each in sizes for layer in (*_convolution(*each), nn.ReLU())))
-        del self.body[-1]
-        self.shortcut = nn.Sequential(*(_convolution(inputs, 4 * width, 1, stride) if inputs != 4 * width else ()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = (self.body(x) + self.shortcut(x)).relu()
-        return out
-
-
-def _convolution(inputs: int, outputs: int, size: int, stride: int) -> tuple[nn.Module, nn.Module]:
-    conv = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
-    return conv, nn.BatchNorm2d(outputs)
-
-
-def resnet(stages: tuple[int, ...]) -> nn.Module:
-    """ResNet-50 for stages of 3, 4, 6 and 3."""
-    layers: list[nn.Module] = [*_convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    inputs = 64
-    for stage, blocks in enumerate(stages):
-        for block in range(blocks):
-            layers.append(Bottleneck(inputs, 64 << stage, 2 if stage and not block else 1))
-            inputs = 4 * (64 << stage)
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 1000)]
-    model = nn.Sequential(*layers)
-    for parameter in model.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-    return model
-
-
 @dataclass(frozen=True, slots=True)
 class Copies:
     """Of one model: its buckets, and generated kernels of its backward with and without reductions."""
@@ -248,7 +211,7 @@ def models() -> dict[str, tuple[nn.Module, torch.Tensor]]:
     images = torch.randn(2, 3, 32, 32).to(memory_format=torch.channels_last)
     return {
         "block of a GPT, width 256": (Block(GPTConfig(width=256, heads=4)), torch.randn(2, 32, 256)),
-        "ResNet-50, images 32x32": (resnet(STAGES), images),
+        "ResNet-50, images 32x32": (resnet(RESNET_50), images),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -28,9 +29,18 @@ def fake_group() -> Iterator[dist.ProcessGroup]:
 
 
 @pytest.fixture(scope="session")
-def ranks2() -> Iterator[Ranks]:
-    """Two real processes in one gloo group. They start with the first call."""
-    yield from _pool(2)
+def ranks() -> Iterator[Ranks]:
+    """As many real processes in one gloo group as `DP_COMPILE_TEST_RANKS` says, two by default."""
+    yield from _pool(int(os.environ.get("DP_COMPILE_TEST_RANKS", "2")))
+
+
+@pytest.fixture(scope="session")
+def ranks2(ranks: Ranks) -> Iterator[Ranks]:
+    """Two of them, for tests in which each rank has a part of its own."""
+    if ranks.world_size == 2:
+        yield ranks
+    else:
+        yield from _pool(2)
 
 
 @pytest.fixture(scope="session")

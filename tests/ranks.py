@@ -27,10 +27,16 @@ class RankError(AssertionError):
 
 
 class Ranks:
-    """`world_size` processes, each in one gloo group with the others."""
+    """`world_size` processes, each in one gloo group with the others.
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    Args:
+        world_size: how many.
+        method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
+            for every test then costs little.
+    """
+
+    def __init__(self, world_size: int, method: str = "spawn") -> None:
+        self.world_size, self.method = world_size, method
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
@@ -61,7 +67,7 @@ class Ranks:
         raise RankError(self._describe_and_stop(results))
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self.method)
         self._directory = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

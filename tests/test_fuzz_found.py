@@ -21,14 +21,14 @@ def assert_equal(ranks: Ranks, case: FuzzCase) -> None:
         assert outcome.difference == ""
 
 
-def test_one_bucket_with_torchs_reducer(ranks2: Ranks) -> None:
+def test_one_bucket_with_torchs_reducer(ranks: Ranks) -> None:
     """`bucket_cap_mb=math.inf` ended in an OverflowError of torch's DDP as soon as its reducer was needed."""
     assert_equal(
-        ranks2, FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(SAME,), compiled="nothing", buckets="one")
+        ranks, FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(SAME,), compiled="nothing", buckets="one")
     )
 
 
-def test_layout_of_a_gradient_that_only_another_rank_produced(ranks2: Ranks) -> None:
+def test_layout_of_a_gradient_that_only_another_rank_produced(ranks: Ranks) -> None:
     """It was contiguous, whatever the parameter's memory order."""
     case = FuzzCase(
         blocks=(BlockSpec("layouts"),),
@@ -37,7 +37,7 @@ def test_layout_of_a_gradient_that_only_another_rank_produced(ranks2: Ranks) -> 
         ways=((), (0,)),
         find_unused=True,
     )
-    assert_equal(ranks2, case)
+    assert_equal(ranks, case)
 
 
 def compiled_every_other_time_on_rank_1(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -57,12 +57,12 @@ def run_accumulation_that_ends_uncompiled() -> None:
     )
 
 
-def test_accumulation_that_ends_uncompiled_on_one_rank(ranks2: Ranks) -> None:
+def test_accumulation_that_ends_uncompiled_on_one_rank(ranks: Ranks) -> None:
     """Rank 1 went over to torch's reducer in its first synchronised backward, rank 0 stayed with the hooks."""
-    ranks2.run(run_accumulation_that_ends_uncompiled)
+    ranks.run(run_accumulation_that_ends_uncompiled)
 
 
-def test_hooks_return_in_the_middle_of_an_accumulation(ranks2: Ranks) -> None:
+def test_hooks_return_in_the_middle_of_an_accumulation(ranks: Ranks) -> None:
     """What was used inside `no_sync()` while torch's reducer was at work counted as unused by every rank."""
     case = FuzzCase(
         blocks=(BlockSpec("linear"), BlockSpec("linear")),
@@ -75,10 +75,10 @@ def test_hooks_return_in_the_middle_of_an_accumulation(ranks2: Ranks) -> None:
         compiled="late",
         find_unused=True,
     )
-    assert_equal(ranks2, case)
+    assert_equal(ranks, case)
 
 
-def test_memory_order_without_passes(ranks2: Ranks) -> None:
+def test_memory_order_without_passes(ranks: Ranks) -> None:
     """Rank 0 took part with zeros row by row, rank 1 with a gradient in channels_last: they were added up crosswise."""
     case = FuzzCase(
         blocks=(BlockSpec("conv channels_last", hidden=5),),
@@ -89,10 +89,10 @@ def test_memory_order_without_passes(ranks2: Ranks) -> None:
         buckets="no passes",
         find_unused=True,
     )
-    assert_equal(ranks2, case)
+    assert_equal(ranks, case)
 
 
-def test_torch_reducer_comes_in_the_middle_of_an_accumulation(ranks2: Ranks) -> None:
+def test_torch_reducer_comes_in_the_middle_of_an_accumulation(ranks: Ranks) -> None:
     """What hooks had seen used inside `no_sync()` was unknown to the reducer that was made for the reduction."""
     case = FuzzCase(
         blocks=(BlockSpec("linear"),),
@@ -102,4 +102,4 @@ def test_torch_reducer_comes_in_the_middle_of_an_accumulation(ranks2: Ranks) -> 
         compiled="nothing",
         find_unused=True,
     )
-    assert_equal(ranks2, case)
+    assert_equal(ranks, case)

@@ -62,8 +62,24 @@ INSIDE_A_PACKAGE = {
     ),
     "explanation": (("exposure", "advice"), ("facts", "text"), ("explained",), ("__init__",)),
     "timelines": (("events", "svg"), ("page", "picture", "trace_events"), ("__init__",)),
-    "bench": (("contract",), ("__init__",)),
-    "commands": (("parsing", "files"), ("dump", "explain", "plan", "timeline", "train", "whatif"), ("__init__",)),
+    "bench": (
+        ("contract", "beds", "machine", "progress", "selfcheck", "models", "equality"),
+        ("workloads", "modes/loop", "modes/packages", "modes/unavailable"),
+        ("modes/ours", "modes/torch_ddp", "modes/functional", "modes/bounds", "modes/decent_dp", "modes/thunder"),
+        ("modes/python_reducer",),
+        ("modes/__init__",),
+        ("catalogue",),
+        ("suite", "worker"),
+        ("results", "crew"),
+        ("ratios", "runner"),
+        ("compare", "report", "picture"),
+        ("__init__",),
+    ),
+    "commands": (
+        ("parsing", "files"),
+        ("bench", "dump", "explain", "plan", "timeline", "train", "whatif"),
+        ("__init__",),
+    ),
 }
 PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.

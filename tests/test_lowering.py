@@ -302,10 +302,10 @@ OTHER_STRIDES = "aten.convolution_backward.default writes with other strides, or
     ids=["packed", "gaps", "apart", "gaps and apart"],
 )
 def test_a_bucket_is_right_whatever_its_members_are(
-    ranks2: Ranks, scale: float, layout: Layout, convolution: str
+    ranks: Ranks, scale: float, layout: Layout, convolution: str
 ) -> None:
     """The collective overwrites the bucket: a gradient that is looked at later has to lie somewhere else."""
-    for copied in ranks2.run(run_sources, scale, layout):
+    for copied in ranks.run(run_sources, scale, layout):
         assert copied == {
             3: "the result of aten.mm.out is used in another place too",
             4: "the result of aten.mm.out is used in another place too",

@@ -189,10 +189,10 @@ def check_measured(ranks: Ranks, device: str) -> None:
         assert memory.ddp_nbytes <= ddp + 2**20, (ddp, memory)
 
 
-def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated(ranks2: Ranks) -> None:
-    check_measured(ranks2, "cpu")
+def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated(ranks: Ranks) -> None:
+    check_measured(ranks, "cpu")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch's allocation statistics")
-def test_the_same_on_a_gpu(ranks2: Ranks) -> None:
-    check_measured(ranks2, "cuda")
+def test_the_same_on_a_gpu(ranks: Ranks) -> None:
+    check_measured(ranks, "cuda")

@@ -14,6 +14,7 @@ from dp_compile import _torch, pass_table, tables
 from dp_compile.passes import DEFAULT_PASSES, Pipeline
 from dp_compile.report import PassRecord
 from dp_compile.train.gpt import GPTConfig
+from dp_compile.train.resnet import RESNET_50, resnet
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -90,5 +91,5 @@ def test_the_synthetic_graph_is_one_that_the_passes_take() -> None:
 
 def test_resnet_50_has_its_known_number_of_parameters() -> None:
     with torch.device("meta"):
-        model = pass_table.resnet(pass_table.STAGES)
+        model = resnet(RESNET_50)
     assert sum(parameter.numel() for parameter in model.parameters()) == 25_557_032

@@ -247,8 +247,8 @@ def refused_by_torch_ddp() -> str:
     return "no error"
 
 
-def test_wrapped_by_torch_ddp(ranks2: Ranks) -> None:
-    for text in ranks2.run(refused_by_torch_ddp):
+def test_wrapped_by_torch_ddp(ranks: Ranks) -> None:
+    for text in ranks.run(refused_by_torch_ddp):
         assert "submodule 0 is managed by torch's DistributedDataParallel" in text
 
 
@@ -261,8 +261,8 @@ def start_state() -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-def test_first_rank_is_copied(ranks2: Ranks) -> None:
-    first, second = ranks2.run(start_state)
+def test_first_rank_is_copied(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(start_state)
     assert first["steps"].item() == 5
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
@@ -300,16 +300,16 @@ def disagree(how: str) -> tuple[str, float]:
         ("cap", "bucket_cap_mb is 3"),
     ],
 )
-def test_ranks_with_other_models(ranks2: Ranks, how: str, difference: str) -> None:
-    for text, seconds in ranks2.run(disagree, how):
+def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> None:
+    for text, seconds in ranks.run(disagree, how):
         assert text.startswith("DesyncError")
         assert "rank 1 differs from rank 0" in text
         assert difference in text
         assert seconds < 30
 
 
-def test_error_on_one_rank_reaches_the_other(ranks2: Ranks) -> None:
-    (first, _), (second, _) = ranks2.run(disagree, "error")
+def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
+    (first, _), (second, _), *_ = ranks.run(disagree, "error")
     assert "rank 1 cannot go on: Net has no parameter that requires a gradient" in first
     assert second.startswith("ModuleError")
 
@@ -424,8 +424,8 @@ def beside_fully_shard_unseen() -> str:
     return "no error"
 
 
-def test_fully_shard_in_a_captured_backward_is_refused(ranks2: Ranks) -> None:
-    for text in ranks2.run(beside_fully_shard_unseen):
+def test_fully_shard_in_a_captured_backward_is_refused(ranks: Ranks) -> None:
+    for text in ranks.run(beside_fully_shard_unseen):
         assert "reaches a module that fully_shard manages" in text
 
 

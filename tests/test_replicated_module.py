@@ -361,8 +361,8 @@ def train_lazy(compiled: bool) -> tuple[dict[str, torch.Tensor], dict[str, int]]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_lazy_modules_train_in_step(ranks2: Ranks, compiled: bool) -> None:
-    (first, ways), (second, _) = ranks2.run(train_lazy, compiled)
+def test_lazy_modules_train_in_step(ranks: Ranks, compiled: bool) -> None:
+    (first, ways), (second, _), *_ = ranks.run(train_lazy, compiled)
     assert ways == ({"captured": 3} if compiled else {"torch reducer": 3})
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
@@ -501,8 +501,8 @@ def train_with_comm_hook(how: str, name: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("how", "name"), [("eager", "ours"), ("compiled", "ours"), ("compiled", "fp16"), ("wrapper", "ours")]
 )
-def test_comm_hook_as_torch_ddp(ranks2: Ranks, how: str, name: str) -> None:
-    for ways in ranks2.run(train_with_comm_hook, how, name):
+def test_comm_hook_as_torch_ddp(ranks: Ranks, how: str, name: str) -> None:
+    for ways in ranks.run(train_with_comm_hook, how, name):
         assert ways == {"without sync": 3, "torch reducer": 3}
 
 
@@ -516,6 +516,6 @@ def another_hook_on_the_second_rank() -> str:
     return "no error"
 
 
-def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
-    for text in ranks2.run(another_hook_on_the_second_rank):
+def test_ranks_with_other_comm_hooks(ranks: Ranks) -> None:
+    for text in ranks.run(another_hook_on_the_second_rank):
         assert 'comm hook is "counting_hook" there, "allreduce_hook" on rank 0' in text

@@ -89,8 +89,8 @@ def same_bits(world_size: int, backend: str, cap_mb: float = 0.01) -> int:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_same_bits_as_ddp_on_2_ranks(ranks2: Ranks, backend: str) -> None:
-    assert ranks2.run(same_bits, 2, backend)[0] > 3
+def test_same_bits_as_ddp_on_2_ranks(ranks: Ranks, backend: str) -> None:
+    assert ranks.run(same_bits, 2, backend)[0] > 3
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -123,8 +123,8 @@ def train(
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_one_rank_cannot_capture_the_first_backward(ranks2: Ranks, who: int) -> None:
-    one, other = ranks2.run(train_eager_at, who)
+def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, who: int) -> None:
+    one, other, *_ = ranks.run(train_eager_at, who)
     assert one[0].plan == other[0].plan
     assert torch.equal(one[1], other[1])
     estimated = names(one[0].plan)[0] == "layers.0.bias"
@@ -139,8 +139,8 @@ def replan() -> tuple[Report, torch.Tensor, tuple[Report, torch.Tensor]]:
     return (*train({"replan_after": 2}, 6), train({}, 6))
 
 
-def test_one_plan_from_measured_launches(ranks2: Ranks) -> None:
-    one, other = ranks2.run(replan)
+def test_one_plan_from_measured_launches(ranks: Ranks) -> None:
+    one, other, *_ = ranks.run(replan)
     assert one[0].plan == other[0].plan
     assert "ready times are measured" in str(one[0])
     assert "speeds off by 0.9x to 1.1x" in str(one[0])
@@ -154,8 +154,8 @@ def replan_eager() -> tuple[Report, torch.Tensor]:
     return train({"replan_after": 1}, 5, eager_at=(1, 1))
 
 
-def test_the_plan_stays_if_a_rank_measured_nothing(ranks2: Ranks) -> None:
-    one, other = ranks2.run(replan_eager)
+def test_the_plan_stays_if_a_rank_measured_nothing(ranks: Ranks) -> None:
+    one, other, *_ = ranks.run(replan_eager)
     assert one[0].plan == other[0].plan
     assert "estimated from the captured graph" in str(one[0])
     assert torch.equal(one[1], other[1])
@@ -185,8 +185,8 @@ def late_leader() -> str:
     return "no error"
 
 
-def test_the_deciding_rank_is_missing(ranks2: Ranks) -> None:
-    assert "rank 0 has not decided within 1 s" in ranks2.run(late_leader)[1]
+def test_the_deciding_rank_is_missing(ranks: Ranks) -> None:
+    assert "rank 0 has not decided within 1 s" in ranks.run(late_leader)[1]
 
 
 # --- hooks or torch's reducer -------------------------------------------------------------------------------------
@@ -225,8 +225,8 @@ def skip_the_compiled_part() -> dict[str, int]:
     return dict(dp_compile.report(ours).backwards)
 
 
-def test_one_rank_runs_compiled_code_and_the_other_does_not(ranks2: Ranks) -> None:
-    one, other = ranks2.run(skip_the_compiled_part)
+def test_one_rank_runs_compiled_code_and_the_other_does_not(ranks: Ranks) -> None:
+    one, other, *_ = ranks.run(skip_the_compiled_part)
     assert one == {"captured": 2, "eager hooks": 2}
     assert other == {"captured": 2, "eager hooks": 2}
 
@@ -242,9 +242,9 @@ def late_compilation() -> dict[str, int]:
     return dict(dp_compile.report(ours).backwards)
 
 
-def test_hooks_come_back_on_all_ranks_at_once(ranks2: Ranks) -> None:
+def test_hooks_come_back_on_all_ranks_at_once(ranks: Ranks) -> None:
     """They ask before backwards 1, 2, 3 and 5."""
-    one, other = ranks2.run(late_compilation)
+    one, other, *_ = ranks.run(late_compilation)
     assert one == {"torch reducer": 4, "captured": 2}
     assert other == {"torch reducer": 4, "eager hooks": 2}
 

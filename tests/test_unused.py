@@ -73,8 +73,8 @@ def run_zeros(way: str, micro_steps: int, kept: bool) -> dict[str, int]:
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("micro_steps", [1, 2])
 @pytest.mark.parametrize("way", ["captured", "eager hooks", "torch reducer"])
-def test_zeros(ranks2: Ranks, way: str, micro_steps: int, kept: bool) -> None:
-    for backwards in ranks2.run(run_zeros, way, micro_steps, kept):
+def test_zeros(ranks: Ranks, way: str, micro_steps: int, kept: bool) -> None:
+    for backwards in ranks.run(run_zeros, way, micro_steps, kept):
         assert backwards[way] == 6
 
 
@@ -111,15 +111,15 @@ def run_nan(value: float, way: str, checked: bool) -> str:
 
 
 @pytest.mark.parametrize("way", ["captured", "eager hooks", "torch reducer"])
-def test_a_loss_that_is_not_finite_on_one_rank(ranks2: Ranks, way: str) -> None:
-    messages = ranks2.run(run_nan, float("nan"), way, True)
+def test_a_loss_that_is_not_finite_on_one_rank(ranks: Ranks, way: str) -> None:
+    messages = ranks.run(run_nan, float("nan"), way, True)
     assert messages[0] == messages[1]
     assert "reduced gradients are not finite: scale (nan), first.weight (nan). The loss" in messages[0]
     assert "loss was not finite on rank(s) 1 of the group" in messages[0]
 
 
-def test_a_gradient_that_is_not_finite(ranks2: Ranks) -> None:
-    messages = ranks2.run(run_nan, 0.0, "captured", True)
+def test_a_gradient_that_is_not_finite(ranks: Ranks) -> None:
+    messages = ranks.run(run_nan, 0.0, "captured", True)
     assert messages[0] == messages[1]
     assert "not finite: scale (nan). The loss was finite on every rank" in messages[0]
 

@@ -185,8 +185,8 @@ def run_on_ranks() -> tuple[Any, list[torch.Tensor], tuple[int, int]]:
     return dp_compile.report(model).plan, [parameter.detach() for parameter in model.parameters()], late
 
 
-def test_two_ranks_with_shapes_of_their_own(ranks2: Ranks) -> None:
-    (plan, parameters, late), (other_plan, other_parameters, other_late) = ranks2.run(run_on_ranks)
+def test_two_ranks_with_shapes_of_their_own(ranks: Ranks) -> None:
+    (plan, parameters, late), (other_plan, other_parameters, other_late), *_ = ranks.run(run_on_ranks)
     assert plan == other_plan
     assert late == other_late == (0, 0)
     assert all(torch.equal(one, other) for one, other in zip(parameters, other_parameters, strict=True))
@@ -204,7 +204,7 @@ def run_differently(missing: bool) -> str:
     return "no error"
 
 
-def test_ranks_have_to_warm_up_alike(ranks2: Ranks) -> None:
-    for message in ranks2.run(run_differently, False):
+def test_ranks_have_to_warm_up_alike(ranks: Ranks) -> None:
+    for message in ranks.run(run_differently, False):
         assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in message
-    assert "no word from rank(s) 1" in ranks2.run(run_differently, True)[0]
+    assert "no word from rank(s) 1" in ranks.run(run_differently, True)[0]

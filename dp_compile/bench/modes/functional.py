@@ -1,0 +1,114 @@
+"""Collectives in the graph, as SimpleFSDP's `replicate`, with the passes that Inductor has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.func import functional_call
+
+from dp_compile import _torch
+from dp_compile.bench.contract import Mode, Trainer, Workload
+from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, trainable
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.grad_reduction import averaging_for
+
+# What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
+OVERLAPPED: Final = {
+    "aten_distributed_optimizations.enable_overlap_scheduling": True,
+    "aten_distributed_optimizations.collective_bucketing": True,
+    "aten_distributed_optimizations.insert_overlap_deps": True,
+    "allow_buffer_reuse": False,
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+}
+BUCKETED: Final = {"bucket_all_reduces_fx": "all"}
+
+
+@dataclass(frozen=True, slots=True)
+class Functional:
+    """`torch.compile` of a model whose parameters reduce their gradient in their own backward: one graph with all.
+
+    SimpleFSDP's data parallelism with `mode="replicate"` (arXiv 2411.00284), in plain tensors: each parameter goes
+    through a function that is nothing in the forward and an all-reduce in the backward. `settings` are Inductor's,
+    set for the process: none (torch's defaults), `bucket_all_reduces_fx`, or overlap scheduling as torchtitan has it.
+    """
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_bound: bool = False
+    backend: str = "inductor"
+
+    def why_not(self) -> str | None:
+        if self.settings == OVERLAPPED and not torch.cuda.is_available():
+            return (
+                "Inductor's overlap scheduling estimates times from what Triton knows of a GPU; on a CPU it ends with "
+                "an error (seen with torch 2.13)."
+            )
+        return None
+
+    def prepare(self, workload: Workload) -> Trainer:
+        model = build(workload)
+        _torch.configure_process(inductor=self.settings)
+        call = torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
+        return Loop(workload, trainable(model), call)
+
+
+class _ReducedInBackward(nn.Module):
+    """Calls a model with stand-ins for its parameters whose gradients are averaged over the default group."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.averaging = averaging_for(dist.get_backend(), dist.get_world_size())
+        assert dist.group.WORLD is not None
+        self.group = _torch.group_name(dist.group.WORLD)
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        reduce_op, scale, group = self.averaging.reduce_op, self.averaging.scale, self.group
+        reduced = {
+            name: _StandIn.apply(each, reduce_op, scale, group)  # type: ignore[no-untyped-call]
+            for name, each in self.model.named_parameters()
+            if each.requires_grad
+        }
+        out: torch.Tensor = functional_call(self.model, reduced, inputs)
+        return out
+
+
+class _StandIn(torch.autograd.Function):
+    """A view of a parameter; its gradient is averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, reduce_op: str, scale: float, group: str) -> torch.Tensor:
+        ctx.reduce_op, ctx.scale, ctx.group = reduce_op, scale, group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (gradient,) = gradients
+        scaled = gradient if ctx.scale == 1.0 else gradient * ctx.scale
+        return WAIT(ALL_REDUCE(scaled, ctx.reduce_op, ctx.group)), None, None, None
+
+
+KINDS: Final = (
+    Functional("functional"),
+    Functional("functional_bucketed", BUCKETED),
+    Functional("functional_overlap", OVERLAPPED),
+)
+
+
+def with_cap(kind: Functional, argument: str) -> Mode:
+    """`functional_bucketed` with a cap in MiB instead of torch's 2,000."""
+    cap = partial(_same_for_all, cap_mb_of(argument, kind.name))
+    settings = {**kind.settings, "bucket_all_reduces_fx_bucket_size_determinator": cap}
+    return replace(kind, name=f"{kind.name}:{argument}", settings=settings)
+
+
+def _same_for_all(cap_mb: float, bucket: int) -> float:
+    """No lambda: what is in Inductor's settings has to be picklable for its caches."""
+    return cap_mb

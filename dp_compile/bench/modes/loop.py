@@ -1,0 +1,105 @@
+"""The training loop that modes share: where a model is, how a batch goes through it, and what its gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile import _torch
+from dp_compile.bench.contract import Batch, Workload
+from dp_compile.errors import ConfigError
+
+SEED: Final = 0
+"""Of the weights: the same in every mode and on every rank, before anybody broadcasts them."""
+MOMENTUM: Final = 0.9
+
+
+def place() -> torch.device:
+    """This process's GPU if the default process group has a backend of its own for GPUs, else the CPU.
+
+    gloo would take tensors of a GPU too, by way of the CPU; nobody who asks for gloo wants that timed.
+    """
+    if torch.cuda.is_available():
+        backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
+        if backends.get("cuda", "gloo") != "gloo":
+            return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def build(workload: Workload) -> nn.Module:
+    """The workload's model with its weights, in its place, in training mode.
+
+    Dynamo leaves a model with `torch.nn`'s recurrent layers to eager unless it is told otherwise. Here it is, in every
+    mode, for the process: without it all compiled modes would be the eager one.
+    """
+    _torch.configure_process(dynamo={"allow_rnn": True})  # torch's recurrent layers are left out by default
+    torch.manual_seed(SEED)
+    return workload.build().to(place()).train()
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """By the workload's own names; take them before something wraps the model."""
+    return {name: each for name, each in model.named_parameters() if each.requires_grad}
+
+
+def backward(loss: torch.Tensor) -> None:
+    """The plain one."""
+    loss.backward()
+
+
+class Loop:
+    """Forward, backward, SGD with momentum 0.9, gradients set to `None`.
+
+    Args:
+        workload: what is trained.
+        parameters: what the optimizer moves, by the workload's own names.
+        call: the model, or what a mode made of it.
+        backward: how the gradients of a loss come into `.grad`, reduced.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        parameters: Mapping[str, nn.Parameter],
+        call: Callable[..., torch.Tensor],
+        backward: Callable[[torch.Tensor], None] = backward,
+    ) -> None:
+        self._workload, self._parameters, self._call, self._reduced_backward = workload, parameters, call, backward
+        self._place = place()
+        self._optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
+
+    def step(self, batch: Batch) -> None:
+        self._backward(batch)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        self._backward(batch)
+        found = {name: each.grad.clone() for name, each in self._parameters.items() if each.grad is not None}
+        self._optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def _backward(self, batch: Batch) -> None:
+        placed = tuple(each.to(self._place, non_blocking=True) for each in batch)
+        self._reduced_backward(self._workload.loss(self._call, placed))
+
+
+def cap_mb_of(argument: str, mode: str) -> float:
+    """A bucket cap in MiB from a mode's name, `5` in `ddp:5`.
+
+    Raises:
+        ConfigError: it is no number above zero.
+    """
+    try:
+        cap_mb = float(argument)
+    except ValueError:
+        cap_mb = 0.0
+    if not 0 < cap_mb < float("inf"):
+        raise ConfigError(
+            f"mode '{mode}:{argument}': what follows '{mode}:' must be a number of MiB > 0, as in '{mode}:5'."
+        )
+    return cap_mb

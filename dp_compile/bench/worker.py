@@ -1,0 +1,251 @@
+"""One rank of one mode, in a process of its own: does what the runner asks over a pipe.
+
+Dynamo, Inductor and DDP keep so much state in a process that two modes in one would disturb each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import re
+import signal
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.bench import catalogue, selfcheck
+from dp_compile.bench.contract import Batch, Trainer, Workload
+
+SEED: Final = 20_261
+_PR_SET_PDEATHSIG: Final = 1
+_NORM_FLOOR: Final = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which rank of which group."""
+
+    rank: int
+    ranks: int
+    threads: int
+    backend: str
+    host: str
+    timeout_s: float
+    imports: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """`wall_s` a step; `cpu_s` of the process for the whole request, batches included."""
+
+    wall_s: float
+    cpu_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """See `compare`."""
+
+    wall_s: float
+    error: float
+    parameter: str
+
+
+@dataclass(slots=True)
+class Rank:
+    """What a process knows between requests. The runner calls the public methods by name."""
+
+    place: Place
+    store: Any = None
+    trainer: Trainer | None = None
+    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+
+    def open_store(self) -> int:
+        """On rank 0. Returns the port that the others come to."""
+        self.store = self._store(0, is_master=True)
+        return int(self.store.port)
+
+    def meet(self, port: int) -> None:
+        for module in self.place.imports:
+            importlib.import_module(module)
+        store = self.store if self.store is not None else self._store(port, is_master=False)
+        place = self.place
+        dist.init_process_group(
+            place.backend,
+            store=store,
+            rank=place.rank,
+            world_size=place.ranks,
+            timeout=timedelta(seconds=place.timeout_s),
+        )
+        dist.barrier()
+
+    def self_check(self) -> selfcheck.SelfCheck:
+        return selfcheck.measure()
+
+    def prepare(self, workload: str, mode: str) -> float:
+        """Build the mode's trainer. Seconds."""
+        found = _with_fixed_weights(catalogue.workload(workload))
+        start = time.perf_counter()
+        self.trainer = catalogue.mode(mode).prepare(found)
+        _synchronize()
+        self.batches = _batches(found, self.place.rank)
+        return time.perf_counter() - start
+
+    def prepare_compute(self, workload: str) -> None:
+        """The compiled model alone, without any group."""
+        found = _with_fixed_weights(catalogue.workload(workload))
+        self.trainer = _Compute(found)
+        self.batches = _batches(found, self.place.rank)
+
+    def gradients(self, workload: str, expected: str) -> Compared:
+        """Of the first batch, compared with the file that `average_gradients` wrote."""
+        assert self.trainer is not None
+        batch = next(_batches(catalogue.workload(workload), self.place.rank))
+        start = time.perf_counter()
+        gradients = self.trainer.gradients(batch)
+        _synchronize()
+        wall_s = time.perf_counter() - start
+        parameter, error = compare(gradients, torch.load(expected, mmap=True))
+        return Compared(wall_s, error, parameter)
+
+    def average_gradients(self, workload: str, path: str) -> int:
+        """Gradients of all ranks' first batches, averaged by this process alone, eagerly. Bytes of them."""
+        found = _with_fixed_weights(catalogue.workload(workload))
+        model = found.build().train()
+        for rank in range(self.place.ranks):
+            found.loss(model, next(_batches(found, rank))).backward()
+        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+        for gradient in gradients.values():
+            gradient.div_(self.place.ranks)
+        torch.save(gradients, path)
+        return sum(gradient.nbytes for gradient in gradients.values())
+
+    def steps(self, count: int) -> Stepped:
+        """Seconds a step, of `count` that are timed as one; ranks start together, batches are ready."""
+        assert self.trainer is not None
+        cpu = time.process_time()
+        batches = [next(self.batches) for _ in range(count)]
+        if dist.is_initialized():
+            dist.barrier()
+        start = time.perf_counter()
+        for batch in batches:
+            self.trainer.step(batch)
+        _synchronize()
+        return Stepped((time.perf_counter() - start) / count, time.process_time() - cpu)
+
+    def forget_peak(self) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.reset_peak_memory_stats()
+        else:
+            with suppress(OSError):  # then the peak of the compilation counts too
+                Path("/proc/self/clear_refs").write_text("5")
+
+    def peak_nbytes(self) -> int:
+        if torch.accelerator.is_available():
+            return int(torch.accelerator.max_memory_allocated())
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+    def _store(self, port: int, *, is_master: bool) -> Any:
+        return dist.TCPStore(  # type: ignore[attr-defined]
+            self.place.host,
+            port,
+            self.place.ranks,
+            is_master,
+            timedelta(seconds=self.place.timeout_s),
+            wait_for_workers=False,
+        )
+
+
+def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
+    """The parameter whose gradient is farthest off, and how far: norm of the difference over norm of the expected.
+
+    Below 1e-4 of the largest gradient's norm a gradient is rounding noise (biases of keys in an attention, whose
+    gradient is zero): its difference is divided by that.
+
+    Raises:
+        ValueError: a gradient too many or too few.
+    """
+    if set(gradients) != set(expected):
+        missing, extra = sorted(set(expected) - set(gradients)), sorted(set(gradients) - set(expected))
+        raise ValueError(f"gradients of other parameters than the workload's: missing {missing}, too many {extra}")
+    norms = {name: float(torch.linalg.vector_norm(each)) for name, each in expected.items()}
+    floor = _NORM_FLOOR * max(norms.values())
+    errors = {
+        name: float(torch.linalg.vector_norm(gradients[name].detach().cpu().float() - expected[name]))
+        / max(norm, floor, torch.finfo(torch.float32).tiny)
+        for name, norm in norms.items()
+    }
+    # NaN is larger than anything.
+    parameter = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
+    return parameter, errors[parameter]
+
+
+class _Compute:
+    """Compiled forward and backward of one process, nothing else."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._model = workload.build().train()
+        self._compiled: Callable[..., torch.Tensor] = torch.compile(self._model)
+        self._loss = workload.loss
+
+    def step(self, batch: Batch) -> None:
+        self._loss(self._compiled, batch).backward()
+        self._model.zero_grad(set_to_none=True)
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        raise AssertionError("compute has no reduced gradients")
+
+
+def _with_fixed_weights(workload: Workload) -> Workload:
+    """Whatever a mode does to the generator before it builds, the weights are those of the gradients it has to have."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(SEED)
+        return workload.build()
+
+    return replace(workload, build=build)
+
+
+def _batches(workload: Workload, rank: int) -> Iterator[Batch]:
+    generator = torch.Generator().manual_seed(SEED + rank)
+    while True:
+        yield workload.batch(generator)
+
+
+def _synchronize() -> None:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+def main(handle: int) -> None:
+    """Serve requests `(method, arguments)` until the pipe closes; answer `(True, value)` or `(False, traceback)`."""
+    # A runner that was killed cannot end its ranks.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    connection = Connection(handle)
+    place: Place = connection.recv()
+    torch.set_num_threads(place.threads)
+    rank = Rank(place)
+    connection.send((True, os.getpid()))
+    while True:
+        try:
+            method, arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, getattr(rank, method)(*arguments)
+        except Exception:
+            answer = False, traceback.format_exc()
+        connection.send(answer)

@@ -1,0 +1,107 @@
+"""Small workloads and modes for the tests of the benchmark, named in suites as `bench_standins:function`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.bench.contract import Batch, Trainer, Workload
+
+
+def tiny() -> Workload:
+    return Workload(
+        name="tiny",
+        build=lambda: nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)),
+        batch=lambda generator: (torch.randn(8, 16, generator=generator), torch.randn(8, 4, generator=generator)),
+        loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+    )
+
+
+def tiny_too() -> Workload:
+    return tiny()
+
+
+class Averaged:
+    """Eager, one all-reduce a parameter."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.model = workload.build()
+        self.loss = workload.loss
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=workload.lr, momentum=0.9)
+
+    def step(self, batch: Batch) -> None:
+        self.backward(batch)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        self.backward(batch)
+        found = {name: each.grad.clone() for name, each in self.model.named_parameters() if each.grad is not None}
+        self.optimizer.zero_grad(set_to_none=True)
+        return found
+
+    def backward(self, batch: Batch) -> None:
+        self.loss(self.model, batch).backward()
+        for parameter in self.model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+class Unaveraged(Averaged):
+    def backward(self, batch: Batch) -> None:
+        self.loss(self.model, batch).backward()
+
+
+class ComputeOnly(Unaveraged):
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        raise AssertionError("the gradients of a bound are not compared")
+
+
+class HangsInAStep(Averaged):
+    def step(self, batch: Batch) -> None:
+        if dist.get_rank() == 1:
+            time.sleep(1000)
+
+
+@dataclass(frozen=True)
+class OneMode:
+    name: str
+    trainer: Callable[[Workload], Trainer]
+    is_bound: bool = False
+    reason: str | None = None
+
+    def why_not(self) -> str | None:
+        return self.reason
+
+    def prepare(self, workload: Workload) -> Trainer:
+        return self.trainer(workload)
+
+
+def oracle() -> OneMode:
+    return OneMode("oracle", ComputeOnly, is_bound=True)
+
+
+def averaged() -> OneMode:
+    return OneMode("averaged", Averaged)
+
+
+def unaveraged() -> OneMode:
+    return OneMode("unaveraged", Unaveraged)
+
+
+def hangs() -> OneMode:
+    return OneMode("hangs", HangsInAStep)
+
+
+def missing() -> OneMode:
+    return OneMode("missing", Averaged, reason="the package horovod is not installed")
+
+
+def nothing() -> object:
+    return object()
