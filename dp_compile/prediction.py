@@ -373,8 +373,11 @@ def _bound(step: Step) -> float:
 
 
 def _backward_basis(step: Step, scenario: Scenario) -> str:
-    known = step.ready.backward_s is not None
-    text = f"backward: {step.ready.basis}" if known else "the backward as long as the step's communication, assumed"
+    text = f"backward: {step.ready.basis}"
+    if step.ready.backward_s is None:
+        text = "the backward as long as the step's communication, assumed"
+    elif step.measured is not None and step.ready.basis != MEASURED:
+        text = f"the backward as measured on rank {step.measured.rank}"
     return text if scenario.compute_scale == 1.0 else f"{text}, times {scenario.compute_scale:g}"
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
+from dp_compile.explanation.exposure import with_measured_backward
 from dp_compile.observe import step_of
 from dp_compile.plan import UNUSED_FLAGS, count, format_bytes
 from dp_compile.prediction import AS_PLANNED, Prediction, Scenario, band_for, extrapolated, predict
@@ -127,7 +128,7 @@ def what_if(
         ConfigError: a wish is not allowed.
         ModuleError: the module is not replicated, or has not trained a step.
     """
-    step = step_or_model if isinstance(step_or_model, Step) else _step_of(step_or_model)
+    step = with_measured_backward(step_or_model if isinstance(step_or_model, Step) else _step_of(step_or_model))
     if cost is not None and step.world_size == 1:
         raise ConfigError("cost is of a collective over the step's ranks, but the step ran on 1. Give links instead.")
     predictions = _Predictions(step, cost)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -426,6 +429,17 @@ def test_explains_a_module_under_torchs_reducer(ranks2: Ranks) -> None:
     for text in ranks2.run(explain_under_torchs_reducer):
         check_screen(text)
         assert "No timeline: torch's C++ reducer makes its own buckets" in text
+
+
+def test_who_reads_only_the_first_lines_sees_no_stack_trace(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(step(0.004).to_json())
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "dp_compile", "explain", str(file)]
+    ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 @pytest.mark.usefixtures("fake_group")

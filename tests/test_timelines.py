@@ -21,7 +21,7 @@ from dp_compile import cli
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
 from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan
-from dp_compile.ready_times import ReadyTimes
+from dp_compile.ready_times import ESTIMATED, ReadyTimes
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step
 from dp_compile.timelines import timeline_page, timeline_picture, timeline_trace
 from dp_compile.timelines.events import (
@@ -56,6 +56,16 @@ def with_measured(step: Step, *buckets: MeasuredBucket, backward_s: float = 0.02
 
 
 # --- events -----------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_starts_from_a_measured_backward_as_explanations_do() -> None:
+    step = measured_like(step_of_buckets(4))
+    unknown = dataclasses.replace(step, ready=dataclasses.replace(step.ready, backward_s=None, basis=ESTIMATED))
+    planned = timeline_of(unknown).views[0]
+    assert step.measured is not None
+    assert planned.backward_s == pytest.approx(step.measured.backward_s - step.measured.exposed_s)
+    assert planned.source == "predicted; the backward as measured on rank 0"
+    assert timeline_of(step).views[0].source == f"predicted; {step.ready.basis}"
 
 
 def test_the_planned_view() -> None:

@@ -18,10 +18,11 @@ import dp_compile
 from dp_compile import cli
 from dp_compile.cost_model import AllReduceCost, CostFit
 from dp_compile.devices import DEVICES, Device, device
+from dp_compile.explanation import explanation_of
 from dp_compile.plan import UNUSED_FLAGS
 from dp_compile.prediction import Scenario, extrapolated, predict
 from dp_compile.rehearsal import Subject, default_loss, load_subject, rehearse
-from dp_compile.step import MeasuredStep, Step
+from dp_compile.step import MeasuredBucket, MeasuredStep, Step
 from dp_compile.train.gpt import GPT, GPTConfig
 from dp_compile.what_if import CURVE_RANKS, format_ms, what_if
 
@@ -48,6 +49,19 @@ ranks  link         gradients  buckets      number  backward   exposed  to bound
    64  ethernet-25  bfloat16   fixed 1 MiB       2   11.5 ms   1.46 ms     1.126  3.8 MiB
 """,
     )
+
+
+def test_a_measured_backward_counts_as_it_does_in_an_explanation() -> None:
+    ready = dataclasses.replace(STEP.ready, backward_s=None)
+    bucket = MeasuredBucket(0.001, None, 0.001)
+    measured = MeasuredStep(0.008, (bucket,) * len(STEP.plan.buckets), "clock", rank=1)
+    step = dataclasses.replace(STEP, ready=ready, measured=measured)
+    found = what_if(step, strategies=("as planned",), curve=False)
+    explained = explanation_of(step)
+    assert found.rows[0].backward_s == explained.backward_s == pytest.approx(0.005)
+    assert found.rows[0].makespan_s == pytest.approx(explained.end_s)
+    assert "the backward as measured on rank 1" in str(found)
+    assert "assumed" not in str(found)
 
 
 def test_the_curve() -> None:

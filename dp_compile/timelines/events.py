@@ -15,7 +15,9 @@ from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
 from dp_compile.cost_model import release_time_bound
+from dp_compile.explanation.exposure import with_measured_backward
 from dp_compile.plan import UNUSED_FLAGS, Bucket, count, format_bytes
+from dp_compile.ready_times import MEASURED as MEASURED_TIMES
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 
 PLANNED: Final = "planned"
@@ -143,6 +145,7 @@ class Fact(NamedTuple):
 
 def timeline_of(step: Step) -> Timeline:
     """The planned view, and the measured one if the step was measured."""
+    step = with_measured_backward(step)
     lanes = _lane_names([bucket.key[1:] for bucket in step.plan.buckets])
     numbers = {key: number for number, key in enumerate(dict.fromkeys(bucket.key for bucket in step.plan.buckets))}
     lane_of = [numbers[bucket.key] for bucket in step.plan.buckets]
@@ -169,9 +172,15 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
         Transfer(number, lane, each.ready_s, each.start_s, each.finish_s, each.exposed_s)
         for number, (lane, each) in enumerate(zip(lane_of, planned_buckets(step), strict=True))
     ]
-    source = f"predicted; {step.ready.basis}"
-    view = View(PLANNED, source, step.backward_s, tuple(_in_rows(transfers)))
+    view = View(PLANNED, f"predicted; {_basis(step)}", step.backward_s, tuple(_in_rows(transfers)))
     return _with_critical_path(view, step, [None, *range(len(transfers) - 1)])
+
+
+def _basis(step: Step) -> str:
+    """Where the length of the backward is from."""
+    if step.measured is None or step.ready.basis == MEASURED_TIMES:
+        return step.ready.basis
+    return f"the backward as measured on rank {step.measured.rank}"
 
 
 # --- measured ---------------------------------------------------------------------------------------------------
