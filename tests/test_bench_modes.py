@@ -21,11 +21,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gradients import compare_gradients
 from ranks import Ranks
 from torch._dynamo.utils import counters
 
 from dp_compile import _torch
-from dp_compile.bench.equality import compare_gradients
 from dp_compile.bench.modes import MODES, mode, packages
 from dp_compile.bench.modes.bounds import dummies
 from dp_compile.bench.modes.unavailable import Unavailable

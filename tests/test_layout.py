@@ -63,7 +63,7 @@ INSIDE_A_PACKAGE = {
     "explanation": (("exposure", "advice"), ("facts", "text"), ("explained",), ("__init__",)),
     "timelines": (("events", "svg"), ("page", "picture", "trace_events"), ("__init__",)),
     "bench": (
-        ("contract", "beds", "machine", "progress", "selfcheck", "models", "equality"),
+        ("contract", "beds", "machine", "progress", "selfcheck", "models"),
         ("workloads", "modes/loop", "modes/packages", "modes/unavailable"),
         ("modes/ours", "modes/torch_ddp", "modes/functional", "modes/bounds", "modes/decent_dp", "modes/thunder"),
         ("modes/python_reducer",),

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from dp_compile.bench.equality import compare_gradients
+from gradients import compare_gradients
 
 EXPECTED = {"head.weight": torch.tensor([[1.0, -2.0]]), "head.bias": torch.tensor([0.5, 0.25])}
 
