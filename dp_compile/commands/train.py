@@ -75,7 +75,8 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         type=float,
         default=default.bucket_cap_mb,
         metavar="X",
-        help="close a bucket of gradients at this many MiB instead of planning (inf: one bucket)",
+        help="close a bucket of gradients at this many MiB instead of planning, the first one at 1 MiB at most "
+        "(inf: two buckets)",
     )
     group.add_argument(
         "--no-ddp-python-hook",
