@@ -47,7 +47,7 @@ class ReplicateConfig:
 
     bucket_cap_mb: float | None = None
     """For `fixed` and `ddp`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one
-    bucket."""
+    bucket for each key, in `fixed` behind a first one, see below."""
 
     first_bucket_cap_mb: float | None = None
     """For `fixed`: the same for the first bucket of each key, 1 by default, if it is less: communication then starts

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 class Measurement:
     """What `measure` saw; complete when its block is left.
 
-    `step`: the median of all backwards that were measured, `None` if none was. `backwards`: each of them, in order.
+    `step`: the one with the median backward, `None` if none was measured. `backwards`: each of them, in order.
     `not_measured`: why synchronised backwards inside the block were not measured, and how many.
     """
 
@@ -55,10 +55,10 @@ class Measurement:
 def measure(module: nn.Module) -> Iterator[Measurement]:
     """Measure this rank's synchronised backwards inside; train a few steps there, five say.
 
-    Before → after: `step_of(module).measured` is the median over these steps. Times are the host's where parameters
-    are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so one rank
-    may measure alone. Measured are backwards that are captured and compiled already, and those that hooks reduce
-    eagerly. If none is measured that is a warning with the reason, and `step_of(module).measured` stays.
+    Before → after: `step_of(module).measured` is the one with the median backward. Times are the host's where
+    parameters are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so
+    one rank may measure alone. Measured are backwards that are captured and compiled already, and those that hooks
+    reduce eagerly. If none is measured that is a warning with the reason, and `step_of(module).measured` stays.
 
     Raises:
         ModuleError: the module is not replicated, or is being measured already.

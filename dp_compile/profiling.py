@@ -44,7 +44,7 @@ _ON_GPU: Final = "gpu_user_annotation"
 
 
 def measured_step(trace: Mapping[str, Any] | str | os.PathLike[str], of: BucketPlan | Step) -> MeasuredStep:
-    """The median of all whole synchronised backwards in a trace of one rank; times in seconds.
+    """The median one of all whole synchronised backwards in a trace of one rank; times in seconds.
 
     Args:
         trace: a file of `prof.export_chrome_trace`, gzipped if its name ends in `.gz`, or its content.

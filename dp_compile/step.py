@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from dp_compile.cost_model import AllReduceCost
@@ -62,30 +62,17 @@ class MeasuredStep:
 
 
 def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """The median of each figure over steps of one rank under one plan, at least one.
+    """Of steps of one rank under one plan, at least one: the one whose backward is the median, the shorter of two.
 
-    When a bucket was over is `None` unless most steps know it: those that had to wait are not the typical ones.
+    One real backward, so that its figures fit together: medians of each bucket would add up to another backward. How
+    long forward, optimizer and the whole step take are medians of those that know it.
     """
-    buckets = zip(*(step.buckets for step in steps), strict=True)
-    return MeasuredStep(
-        backward_s=statistics.median(step.backward_s for step in steps),
-        buckets=tuple(_typical_bucket(seen) for seen in buckets),
-        source=steps[0].source,
-        rank=steps[0].rank,
+    backwards = sorted(steps, key=lambda step: step.backward_s)
+    return replace(
+        backwards[(len(steps) - 1) // 2],
         forward_s=_median_known([step.forward_s for step in steps]),
         optimizer_s=_median_known([step.optimizer_s for step in steps]),
         step_s=_median_known([step.step_s for step in steps]),
-    )
-
-
-def _typical_bucket(seen: Sequence[MeasuredBucket]) -> MeasuredBucket:
-    finish_s = [each.finish_s for each in seen]
-    return MeasuredBucket(
-        launch_s=statistics.median(each.launch_s for each in seen),
-        finish_s=None if 2 * finish_s.count(None) >= len(seen) else _median_known(finish_s),
-        waited_s=statistics.median(each.waited_s for each in seen),
-        start_s=_median_known([each.start_s for each in seen]),
-        wait_s=_median_known([each.wait_s for each in seen]),
     )
 
 

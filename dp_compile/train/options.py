@@ -66,7 +66,7 @@ class TrainOptions:
             return
         if math.isnan(value) or value <= 0:
             raise ConfigError(f"{_flag(name)} must be a number > 0, got {value:g}.")
-        # An infinite cap is meaningful: one bucket for everything.
+        # An infinite cap is meaningful: one bucket behind the first, small one.
         if math.isinf(value) and name != "bucket_cap_mb":
             raise ConfigError(f"{_flag(name)} must be a number > 0 and finite, got {value:g}.")
 
