@@ -205,12 +205,15 @@ def _depth(view: View, waiting: Sequence[Transfer], axis: _Axis, top: float, dep
 
 
 def _network_boxes(timeline: Timeline, view: View, axis: _Axis, lane: int) -> Iterator[_Box]:
+    marks = [each.launch_s for each in view.transfers if each.lane == lane and each.finish_s is None]
     for each in view.transfers:
         if each.lane != lane or each.finish_s is None:
             continue
         nbytes = format_bytes(timeline.step.plan.buckets[each.bucket].nbytes)
         short = f"{each.bucket}: {nbytes}"
-        texts = (f"{short}, {format_time(each.finish_s - each.start_s)}", short, str(each.bucket))
+        texts: tuple[str, ...] = (f"{short}, {format_time(each.finish_s - each.start_s)}", short, str(each.bucket))
+        if any(each.start_s < mark_s < each.finish_s for mark_s in marks):
+            texts = ()  # A triangle would lie on it.
         turn = each.finish_s if each.exposed is None else max(each.start_s, each.exposed.start_s)
         hidden, shown = turn - each.start_s, each.finish_s - turn
         if hidden > 0 or not shown:
