@@ -19,6 +19,7 @@ from dp_compile.logs import configure_from_environment
 from dp_compile.measuring import Measurement as Measurement
 from dp_compile.measuring import measure as measure
 from dp_compile.observe import report as report
+from dp_compile.observe import step_of as step_of
 from dp_compile.profiling import measured_step as measured_step
 from dp_compile.replicate import replicate as replicate
 from dp_compile.replicate import unreplicate as unreplicate
@@ -54,6 +55,7 @@ __all__ = [
     "no_sync",
     "replicate",
     "report",
+    "step_of",
     "unreplicate",
     "warmup",
     "what_if",

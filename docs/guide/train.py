@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import dp_compile
-from dp_compile.observe import step_of
 from dp_compile.train.data import VOCABULARY, batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig
 
@@ -56,7 +55,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         fastest = min(measurement.backwards, key=lambda backward: backward.backward_s)  # least disturbed by others
         step = replace(
-            step_of(model),
+            dp_compile.step_of(model),
             measured=replace(fastest, source="the fastest of 200, by dp_compile.measure()"),
             cost=link.cost,
             cost_source="measured by calibrate()",

@@ -21,8 +21,7 @@ examples:
       with what was measured, bucket by bucket, beside what was predicted
 
 A step file is written where the model trains, after a step of it, and can be read anywhere:
-  from dp_compile.observe import step_of
-  pathlib.Path("step.json").write_text(step_of(model).to_json())
+  pathlib.Path("step.json").write_text(dp_compile.step_of(model).to_json())
 There, print(dp_compile.explain(model)) says the same without a file.
 
 Exit status: 0 done, 2 the file cannot be read, is no step file, or is of another version.

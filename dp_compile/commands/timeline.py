@@ -30,7 +30,7 @@ examples:
       our lanes beside those of a torch.profiler trace, on its clock
 
 A training script saves its step with
-  pathlib.Path("step.json").write_text(dp_compile.observe.step_of(model).to_json())
+  pathlib.Path("step.json").write_text(dp_compile.step_of(model).to_json())
 All times are predictions unless the step was measured; then both are shown, on one axis.
 """
 
