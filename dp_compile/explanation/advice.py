@@ -129,10 +129,14 @@ def _other_links(step: Step, now: Prediction) -> Iterator[Advice]:
     """What limits: the latency, or the bandwidth."""
     alpha_s, beta = step.cost.alpha_s, step.cost.beta_s_per_byte
     soon = predict(step, Scenario(cost=AllReduceCost(alpha_s / 2, beta)))
-    latencies = f"{alpha_s * 5e5:.3g} us instead of {alpha_s * 1e6:.3g}"
+    latencies = f"{_us(alpha_s / 2)} us instead of {_us(alpha_s)}"
     yield _advice(f"half the latency of a collective, {latencies}: a limit of the link", _end(now), _end(soon))
     fast = predict(step, Scenario(cost=AllReduceCost(alpha_s, beta / 2)))
     yield _advice("twice the bandwidth between ranks: a limit of the link", _end(now), _end(fast))
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
 
 
 def _more_compute(step: Step, now: Prediction) -> Iterator[Advice]:
