@@ -6,7 +6,7 @@ A captured backward is looked at when its graph or the tensors in it are new (`h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Final
 
 from torch import nn
@@ -37,8 +37,9 @@ def check_intact(replica: Replica) -> None:
     if not replica.config.check_reductions:
         return
     check_not_moved(replica)
-    refuse_unreduced(replica, [parameter for _, parameter in (*_strangers(replica), *_added(replica))])
-    refuse_unreduced(replica, [parameter for _, parameter in replica.frozen if parameter.requires_grad])
+    _refuse(_FROZEN, [name for name, parameter in replica.frozen if parameter.requires_grad])
+    _refuse(_REPLACED, [name for name, _ in _strangers(replica)])
+    _refuse(_ADDED, [name for name, _ in _added(replica)])
 
 
 def check_not_moved(replica: Replica) -> None:
@@ -75,14 +76,14 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[object]) -> None:
             added since.
     """
     present = set(map(id, accumulated))
-    for why, found in (
-        (_FROZEN, replica.frozen),
-        (_REPLACED, _strangers(replica)),
-        (_ADDED, _added(replica)),
-    ):
-        names = [name for name, parameter in found if id(parameter) in present]
-        if names:
-            raise ReductionError(f"not reduced: {', '.join(names[:8])}. {why}")
+    _refuse(_FROZEN, [name for name, parameter in replica.frozen if id(parameter) in present])
+    _refuse(_REPLACED, [name for name, parameter in _strangers(replica) if id(parameter) in present])
+    _refuse(_ADDED, [name for name, parameter in _added(replica) if id(parameter) in present])
+
+
+def _refuse(why: str, names: Sequence[str]) -> None:
+    if names:
+        raise ReductionError(f"not reduced: {', '.join(names[:8])}. {why}")
 
 
 def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
