@@ -16,6 +16,8 @@ from expecttest import assert_expected_inline
 from dp_compile import cli
 from dp_compile.bench import compare, picture, ratios, report, results
 from dp_compile.bench.beds import Link
+from dp_compile.bench.bound import rho
+from dp_compile.bench.contract import Facts
 from dp_compile.bench.machine import Environment
 from dp_compile.bench.results import Cell, ModeResult, Probe, Results
 from dp_compile.bench.selfcheck import SelfCheck
@@ -123,6 +125,36 @@ def test_a_mode_that_fails_now_is_a_regression() -> None:
     assert "lost: gpt, loopback, ours: mode ours: rank 1 died" in compare.text(found)
 
 
+def counted(found: Results, **counts: int) -> Results:
+    """The same run whose `ours` says how often it did something."""
+    cells = []
+    for cell in found.cells:
+        modes = [
+            replace(mode, facts=Facts(**counts, ready=((0.5, 8), (1.0, 8)))) if mode.name == "ours" else mode
+            for mode in cell.modes
+        ]
+        cells.append(replace(cell, modes=tuple(modes)))
+    return replace(found, cells=tuple(cells))
+
+
+@pytest.mark.parametrize("what", ["collectives", "reduced_nbytes", "copied_nbytes", "captures"])
+def test_one_more_of_anything_is_a_regression(what: str) -> None:
+    """Times tell nothing here: the runs are the same but for what they count."""
+    before = counted(run_of(1), collectives=4, reduced_nbytes=1000, copied_nbytes=0, captures=1)
+    counts = {"collectives": 4, "reduced_nbytes": 1000, "copied_nbytes": 0, "captures": 1}
+    after = counted(run_of(1), **(counts | {what: counts[what] + 1}))
+    found = compare.compare(before, after)
+    assert [(each.what, each.verdict) for each in found.counts] == [(what, "more")] * 4
+    assert len(found.regressions) == 4
+    assert f"more: gpt, loopback, ours: {what} {counts[what]:,} -> {counts[what] + 1:,}" in compare.text(found)
+    assert not compare.compare(after, before).regressions
+    assert "fewer: " in compare.text(compare.compare(after, before))
+
+
+def test_counts_that_one_run_does_not_know_are_not_compared() -> None:
+    assert not compare.compare(counted(run_of(1), collectives=4), counted(run_of(1), copied_nbytes=9)).counts
+
+
 def test_other_references() -> None:
     found = compare.compare(run_of(1), run_of(2), reference="ddp")
     assert found.reference == "ddp"
@@ -188,23 +220,73 @@ def test_the_error_of_a_ratio_is_that_of_drawing_again() -> None:
     assert 0.5 < found.log_error / np.std(spread) < 2
 
 
+# --- the computed bound -----------------------------------------------------------------------------------------
+
+
+def bounded(*, heats: bool = False) -> Results:
+    """A step of 100 ms without communication, 60 of them backward; 4 MB ready half way, 4 MB at its end; ours: 160.
+
+    The link takes 166 us and 50 ms for 4 MB: 0.166 + 100 ms from the middle of the backward on, which is 30 ms in. So
+    the backward takes 130.166 ms at least, 70.166 more than it computes, and the step 170.166.
+    """
+
+    def timed(name: str, step_s: float, facts: Facts) -> ModeResult:
+        is_bound = name != "ours"
+        return ModeResult(name, is_bound, results.MEASURED, step_s=(step_s,) * 3, others=(0.0,) * 3, facts=facts)
+
+    oracle = timed("oracle", 0.15, Facts())
+    compute = timed("compute", 0.1, Facts(backward_s=0.06))
+    ours = timed("ours", 0.18, Facts(ready=((0.5, 4_000_000), (1.0, 4_000_000))))
+    suite = replace(SUITE, workloads=("gpt",), modes=("oracle", "compute", "ours"), links=(Link("loopback"),))
+    parts = ((oracle, compute), (oracle, ours)) if heats else ((oracle, compute, ours),)
+    cells = (
+        Cell("gpt", "loopback", heat, self_check=PROOF, date="2026-11-21", modes=part)
+        for heat, part in enumerate(parts)
+    )
+    return Results(suite, HERE, "2026-11-21T10:00:00+00:00", cells=tuple(cells))
+
+
+@pytest.mark.parametrize("heats", [False, True])
+def test_rho(heats: bool) -> None:
+    """PROOF says 80 MB/s: 50 ms for 4 MB."""
+    found = bounded(heats=heats)
+    assert rho(found, found.cells[-1], "ours") == pytest.approx(0.18 / 0.170166)
+    assert rho(found, found.cells[0], "compute") is None
+    assert rho(found, found.cells[0], "horovod") is None
+    assert "| step / computed bound | loopback |" in report.markdown(found)
+    assert "1.058" in report.markdown(found)
+    (row,) = [row for row in report.rows(found) if row["mode"] == "ours"]
+    assert row["rho"] == pytest.approx(0.18 / 0.170166)
+
+
+def test_no_rho_without_compute_or_proof() -> None:
+    found = bounded()
+    cell = found.cells[0]
+    assert rho(found, replace(cell, self_check=None), "ours") is None
+    alone = replace(found, cells=(replace(cell, modes=(cell.modes[0], cell.modes[2])),))
+    assert rho(alone, alone.cells[0], "ours") is None
+    assert "computed bound" not in report.markdown(alone)
+
+
 # --- files ------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     before = run_of(3)
     assert results.load(Path(write(tmp_path, "one.json", before))) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["one.json"]
+    explained = counted(before, collectives=3, captures=1)
+    assert results.load(Path(write(tmp_path, "two.json", explained))) == explained
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.json", "two.json"]
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         ("", "is not JSON: .*It should be what `dp-compile bench run` wrote"),
-        ("[1]", "is of version None, readable is 1"),
-        ('{"version": 2}', "is of version 2, readable is 1. Run the benchmark again"),
-        ('{"version": 1}', r"is not a result of dp-compile bench: KeyError\('suite'\)"),
-        ('{"version": 1, "suite": []}', "is not a result of dp-compile bench"),
+        ("[1]", "is of version None, readable is 2"),
+        ('{"version": 1}', "is of version 1, readable is 2. Run the benchmark again"),
+        ('{"version": 2}', r"is not a result of dp-compile bench: KeyError\('suite'\)"),
+        ('{"version": 2, "suite": []}', "is not a result of dp-compile bench"),
     ],
 )
 def test_a_bad_file_is_refused(tmp_path: Path, text: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:

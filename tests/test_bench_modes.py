@@ -26,6 +26,7 @@ from ranks import Ranks
 from torch._dynamo.utils import counters
 
 from dp_compile import _torch
+from dp_compile.bench.contract import Explained, Facts
 from dp_compile.bench.modes import MODES, mode, packages
 from dp_compile.bench.modes.bounds import dummies
 from dp_compile.bench.modes.unavailable import Unavailable
@@ -85,6 +86,7 @@ def train(name: str, workload_name: str, backend: str | None) -> dict[str, Any]:
         "parts": counters["aot_autograd"]["total"],
         "launches": sum(each.count("ops._c10d_functional.all_reduce") for each in code),
         "fused": counters["inductor"]["ddp_buckets"],
+        "facts": trainer.facts() if isinstance(trainer, Explained) else Facts(),
     }
 
 
@@ -117,6 +119,26 @@ def check(
 @pytest.mark.parametrize("name", WITHOUT_CODE)
 def test_same_gradients_as_torch_ddp(name: str) -> None:
     check(run(name, "tiny-gpt-4l"), "tiny-gpt-4l")
+
+
+@pytest.mark.parametrize(("name", "collectives"), [("ours:fixed:0.01", 2), ("ours:replan", None)])
+def test_ours_says_what_became_of_its_reductions(name: str, collectives: int | None) -> None:
+    """A plan that hangs on measured times is not the same in every run: nothing of it is counted."""
+    found = [each["facts"] for each in run(name, "tiny-gpt-4l", "inductor" if collectives else "aot_eager")]
+    gradients = torch_ddp("tiny-gpt-4l")[0]["before"].values()
+    nbytes = sum(each.nbytes + 4 for each in gradients)  # and a flag for each, whether it was used
+    for facts in found:
+        assert facts.backward_s > 0
+        assert sum(size for _, size in facts.ready) == nbytes
+        assert all(0 < share <= 1 for share, _ in facts.ready)
+        if collectives is None:
+            assert facts.counts() == {}
+        else:
+            assert facts.collectives == collectives
+            assert facts.reduced_nbytes == nbytes
+            assert facts.captures == 1
+            assert 0 <= facts.copied_nbytes < 0.1 * nbytes
+    assert found[0].counts() == found[1].counts()
 
 
 def test_the_reference_reduces() -> None:

@@ -72,6 +72,7 @@ INSIDE_A_PACKAGE = {
         ("suite", "worker"),
         ("results", "crew"),
         ("ratios", "runner"),
+        ("bound",),
         ("compare", "report", "picture"),
         ("__init__",),
     ),

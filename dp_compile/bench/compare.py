@@ -1,8 +1,9 @@
-"""Two runs of a suite: has a mode become slower, beyond what repetitions differ by?"""
+"""Two runs of a suite: has a mode become slower, beyond what repetitions differ by, or does it do more than before?"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any, Final
@@ -41,17 +42,40 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
+class CountChange:
+    """Something that is counted, not timed, and is not what it was: `what` is a name of `Facts.counts`."""
+
+    workload: str
+    link: str
+    mode: str
+    what: str
+    baseline: int
+    new: int
+
+    @property
+    def verdict(self) -> str:
+        return "more" if self.new > self.baseline else "fewer"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.verdict}: {self.workload}, {self.link}, {self.mode}: {self.what} {self.baseline:,} -> {self.new:,}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Comparison:
-    """All changes, the worst first. `notes`: what else differs."""
+    """All changes, the worst first. `counts`: those that changed. `notes`: what else differs."""
 
     reference: str
     tolerance: float
     changes: tuple[Change, ...]
+    counts: tuple[CountChange, ...]
     notes: tuple[str, ...]
 
     @property
-    def regressions(self) -> tuple[Change, ...]:
-        return tuple(change for change in self.changes if change.verdict in ("slower", "lost"))
+    def regressions(self) -> tuple[Change | CountChange, ...]:
+        slower = (change for change in self.changes if change.verdict in ("slower", "lost"))
+        return (*slower, *(change for change in self.counts if change.verdict == "more"))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"regressions": len(self.regressions)}
@@ -62,7 +86,8 @@ def compare(
 ) -> Comparison:
     """Ratios to a reference mode inside each run, one run against the other. Bounds are not compared.
 
-    A change counts when it is larger than `tolerance` and than the noise band: the normal quantile of one-sided
+    Counts (collectives, bytes, copies, captures) have no noise: one more is a regression.
+    A change of time counts when it is larger than `tolerance` and than the noise band: the normal quantile of one-sided
     error `FALSE_ALARMS` over the number of comparisons (Bonferroni), times the bootstrap's standard error.
 
     Raises:
@@ -80,7 +105,7 @@ def compare(
     sure = NormalDist().inv_cdf(1 - FALSE_ALARMS / len(pairs))
     changes = [_change(pair, sure, tolerance) for pair in pairs]
     changes.sort(key=lambda change: (change.verdict != "lost", -(change.change or 0.0)))
-    return Comparison(reference, tolerance, tuple(changes), notes)
+    return Comparison(reference, tolerance, tuple(changes), tuple(_count_changes(baseline, new)), notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +207,17 @@ def _change(pair: _Pair, sure: float, tolerance: float) -> Change:
     )
 
 
+def _count_changes(baseline: Results, new: Results) -> Iterator[CountChange]:
+    later = {(cell.workload, cell.link, name): mode for cell in new.cells for name, mode in cell.measured().items()}
+    for cell in baseline.cells:
+        for name, mode in cell.measured().items():
+            now = later.get((cell.workload, cell.link, name))
+            counts = now.facts.counts() if now is not None else {}
+            for what, value in mode.facts.counts().items():
+                if what in counts and counts[what] != value:
+                    yield CountChange(cell.workload, cell.link, name, what, value, counts[what])
+
+
 def text(comparison: Comparison) -> str:
     """For people."""
     rows = [("workload", "link", "mode", "baseline", "new", "change", "noise", "verdict")]
@@ -196,13 +232,13 @@ def text(comparison: Comparison) -> str:
     lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines += [f"note: {note}" for note in comparison.notes]
     lines += [
-        f"lost: {each.workload}, {each.link}, {each.mode}: {each.reason}"
-        for each in comparison.regressions
-        if each.reason
+        f"lost: {each.workload}, {each.link}, {each.mode}: {each.reason}" for each in comparison.changes if each.reason
     ]
+    lines += [str(each) for each in comparison.counts]
     found = len(comparison.regressions)
     lines.append(
         f"{found or 'no'} regression{'' if found == 1 else 's'} in {len(comparison.changes)} comparisons of step / "
-        f"{comparison.reference}; counted above {comparison.tolerance:.0%} and above the noise"
+        f"{comparison.reference}; counted above {comparison.tolerance:.0%} and above the noise, and every count that "
+        "grew"
     )
     return "\n".join(lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -31,6 +31,37 @@ class Workload:
     lr: float = 0.01
 
 
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a trainer knows of itself after some steps, beside their times. `None`: not known, or not the same each run.
+
+    Args:
+        backward_s: median seconds of a backward, on this rank.
+        collectives: in a backward.
+        reduced_nbytes: bytes in them.
+        copied_nbytes: bytes of gradients that were copied into their bucket.
+        captures: backwards that were captured and compiled so far.
+        ready: of each gradient the share of the backward after which it is there, and its bytes.
+    """
+
+    backward_s: float | None = None
+    collectives: int | None = None
+    reduced_nbytes: int | None = None
+    copied_nbytes: int | None = None
+    captures: int | None = None
+    ready: tuple[tuple[float, int], ...] = ()
+
+    def counts(self) -> dict[str, int]:
+        """What two runs of the same code have in common to the last digit, by name."""
+        given = {
+            "collectives": self.collectives,
+            "reduced_nbytes": self.reduced_nbytes,
+            "copied_nbytes": self.copied_nbytes,
+            "captures": self.captures,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+
 class Trainer(Protocol):
     """One rank of a mode, ready to train."""
 
@@ -39,6 +70,13 @@ class Trainer(Protocol):
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         """The reduced gradients of a batch by the workload's own parameter names; parameters stay as they are."""
+
+
+@runtime_checkable
+class Explained(Protocol):
+    """A trainer may have this too."""
+
+    def facts(self) -> Facts: ...
 
 
 class Mode(Protocol):

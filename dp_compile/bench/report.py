@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+from dp_compile.bench.bound import rho
 from dp_compile.bench.ratios import quartiles_ms, ratios
 from dp_compile.bench.results import MEASURED, Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, WAITING_LIMIT
@@ -39,6 +40,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
                 low, middle, high = quartiles_ms(mode)
                 row |= {"median_ms": middle, "quartiles_ms": [low, high], "peak_nbytes": mode.peak_nbytes}
                 row |= {"until_warm_s": mode.until_warm_s, "gradient_error": mode.gradient_error}
+                row |= {"rho": rho(results, cell, mode.name)} | mode.facts.counts()
             if mode.name in values:
                 row |= {"ratio": values[mode.name].value, "plus_minus": values[mode.name].plus_minus}
             found.append(row)
@@ -119,6 +121,19 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
         )
     yield ""
     yield from _table(table)
+    yield from _bounds(results, cells, links, names)
+
+
+def _bounds(results: Results, cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """How far modes that say when their gradients are ready are from the computed bound."""
+    table = [["step / computed bound", *links]]
+    for name in names:
+        found = {cell.link: value for cell in cells if (value := rho(results, cell, name)) is not None}
+        if found:
+            table.append([name, *(f"{found[link]:.3f}" if link in found else "" for link in links)])
+    if len(table) > 1:
+        yield ""
+        yield from _table(table)
 
 
 def _figure(cell: Cell, mode: ModeResult, reference: str) -> str:

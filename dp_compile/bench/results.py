@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from dp_compile.bench import suite as suites
+from dp_compile.bench.contract import Facts
 from dp_compile.bench.machine import Environment
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suite import Suite
 from dp_compile.errors import ConfigError
 
-VERSION: Final = 1
+VERSION: Final = 2
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 
 
@@ -37,6 +38,7 @@ class ModeResult:
         peak_nbytes: resident set of a rank's process since the warm-up, or what its accelerator's allocator held.
         gradient_error: largest deviation of a gradient from the average of a single process, see `worker.compare`.
         gradient_of: the parameter where that was.
+        facts: what rank 0 said of itself after the last turn.
     """
 
     name: str
@@ -52,6 +54,7 @@ class ModeResult:
     peak_nbytes: int = 0
     gradient_error: float | None = None
     gradient_of: str = ""
+    facts: Facts = field(default_factory=Facts)
 
     @property
     def until_warm_s(self) -> float:
@@ -198,7 +201,8 @@ def _cell(data: Mapping[str, Any]) -> Cell:
 
 def _mode(data: Mapping[str, Any]) -> ModeResult:
     times = {name: tuple(float(value) for value in data[name]) for name in ("step_s", "others")}
-    mode = ModeResult(**{**data, **times})
+    facts = Facts(**{**data["facts"], "ready": tuple((float(at), int(size)) for at, size in data["facts"]["ready"])})
+    mode = ModeResult(**{**data, **times, "facts": facts})
     if mode.status not in (MEASURED, SKIPPED, FAILED) or (mode.status == MEASURED and not mode.step_s):
         raise ValueError(f"mode {mode.name} has status {mode.status!r} and {len(mode.step_s)} times")
     return mode

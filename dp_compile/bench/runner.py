@@ -19,6 +19,7 @@ from typing import Final
 
 from dp_compile.bench import catalogue
 from dp_compile.bench.beds import Bed, Link, NoBedError, open_bed, rate_for
+from dp_compile.bench.contract import Facts
 from dp_compile.bench.crew import Crew, CrewError
 from dp_compile.bench.machine import Environment, Watch, environment
 from dp_compile.bench.progress import Progress
@@ -32,6 +33,7 @@ GRADIENT_TOLERANCE: Final = 1e-2
 
 _CHECK_ATTEMPTS: Final = 3
 _CHECK_TIMEOUT_S: Final = 300.0
+_LAST_WORDS_TIMEOUT_S: Final = 60.0
 
 
 def run(suite: Suite, path: Path, *, fresh: bool = False, show_progress: bool = True) -> Results:
@@ -245,7 +247,7 @@ class _Bench:
         return replace(result, status=MEASURED)
 
     def _turns(self, crews: Mapping[str, Crew], prepared: Mapping[str, ModeResult]) -> dict[str, ModeResult]:
-        """A B C A B C ..., and at the end each mode's peak of memory."""
+        """A B C A B C ..., and at the end each mode's peak of memory and what it says of itself."""
         active, turns = dict(crews), {mode: list[_Turn]() for mode in crews}
         set_aside, failed = dict.fromkeys(crews, 0), dict[str, str]()
         for number in range(self.suite.repetitions):
@@ -263,9 +265,9 @@ class _Bench:
         done = {}
         for mode, result in ((mode, prepared[mode]) for mode in crews):
             try:
-                peak = max(crews[mode].ask("peak_nbytes", timeout_s=60.0)) if mode in active else 0
+                peak, facts = _last_words(crews[mode]) if mode in active else (0, Facts())
             except CrewError as error:
-                failed[mode], peak = _text(error), 0
+                failed[mode], peak, facts = _text(error), 0, Facts()
             done[mode] = replace(
                 result,
                 status=FAILED if mode in failed else MEASURED,
@@ -274,6 +276,7 @@ class _Bench:
                 others=tuple(round(turn.others, 4) for turn in turns[mode]),
                 set_aside=set_aside[mode],
                 peak_nbytes=peak,
+                facts=facts,
             )
         return done
 
@@ -323,6 +326,12 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _last_words(crew: Crew) -> tuple[int, Facts]:
+    peak_nbytes = max(crew.ask("peak_nbytes", timeout_s=_LAST_WORDS_TIMEOUT_S))
+    (facts,) = crew.ask("facts", timeout_s=_LAST_WORDS_TIMEOUT_S, ranks=[0])
+    return peak_nbytes, facts
 
 
 def _file_name(text: str) -> str:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile.bench import catalogue, selfcheck
-from dp_compile.bench.contract import Batch, Trainer, Workload
+from dp_compile.bench.contract import Batch, Explained, Facts, Trainer, Workload
 
 SEED: Final = 20_261
 _PR_SET_PDEATHSIG: Final = 1
@@ -150,6 +150,9 @@ class Rank:
         else:
             with suppress(OSError):  # then the peak of the compilation counts too
                 Path("/proc/self/clear_refs").write_text("5")
+
+    def facts(self) -> Facts:
+        return self.trainer.facts() if isinstance(self.trainer, Explained) else Facts()
 
     def peak_nbytes(self) -> int:
         if torch.accelerator.is_available():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -10,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile import _torch
-from dp_compile.bench.contract import Batch, Workload
+from dp_compile.bench.contract import Batch, Facts, Workload
 from dp_compile.errors import ConfigError
 
 SEED: Final = 0
@@ -70,6 +72,7 @@ class Loop:
     ) -> None:
         self._workload, self._parameters, self._call, self._reduced_backward = workload, parameters, call, backward
         self._place = place()
+        self._backwards_s: list[float] = []
         self._optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
 
     def step(self, batch: Batch) -> None:
@@ -83,9 +86,17 @@ class Loop:
         self._optimizer.zero_grad(set_to_none=True)
         return found
 
+    def facts(self) -> Facts:
+        """On a GPU a backward is only enqueued, so that its time is not known."""
+        known = self._backwards_s and self._place.type == "cpu"
+        return Facts(backward_s=statistics.median(self._backwards_s) if known else None)
+
     def _backward(self, batch: Batch) -> None:
         placed = tuple(each.to(self._place, non_blocking=True) for each in batch)
-        self._reduced_backward(self._workload.loss(self._call, placed))
+        loss = self._workload.loss(self._call, placed)
+        start = time.perf_counter()
+        self._reduced_backward(loss)
+        self._backwards_s.append(time.perf_counter() - start)
 
 
 def cap_mb_of(argument: str, mode: str) -> float:

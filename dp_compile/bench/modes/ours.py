@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
 from torch import nn
 
-from dp_compile.bench.contract import Mode, Trainer, Workload
+from dp_compile.bench.contract import Batch, Facts, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
 from dp_compile.calibration import calibrate
 from dp_compile.config import ReplicateConfig
+from dp_compile.observe import report, step_of
 from dp_compile.replicate import replicate
 
 REPLAN_AFTER: Final = 3
@@ -48,7 +50,44 @@ class Ours:
             backend=self.backend,
         )
         replicate(model, config=config, bucket_policy=_is_block if self.strategy == "per_module" else None)
-        return Loop(workload, parameters, torch.compile(model, backend=self.backend))
+        compiled = torch.compile(model, backend=self.backend)
+        return _OurLoop(Loop(workload, parameters, compiled), model, is_fixed=self.has_fixed_plan)
+
+    @property
+    def has_fixed_plan(self) -> bool:
+        """Whether the plan is the same in every run, for it hangs on nothing that is measured."""
+        return not self.measured and self.replan_after is None
+
+
+@dataclass(frozen=True, slots=True)
+class _OurLoop:
+    """A loop that can tell what became of its reductions."""
+
+    loop: Loop
+    model: nn.Module
+    is_fixed: bool
+
+    def step(self, batch: Batch) -> None:
+        self.loop.step(batch)
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        return self.loop.gradients(batch)
+
+    def facts(self) -> Facts:
+        seen, captures = step_of(self.model), [each for each in report(self.model).captures if each.synced]
+        shares = (
+            (seen.ready.of_member(member), member.nbytes) for bucket in seen.plan.buckets for member in bucket.members
+        )
+        facts = replace(self.loop.facts(), ready=tuple(shares))
+        if not self.is_fixed or not captures:
+            return facts
+        return replace(
+            facts,
+            collectives=captures[-1].collectives,
+            reduced_nbytes=seen.plan.nbytes,
+            copied_nbytes=sum(each.nbytes for each in captures[-1].placements if each.copied is not None),
+            captures=len(captures),
+        )
 
 
 def _is_block(name: str, module: nn.Module) -> bool:
