@@ -81,11 +81,13 @@ class _OurLoop:
         facts = replace(self.loop.facts(), ready=tuple(shares))
         if not self.is_fixed or not captures:
             return facts
+        last = captures[-1]
+        copied = sum(each.nbytes for each in last.placements if each.copied is not None)
         return replace(
             facts,
-            collectives=captures[-1].collectives,
+            collectives=last.collectives,
             reduced_nbytes=seen.plan.nbytes,
-            copied_nbytes=sum(each.nbytes for each in captures[-1].placements if each.copied is not None),
+            copied_nbytes=None if last.cached else copied,  # nobody looks at gradients in code from a cache
             captures=len(captures),
         )
 

@@ -1,0 +1,114 @@
+"""Faults for `campaign.py`, planted into this package by the processes that are measured. `PLANT` says which."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from dp_compile import lowering, planning
+from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
+from dp_compile.bench.modes.ours import Ours
+from dp_compile.bench.workloads import cross_entropy
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import is_collective, is_wait, waits_of
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.plan import BucketPlan
+from dp_compile.report import PassResult
+from dp_compile.strategies import Planned, plan_explicit, plan_to_json
+from dp_compile.train.gpt import GPT, GPTConfig
+
+
+@dataclass(frozen=True, slots=True)
+class WaitEarly:
+    """Each wait moves to just behind its launch: nothing is hidden any more."""
+
+    name: ClassVar[str] = "wait_early"
+    realises_plan: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
+        order = []
+        for node in graph.nodes:
+            if not is_wait(node):
+                order.append(node)
+            if is_collective(node):
+                order += waits_of(node)
+        return PassResult(changed=edit.reorder(graph, order))
+
+
+def wait_early() -> None:
+    # The package's attribute of that name is the function.
+    module = importlib.import_module("dp_compile.replicate")
+    module.DEFAULT_PASSES = (*DEFAULT_PASSES, WaitEarly())  # type: ignore[attr-defined]
+
+
+def one_bucket_more() -> None:
+    """The largest bucket of the default plan comes in two halves."""
+    made = planning.plan_optimal
+
+    def plan(gradients: Any, cost: Any, times: Any, layout: Any, **options: Any) -> Planned:
+        planned = made(gradients, cost, times, layout, **options)
+        return replace(plan_explicit(gradients, halved(planned.plan), layout), certificate=planned.certificate)
+
+    planning.plan_optimal = plan
+
+
+def halved(plan: BucketPlan) -> str:
+    data = json.loads(plan_to_json(plan))
+    buckets = data["buckets"]
+    largest = max(range(len(buckets)), key=lambda number: len(buckets[number]["members"]))
+    members = buckets[largest]["members"]
+    half = len(members) // 2
+    parts = [buckets[largest] | {"members": part} for part in (members[:half], members[half:])]
+    return json.dumps(data | {"buckets": [*buckets[:largest], *parts, *buckets[largest + 1 :]]})
+
+
+def copy_put_back() -> None:
+    """Code generation takes no gradient's memory for a part of the bucket: each is computed elsewhere and copied."""
+    lowering._can_be_moved = lambda gradient, part: False
+    lowering._writes_as_given = lambda gradient, part: False
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    "": lambda: None,
+    "a wait moved early": wait_early,
+    "a bucket too many": one_bucket_more,
+    "a copy put back": copy_put_back,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """`ours` in a process that has the fault."""
+
+    name: str = "planted:ours"
+    is_bound: bool = False
+
+    def why_not(self) -> str | None:
+        return None
+
+    def prepare(self, workload: Workload) -> Trainer:
+        PLANTS[os.environ.get("PLANT", "")]()
+        return Ours("ours").prepare(workload)
+
+
+def ours() -> Mode:
+    return Planted()
+
+
+def small_gpt() -> Workload:
+    """A step of some 30 ms, so that a run takes a minute."""
+    config = GPTConfig(vocabulary=1024, context=64, width=128, layers=3, heads=4)
+    return Workload("planted:small_gpt", partial(GPT, config), batch, cross_entropy)
+
+
+def batch(generator: torch.Generator) -> Batch:
+    tokens = torch.randint(0, 1024, (4, 65), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
