@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 
 from dp_compile.bench.machine import environment
+from dp_compile.bench.ratios import ratios
+from dp_compile.bench.results import Results, load
 from dp_compile.bench.suite import packaged
 
 RESULTS = Path(__file__).parent / "results"
@@ -23,6 +25,35 @@ def directory() -> Path:
     here = environment()
     kind = here.cpu if here.accelerator == "none" else here.accelerator
     return RESULTS / re.sub(r"[^a-z0-9]+", "-", f"{kind} {here.cores} cores".lower())
+
+
+def summary(found: Results) -> str:
+    """The table of the README: this package's default beside the best of its peers on each link."""
+    links = [link.name for link in found.suite.links]
+    figures = _figures(found)
+    peers = {name for of_link in figures.values() for name in of_link if not name.startswith("ours")}
+    defaults = {name for name in peers if ":" not in name}
+    lines = [["step / oracle", *links], ["**`ours`, the default**"]]
+    lines[1] += [f"**{figures[link]['ours']:.3f}**" if "ours" in figures[link] else "-" for link in links]
+    for title, names in (("best default of a peer", defaults), ("best peer at any bucket size", peers)):
+        lines.append([title, *(_best(figures[link], names) for link in links)])
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([rows[0], "|---" * len(lines[0]) + "|", *rows[1:]])
+
+
+def _figures(found: Results) -> dict[str, dict[str, float]]:
+    """Step over oracle by link and mode, bounds left out."""
+    figures: dict[str, dict[str, float]] = {link.name: {} for link in found.suite.links}
+    for cell in found.cells:
+        bounds = {mode.name for mode in cell.modes if mode.is_bound}
+        values = ratios(cell, found.suite.reference)
+        figures[cell.link] |= {name: value.value for name, value in values.items() if name not in bounds}
+    return figures
+
+
+def _best(figures: dict[str, float], names: set[str]) -> str:
+    best = min(names & set(figures), key=lambda name: figures[name])
+    return f"{figures[best]:.3f} (`{best}`)"
 
 
 def bench(*arguments: str | Path) -> int:
@@ -40,6 +71,8 @@ def main(suites: list[str]) -> int:
         failed |= bench("run", name, "--out", result) != 0
         if result.exists():
             bench("report", result, "--out", place / f"{name}.md", "--picture", place / f"{name}.svg")
+    if (place / "full.json").exists():
+        print(f"for the README:\n\n{summary(load(place / 'full.json'))}")
     return int(failed)
 
 
