@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,7 @@ _CALIBRATION_CYCLES: Final = 50_000_000  # some 25 ms, so that starting and endi
 _CALIBRATIONS: Final = 5
 
 Tensors = Sequence[torch.Tensor]
+_T = TypeVar("_T")
 
 
 def environment(cost: AllReduceCost) -> dict[str, str]:
@@ -50,6 +51,15 @@ class Network(Protocol):
         """Be busy for so long, and in that time `compute` the values. The work's future holds `tensors`."""
 
 
+def _unseen_by_dynamo(kind: type[_T]) -> type[_T]:
+    """Inside what is compiled, Dynamo would trace methods that C++ calls, and ends with an error in a group's."""
+    for name, method in list(vars(kind).items()):
+        if callable(method) and not name.startswith("_"):
+            setattr(kind, name, torch.compiler.disable(method))
+    return kind
+
+
+@_unseen_by_dynamo
 class Fabric(dist.ProcessGroup):
     """The process group. All ranks have what this one has.
 
@@ -60,7 +70,7 @@ class Fabric(dist.ProcessGroup):
     """
 
     def __init__(self, rank: int, ranks: int, cost: AllReduceCost) -> None:
-        super().__init__(rank, ranks)
+        super().__init__(rank, ranks)  # type: ignore[call-arg]  # annotated is only the one with a store
         self.cost = cost
         self._name = ""
         self._timer = TimerNetwork()
@@ -69,16 +79,16 @@ class Fabric(dist.ProcessGroup):
 
     # torch's C++ asks for these by their names; without backends in it, a group does not keep them itself.
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return FABRIC
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802
+    def setGroupName(self, name: str) -> None:
         self._name = name
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         factor = _factor(dist.ReduceOp.SUM if opts is None else opts.reduceOp, self.size())
         given = _listed(tensors)
 
@@ -91,7 +101,7 @@ class Fabric(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:
+    def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         given = _listed(tensors)
         return self._send(self.cost.seconds(_nbytes(given)) / 2, given, _nothing)
 
@@ -183,13 +193,14 @@ def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
             try:
                 sent.compute()
             except Exception as error:  # told to whoever waits
-                sent.future.set_exception(error)
+                sent.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
                 continue
             time.sleep(max(0.0, sent.until_s - time.monotonic()))
             sent.future.set_result(list(sent.tensors))
             del sent  # this thread may wait for long, and would hold the tensors
 
 
+@_unseen_by_dynamo
 class _Timed(dist.Work):
     def __init__(self, future: Future[list[torch.Tensor]]) -> None:
         super().__init__()
@@ -239,6 +250,7 @@ class StreamNetwork:
         self._wire.synchronize()
 
 
+@_unseen_by_dynamo
 class _Enqueued(dist.Work):
     """Done when the wire is, as far as the stream is concerned that waits for it. The process goes on."""
 
@@ -252,7 +264,7 @@ class _Enqueued(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        return self._end.query()
+        return bool(self._end.query())
 
     def get_future(self) -> Any:
         """For torch's reducer. Its `wait` lets the current stream wait for what is on the wire when it is made."""
@@ -264,7 +276,7 @@ class _Enqueued(dist.Work):
 
 def _cycles_per_s(stream: torch.cuda.Stream) -> float:
     """How fast the clock runs that `torch.cuda._sleep` counts. The first turns only wake the GPU up."""
-    found = []
+    found: list[float] = []
     for _ in range(2 * _CALIBRATIONS):
         with torch.cuda.stream(stream):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

@@ -38,7 +38,7 @@ class DecentDP:
     is_bound: bool = False
 
     def why_not(self) -> str | None:
-        return why_not_there("decent_dp.ddp", "decent-dp", "loguru")
+        return why_not_there("decent-dp", "loguru")
 
     def prepare(self, workload: Workload) -> Trainer:
         if dist.get_world_size() < 2:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from dp_compile.bench.contract import Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
+from dp_compile.bench.modes.loop import cap_mb_of, loop_around, place
 from dp_compile.calibration import calibrate
 from dp_compile.config import ReplicateConfig
 from dp_compile.replicate import replicate
@@ -38,8 +39,9 @@ class Ours:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
-        parameters = trainable(model)
+        return loop_around(workload, self._replicated)
+
+    def _replicated(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         config = ReplicateConfig(
             strategy=self.strategy,
             bucket_cap_mb=self.cap_mb,
@@ -48,7 +50,7 @@ class Ours:
             backend=self.backend,
         )
         replicate(model, config=config, bucket_policy=_is_block if self.strategy == "per_module" else None)
-        return Loop(workload, parameters, torch.compile(model, backend=self.backend))
+        return torch.compile(model, backend=self.backend)
 
 
 def _is_block(name: str, module: nn.Module) -> bool:
