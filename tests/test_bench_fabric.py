@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,11 +84,14 @@ def test_waiting_takes_no_processor_time() -> None:
 
 
 def test_the_thread_ends_with_its_group() -> None:
-    network = fabric.TimerNetwork()
-    network.send(0.0, [], lambda: None).wait()
-    network.close()
-    network._thread.join(timeout=60)
-    assert not network._thread.is_alive()
+    before = set(threading.enumerate())
+    group = Fabric(0, RANKS, FAST)
+    (thread,) = set(threading.enumerate()) - before
+    reduced(group, torch.ones(2), dist.ReduceOp.SUM)
+    del group
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
 
 
 def test_a_group_needs_to_know_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:

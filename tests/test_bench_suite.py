@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import tomllib
 from pathlib import Path
 
@@ -93,19 +92,20 @@ def test_own_code_lies_beside_the_file(tmp_path: Path) -> None:
 
 
 def test_a_suite_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no suite 'shrt'\. Packaged: full, short; or the path of a TOML file"):
+    with pytest.raises(
+        ConfigError, match=r"no suite 'shrt'\. Packaged: full, short, smoke; or the path of a TOML file"
+    ):
         suite.load("shrt")
     with pytest.raises(ConfigError, match="no suite"):
         suite.load(str(tmp_path / "gone.toml"))
 
 
-@pytest.mark.parametrize("name", ["short", "full"])
+@pytest.mark.parametrize("name", ["short", "full", "smoke"])
 def test_packaged_suites(name: str) -> None:
     data = tomllib.loads((suite.PACKAGED / f"{name}.toml").read_text())
     found = suite.from_dict({"name": name} | data)
     assert found.reference == "oracle"
-    if importlib.util.find_spec("dp_compile.bench.modes") and importlib.util.find_spec("dp_compile.bench.workloads"):
-        assert suite.load(name) == found
+    assert suite.load(name) == found
 
 
 def test_modes_that_do_not_fit_at_once_each_meet_the_reference() -> None:

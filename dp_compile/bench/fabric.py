@@ -152,7 +152,7 @@ def _factor(op: Any, ranks: int) -> int:
         return ranks
     if any(op == each for each in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR)):
         return 1
-    raise ConfigError(f"the fabric reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {op}.")
+    raise ConfigError(f"the fabric reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {getattr(op, 'op', op)}.")
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------
