@@ -8,6 +8,8 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from bench_standins import tiny
 from ranks import Ranks
 
+from dp_compile.backends import FABRIC
 from dp_compile.bench import beds, fabric, selfcheck
 from dp_compile.bench.beds import Link
 from dp_compile.bench.catalogue import mode
@@ -24,7 +27,10 @@ from dp_compile.calibration import calibrate
 from dp_compile.cost_model import TREE, AllReduceCost
 from dp_compile.errors import ConfigError
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.grad_reduction import averaging_for
 from dp_compile.links import link as preset
+from dp_compile.replica import Group
+from dp_compile.strategies import nominal_cost
 
 RANKS = 64
 FAST = AllReduceCost(1e-4, 1e-12)
@@ -239,7 +245,7 @@ def test_a_fabric_is_one_process_of_a_large_group(monkeypatch: pytest.MonkeyPatc
     link = Link("fabric", ranks=64, latency_us=20.0, comm_over_compute=1.0)
     with beds.open_bed(link, ranks=2, rate_mbit=640.0) as bed:
         assert (bed.processes, bed.group_ranks, bed.backend) == (1, 64, "fabric")
-        assert bed.environment == fabric.environment(link.cost(640.0))
+        assert bed.environment == {**fabric.environment(link.cost(640.0)), "TORCH_DIST_INIT_BARRIER": "0"}
         assert bed.asynchronous
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with (
@@ -269,6 +275,13 @@ def test_a_fabric_that_cannot_be_is_refused(given: dict[str, Any], error: str) -
         Link("fabric", **given)
 
 
+def test_a_mode_of_neighbours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
+    monkeypatch.setattr(dist, "get_backend", lambda: FABRIC)
+    with pytest.raises(ConfigError, match=r"^mode 'decent_dp' exchanges parameters with neighbours, which a fabric"):
+        mode("decent_dp").prepare(tiny())
+
+
 def test_other_kinds_have_no_ranks() -> None:
     with pytest.raises(ConfigError, match=r"^ranks is for kind = 'fabric', not for 'shaped'\.$"):
         Link("shaped", rate_mbit=5.0, ranks=64)
@@ -284,6 +297,79 @@ def test_nccl_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with beds.open_bed(Link("nccl-1"), ranks=2, rate_mbit=None) as bed:
         assert (bed.backend, bed.processes, bed.group_ranks) == ("nccl", 1, None)
+
+
+def test_the_planner_takes_it_for_nccl_and_nobody_is_waited_for() -> None:
+    assert nominal_cost(FABRIC, RANKS) == nominal_cost("nccl", RANKS) != nominal_cost("gloo", RANKS)
+    group = Fabric(0, RANKS, FAST)
+    played, real = (Group(group, "0", name, RANKS, averaging_for(name, RANKS)) for name in (FABRIC, "nccl"))
+    assert real.has_others
+    assert not played.has_others
+
+
+# --- a GPU that only says what is asked of it --------------------------------------------------------------------
+
+
+class PlayedStream:
+    """Writes down who waits for what."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cuda", 0)
+
+    def record_event(self) -> str:
+        self.log.append(f"event on {self.name}")
+        return f"event on {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def wait_stream(self, other: PlayedStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None:
+        self.log.append(f"process waits for {self.name}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """In the place of a GPU whose clock runs at 1 GHz."""
+    said: list[str] = []
+    names, inside = iter(("wire", "arithmetic")), ["current"]
+
+    @contextmanager
+    def within(stream: PlayedStream) -> Iterator[None]:
+        inside.append(stream.name)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: PlayedStream(next(names), said))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: PlayedStream("current", said))
+    monkeypatch.setattr(torch.cuda, "stream", within)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: said.append(f"{cycles} cycles on {inside[-1]}"))
+    monkeypatch.setattr(fabric, "_cycles_per_s", lambda stream: 1e9)
+    return said
+
+
+def test_streams_wait_for_each_other_and_the_process_for_none(log: list[str]) -> None:
+    network = fabric.StreamNetwork(torch.device("cuda", 0))
+    tensor = SimpleNamespace(record_stream=lambda stream: log.append(f"memory kept for {stream.name}"))
+    work = network.send(0.002, [tensor], lambda: log.append("arithmetic done"))  # type: ignore[list-item]
+    assert log == [
+        "event on current",
+        "wire waits for event on current",
+        "2000000 cycles on wire",
+        "arithmetic waits for event on current",
+        "arithmetic done",
+        "memory kept for arithmetic",
+        "wire waits for arithmetic",
+        "event on wire",
+    ]
+    log.clear()
+    work.wait()
+    assert log == ["current waits for event on wire"]
+    log.clear()
+    network.drain()
+    assert log == ["process waits for wire"]
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------

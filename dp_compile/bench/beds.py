@@ -52,7 +52,7 @@ class Link:
         kind: `loopback`, `shaped`, `fabric` or `nccl-1`.
         rate_mbit: 1e6 bits per second that leave a rank.
         comm_over_compute: choose the rate so that all gradients in one all-reduce take this many times as long as the
-            workload's compiled forward and backward.
+            workload's compiled step without communication (mode `compute`).
         ranks: of a fabric.
         link: of a fabric, what each hop is: a name of `dp_compile.links`.
         latency_us: of a hop of a fabric, in place of `link`; then its rate is given as a shaped link's is.
@@ -145,7 +145,7 @@ def rate_of(link: Link, *, compute_s: float, gradient_nbytes: int, ranks: int) -
 
     Args:
         link: whose.
-        compute_s: of the workload's compiled forward and backward.
+        compute_s: of the workload's step in mode `compute`.
         gradient_nbytes: of all its gradients.
         ranks: processes that meet, if it is not a fabric.
 
@@ -254,7 +254,8 @@ def _fabric(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
         FABRIC,
         "127.0.0.1",
         ((),),
-        fabric.environment(link.cost(rate_mbit)),
+        # That barrier would wait in the store for ranks that are only played.
+        {**fabric.environment(link.cost(rate_mbit)), "TORCH_DIST_INIT_BARRIER": "0"},
         imports=(fabric.__name__,),
         group_ranks=link.ranks,
     )

@@ -106,14 +106,13 @@ class Fabric(dist.ProcessGroup):
         return self._send(self.cost.seconds(_nbytes(given)) / 2, given, _nothing)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        gathered = [tensor for each in outputs for tensor in each]
-
-        def compute() -> None:
+        """Copied at once: only what happens before training gathers."""
+        with torch.no_grad():
             for each, own in zip(outputs, inputs, strict=True):
                 for tensor in each:
                     tensor.copy_(own)
-
-        return self._send(self.cost.seconds(_nbytes(gathered)) / 2, gathered, compute)
+        gathered = [tensor for each in outputs for tensor in each]
+        return self._send(self.cost.seconds(_nbytes(gathered)) / 2, gathered, _nothing)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """As NCCL's, an all-reduce that the process waits for."""
