@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import fx
 
 from dp_compile import _torch
+from dp_compile.backends import LIKE_NCCL
 from dp_compile.report import Refusal
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
@@ -39,7 +40,7 @@ class Averaging:
 
 def averaging_for(backend: str, world_size: int) -> Averaging:
     """NCCL averages inside the collective; other backends add contributions that were scaled before."""
-    if backend == "nccl":
+    if backend in LIKE_NCCL:
         return Averaging("avg", 1.0)
     return Averaging("sum", 1.0 / world_size)
 

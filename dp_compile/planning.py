@@ -13,6 +13,7 @@ from typing import Final
 from torch import nn
 
 from dp_compile import _torch
+from dp_compile.backends import LIKE_NCCL
 from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
@@ -102,7 +103,7 @@ def _plan(
         return Planning("single", Planned(plan_single(gradients)), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
-    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend == "nccl" else frozenset())
+    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend in LIKE_NCCL else frozenset())
     if request.bucket_policy is not None:
         return Planning(strategy, plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
     if request.plan is not None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile import _torch
+from dp_compile.backends import PLAYED
 from dp_compile.certificate import Certificate
 from dp_compile.comm_hook import CommHook
 from dp_compile.config import ReplicateConfig
@@ -47,7 +48,7 @@ class Group:
     @property
     def has_others(self) -> bool:
         """Whether there are other ranks that really exist."""
-        return self.world_size > 1 and self.backend != "fake"
+        return self.world_size > 1 and self.backend not in PLAYED
 
 
 class Revision(enum.Enum):

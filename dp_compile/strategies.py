@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Final, NamedTuple
 
+from dp_compile.backends import GROUPED, LIKE_NCCL
 from dp_compile.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, robust_with_pieces
 from dp_compile.config import BYTES_PER_MB, ReplicateConfig
 from dp_compile.cost_model import TREE, AllReduceCost
@@ -43,8 +44,6 @@ RANKS_OF_A_NODE: Final = 8
 PIECE_COUNTS: Final = (2, 4, 8)
 PIECE_NBYTES: Final = 16 * BYTES_PER_MB
 """No piece is smaller: a product of few rows runs at less than full speed, which the model does not know."""
-GROUPED_BACKENDS: Final = ("nccl", "gloo", "fake")
-"""Backends that reduce several tensors in one collective; `fake` is torch's for tests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +188,16 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
         ConfigError: the plan has some, and the backend reduces one tensor at a time.
     """
     grouped = any(len(bucket.tensor_numels) > 1 for bucket in plan.buckets)
-    if grouped and backend not in GROUPED_BACKENDS:
+    if grouped and backend not in GROUPED:
         raise ConfigError(
             f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
-            f"{', '.join(GROUPED_BACKENDS)}. Use another strategy than 'coalesced', or a plan without members apart."
+            f"{', '.join(GROUPED)}. Use another strategy than 'coalesced', or a plan without members apart."
         )
 
 
 def nominal_cost(backend: str, world_size: int) -> AllReduceCost:
     """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo."""
-    if backend != "nccl":
+    if backend not in LIKE_NCCL:
         return link("loopback").cost(world_size)
     if world_size <= RANKS_OF_A_NODE:
         return link("nvlink4").cost(world_size)

@@ -202,7 +202,7 @@ def test_a_link_that_cannot_be_made_skips_its_cells_and_is_tried_again(
     assert found.cells[0].skipped.startswith("link 640 mbit: ")
     assert found.missing == (("bench_standins:tiny", "640 mbit", 0),)
     stage.calls.clear()
-    monkeypatch.setattr(runner, "open_bed", lambda kind, **_: beds._loopback(2, None))
+    monkeypatch.setattr(runner, "open_bed", lambda link, **_: beds._loopback(Link("loopback"), 2, None))
     assert not play(suite, tmp_path / "one.json").missing
     assert len(stage.of("self_check")) == 1  # only what was missing
 
@@ -265,7 +265,7 @@ def test_a_link_that_does_not_prove_itself_is_asked_three_times(
     stage.answers["self-check", "self_check"] = [replace(PROOF, matmul_slowdown=1.6)] * 2
     play(ONE, tmp_path / "one.json")
     assert len(stage.of("self_check")) == 1  # loopback cannot, so once is enough
-    monkeypatch.setattr(runner, "open_bed", lambda kind, **_: _unlimited())
+    monkeypatch.setattr(runner, "open_bed", lambda link, **_: _unlimited())
     found = play(ONE, tmp_path / "two.json")
     assert len(stage.of("self_check")) == 4
     assert found.cells[0].self_check is not None
@@ -279,8 +279,8 @@ def _unlimited() -> Any:
 def test_the_rate_follows_from_compute_and_bytes(stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def opened(kind: str, *, ranks: int, rate_mbit: float | None) -> Any:
-        asked.append((kind, rate_mbit))
+    def opened(link: Link, *, ranks: int, rate_mbit: float | None) -> Any:
+        asked.append((link.kind, rate_mbit))
         return _unlimited()
 
     monkeypatch.setattr(runner, "open_bed", opened)
@@ -354,7 +354,7 @@ def test_remaining_time_is_told_by_kind() -> None:
 def real_crew(directory: Path) -> Crew:
     bed = Bed("gloo", "127.0.0.1", ((), ()), {"GLOO_SOCKET_IFNAME": "lo"})
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return Crew("mode x", bed, ranks=2, threads=1, timeout_s=60.0, environment=path, directory=directory)
+    return Crew("mode x", bed, threads=1, timeout_s=60.0, environment=path, directory=directory)
 
 
 def test_whoever_is_missing_is_named(tmp_path: Path) -> None:

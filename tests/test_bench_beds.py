@@ -11,6 +11,8 @@ import pytest
 
 from dp_compile.bench import beds
 
+SHAPED = beds.Link("shaped", rate_mbit=100.0)
+
 
 def spaces() -> set[str]:
     done = subprocess.run([beds._tool("ip"), "netns", "list"], capture_output=True, text=True)
@@ -19,7 +21,7 @@ def spaces() -> set[str]:
 
 def can_make_networks() -> bool:
     try:
-        with beds.open_bed("shaped", ranks=2, rate_mbit=100.0):
+        with beds.open_bed(SHAPED, ranks=2, rate_mbit=100.0):
             return True
     except beds.NoBedError:
         return False
@@ -33,7 +35,7 @@ def test_without_iproute2_the_reason_names_it(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PATH", "/nowhere")
     with (
         pytest.raises(beds.NoBedError, match="ip and tc not found: install iproute2"),
-        beds.open_bed("shaped", ranks=2, rate_mbit=100.0),
+        beds.open_bed(SHAPED, ranks=2, rate_mbit=100.0),
     ):
         raise AssertionError("there is no bed")
 
@@ -46,7 +48,7 @@ def test_without_rights_the_reason_says_so(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with (
         pytest.raises(beds.NoBedError, match=r"needs root: run the benchmark as root"),
-        beds.open_bed("shaped", ranks=2, rate_mbit=100.0),
+        beds.open_bed(SHAPED, ranks=2, rate_mbit=100.0),
     ):
         raise AssertionError("there is no bed")
 
@@ -63,7 +65,7 @@ def test_what_fails_half_way_is_taken_down_and_said(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with (
         pytest.raises(beds.NoBedError, match=r"`ip link add eth0 .*` failed: no veth here"),
-        beds.open_bed("shaped", ranks=2, rate_mbit=100.0),
+        beds.open_bed(SHAPED, ranks=2, rate_mbit=100.0),
     ):
         raise AssertionError("there is no bed")
     calls = log.read_text().splitlines()
@@ -75,7 +77,7 @@ def test_what_fails_half_way_is_taken_down_and_said(monkeypatch: pytest.MonkeyPa
 @needs_rights
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_reach_each_other_through_the_limited_link(ranks: int) -> None:
-    with beds.open_bed("shaped", ranks=ranks, rate_mbit=123.0) as bed:
+    with beds.open_bed(SHAPED, ranks=ranks, rate_mbit=123.0) as bed:
         mine = spaces()
         for prefix in bed.prefixes:
             limit = subprocess.run(
@@ -95,8 +97,8 @@ def test_ranks_reach_each_other_through_the_limited_link(ranks: int) -> None:
 @needs_rights
 def test_networks_of_a_killed_run_are_removed_by_the_next() -> None:
     program = (
-        "import os, signal\nfrom dp_compile.bench import beds\n"
-        "with beds.open_bed('shaped', ranks=2, rate_mbit=100.0):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "import os, signal\nfrom dp_compile.bench import beds\nlink = beds.Link('shaped', rate_mbit=100.0)\n"
+        "with beds.open_bed(link, ranks=2, rate_mbit=100.0):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     killed = subprocess.Popen([sys.executable, "-c", program], env=environment)

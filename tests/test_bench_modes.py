@@ -12,8 +12,6 @@ import importlib
 import math
 import multiprocessing
 import os
-import types
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -197,9 +195,7 @@ def test_the_calibrated_mode_measures_the_link() -> None:
 @pytest.mark.parametrize("name", ["decent_dp", "thunder:0.01"])
 def test_peers_from_pypi(name: str) -> None:
     """Not in the test extra: they are run by hand, in an environment of their own."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Thunder's, about packages that it can do without
-        reason = mode(name).why_not()
+    reason = mode(name).why_not()
     if reason is not None:
         pytest.skip(reason)
     # After its first step a decentralised algorithm goes its own way.
@@ -217,23 +213,34 @@ def test_dummies_have_the_bytes_of_the_parameters() -> None:
     ]
 
 
-def test_a_peer_that_is_missing_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert packages.why_not_there("no_such_package.part", "no-such-package", "other") == (
-        "no-such-package is not installed: pip install --no-deps no-such-package other "
+def test_a_peer_that_is_missing_says_how_to_get_it() -> None:
+    assert packages.why_not_there("no-such-package", "torch", "other") == (
+        "no-such-package, other are not installed: pip install --no-deps no-such-package torch other "
         "(without --no-deps it may replace torch)."
     )
-    assert packages.why_not_there("json", "json") is None
+    assert packages.why_not_there("torch", "numpy") is None
 
-    def broken(name: str) -> types.ModuleType:
+
+def test_asking_whether_a_peer_can_run_imports_nothing_and_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imported {name}"))
+    before = set(dir(torch.Tensor))
+    for each in MODES.values():
+        each.why_not()
+    assert set(dir(torch.Tensor)) == before
+
+
+def test_a_peer_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+
+    def broken(name: str) -> object:
         raise AttributeError("type object 'Tensor'\nhas no attribute 'align_as'")
 
     monkeypatch.setattr(importlib, "import_module", broken)
-    reason = packages.why_not_there("json", "json")
-    assert reason is not None
-    assert reason.startswith(
-        f"json is installed, but importing it with torch {torch.__version__} fails: AttributeError"
+    with pytest.raises(ConfigError) as refused:
+        packages.load("json")
+    assert str(refused.value) == (
+        f"importing json with torch {torch.__version__} fails: AttributeError: type object 'Tensor' has no attribute "
+        "'align_as'"
     )
-    assert "\n" not in reason
 
 
 def test_a_peer_that_cannot_run_says_why_and_refuses() -> None:

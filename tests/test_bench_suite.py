@@ -66,7 +66,11 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, error: str) -> None:
         ('reference = "bench_standins:oracle"', "", r"reference must be one of the modes .*got none, .*oracle or ddp"),
         ('reference = "bench_standins:oracle"', 'reference = "ddp"', r"must be one of the modes .*got 'ddp'"),
         (':averaged"]', ':oracle"]', r"modes names bench_standins:oracle more than once"),
-        ('kind = "loopback"', 'kind = "wifi"', r"links\[0\]: kind must be one of loopback, shaped, got 'wifi'"),
+        (
+            'kind = "loopback"',
+            'kind = "wifi"',
+            r"links\[0\]: kind must be one of loopback, shaped, fabric, nccl-1, got 'wifi'",
+        ),
         ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', r"links\[0\]: rate_mbit is for kind = 'shaped'"),
         ("comm_over_compute = 1", "rate = 1", r"unknown key 'links\[1\]\.rate'\. Allowed: kind, rate_mbit"),
         (", comm_over_compute = 1", "", r"needs rate_mbit or comm_over_compute, one of them; neither is given"),
@@ -102,7 +106,7 @@ def test_packaged_suites(name: str) -> None:
 
 
 def test_the_suites_that_are_named_in_texts_are_there() -> None:
-    assert {"short", "full", "models", "one-rank", "cold", "everything"} <= set(suite.packaged())
+    assert {"short", "smoke", "full", "models", "one-rank", "cold", "everything"} <= set(suite.packaged())
 
 
 def test_modes_that_do_not_fit_at_once_each_meet_the_reference() -> None:

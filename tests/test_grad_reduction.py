@@ -73,7 +73,12 @@ def test_refusals(args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) ->
 
 @pytest.mark.parametrize(
     ("backend", "expected"),
-    [("nccl", Averaging("avg", 1.0)), ("gloo", Averaging("sum", 0.25)), ("fake", Averaging("sum", 0.25))],
+    [
+        ("nccl", Averaging("avg", 1.0)),
+        ("fabric", Averaging("avg", 1.0)),
+        ("gloo", Averaging("sum", 0.25)),
+        ("fake", Averaging("sum", 0.25)),
+    ],
 )
 def test_averaging(backend: str, expected: Averaging) -> None:
     assert averaging_for(backend, 4) == expected

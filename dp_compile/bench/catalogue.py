@@ -6,29 +6,29 @@ What follows the colon of a built-in name is its argument: `ddp:5`.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
+from dp_compile.bench import modes, workloads
 from dp_compile.bench.contract import Mode, Workload
 from dp_compile.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
 class _Shelf:
-    """One kind of thing: where it is built in, and what has to be in it."""
+    """One kind of thing: what is built in, how it is made by its name, and what has to be in the user's own."""
 
     noun: str
-    module: str
-    table: str
-    function: str
+    known: Iterable[str]
+    make: Callable[[str], Any]
     attributes: tuple[str, ...]
 
 
 _WORKLOADS: Final = _Shelf(
-    "workload", "dp_compile.bench.workloads", "WORKLOADS", "workload", ("name", "build", "batch", "loss", "lr")
+    "workload", workloads.WORKLOADS, workloads.workload, ("name", "build", "batch", "loss", "lr")
 )
-_MODES: Final = _Shelf("mode", "dp_compile.bench.modes", "MODES", "mode", ("name", "is_bound", "why_not", "prepare"))
+_MODES: Final = _Shelf("mode", modes.MODES, modes.mode, ("name", "is_bound", "why_not", "prepare"))
 
 
 def workload(name: str) -> Workload:
@@ -46,23 +46,13 @@ def mode(name: str) -> Mode:
 
 
 def _find(shelf: _Shelf, name: str) -> Any:
-    known = _known(shelf)
     base, _, _ = name.rpartition(":")
-    if name in known or base in known:
-        return getattr(importlib.import_module(shelf.module), shelf.function)(name)
+    if name in shelf.known or base in shelf.known:
+        return shelf.make(name)
     if base:
         return _imported(shelf, name)
-    allowed = ", ".join(sorted(known)) or "none is built in"
+    allowed = ", ".join(sorted(shelf.known))
     raise ConfigError(f"unknown {shelf.noun} {name!r}. Built in: {allowed}. Your own: 'package.module:function'.")
-
-
-def _known(shelf: _Shelf) -> Iterable[str]:
-    try:
-        return tuple(getattr(importlib.import_module(shelf.module), shelf.table))
-    except ModuleNotFoundError as error:
-        if error.name != shelf.module:
-            raise
-        return ()
 
 
 def _imported(shelf: _Shelf, name: str) -> Any:

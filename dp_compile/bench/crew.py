@@ -40,8 +40,7 @@ class Crew:
 
     Args:
         title: who they are, for errors: `mode ddp`.
-        bed: where they run.
-        ranks: how many.
+        bed: where they run, and how many.
         threads: of each, for its kernels.
         timeout_s: of their process group.
         environment: beside the bed's and this process's own.
@@ -53,7 +52,6 @@ class Crew:
         title: str,
         bed: Bed,
         *,
-        ranks: int,
         threads: int,
         timeout_s: float,
         environment: Mapping[str, str],
@@ -66,7 +64,8 @@ class Crew:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._connections: list[Connection] = []
         self._places = [
-            Place(rank, ranks, threads, bed.backend, bed.host, timeout_s, bed.imports) for rank in range(ranks)
+            Place(rank, bed.processes, threads, bed.backend, bed.host, timeout_s, bed.imports, bed.group_ranks)
+            for rank in range(bed.processes)
         ]
 
     def start(self) -> None:

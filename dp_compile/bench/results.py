@@ -98,7 +98,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A workload by itself: seconds of its compiled forward and backward on all ranks at once, without any link."""
+    """A workload by itself: seconds of its step in mode `compute` on all ranks at once, without any link."""
 
     workload: str
     compute_s: float

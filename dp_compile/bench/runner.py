@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from dp_compile.bench import catalogue
-from dp_compile.bench.beds import Bed, Link, NoBedError, open_bed, rate_for
+from dp_compile.bench.beds import Bed, Link, NoBedError, open_bed, rate_of
 from dp_compile.bench.contract import Facts
 from dp_compile.bench.crew import Crew, CrewError
 from dp_compile.bench.machine import Environment, Watch, environment
@@ -130,7 +130,7 @@ class _Bench:
     def _probe(self, name: str, before: Probe | None) -> Probe:
         """The gradients that all modes have to have, and the compute time if a link's rate hangs on it."""
         self.progress.say(f"{name}: gradients of one process")
-        with open_bed("loopback", ranks=self.suite.ranks, rate_mbit=None) as bed:
+        with open_bed(Link("loopback"), ranks=self.suite.ranks, rate_mbit=None) as bed:
             with self._crew(f"workload {name}", bed) as crew:
                 crew.start()
                 crew.started(self.suite.start_timeout_s)
@@ -165,7 +165,7 @@ class _Bench:
         cell = Cell(probe.workload, link.name, heat, load=round(os.getloadavg()[0], 2))
         try:
             rate_mbit = self._rate_mbit(link, probe)
-            with open_bed(link.kind, ranks=self.suite.ranks, rate_mbit=rate_mbit) as bed:
+            with open_bed(link, ranks=self.suite.ranks, rate_mbit=rate_mbit) as bed:
                 self.progress.say(f"{where}: self-check")
                 check = self._self_check(bed)
                 outcomes = self._heat(bed, name, modes, where)
@@ -175,12 +175,8 @@ class _Bench:
         return replace(cell, rate_mbit=rate_mbit, self_check=check, modes=outcomes, date=_now())
 
     def _rate_mbit(self, link: Link, probe: Probe) -> float | None:
-        if link.comm_over_compute is None:
-            return link.rate_mbit
-        if self.suite.ranks < 2:
-            raise NoBedError("a network needs at least 2 ranks.")
-        return rate_for(
-            link.comm_over_compute,
+        return rate_of(
+            link,
             compute_s=probe.compute_s,
             gradient_nbytes=probe.gradient_nbytes,
             ranks=self.suite.ranks,
@@ -197,7 +193,7 @@ class _Bench:
                 checks.append(worst(crew.ask("self_check", timeout_s=_CHECK_TIMEOUT_S)))
                 if checks[-1].passed or not bed.asynchronous:
                     break
-        return min(checks, key=lambda check: check.matmul_slowdown)
+        return min(checks, key=lambda check: (not check.passed, check.matmul_slowdown))
 
     def _heat(self, bed: Bed, name: str, modes: Sequence[str], where: str) -> tuple[ModeResult, ...]:
         found: dict[str, ModeResult] = {}
@@ -302,7 +298,6 @@ class _Bench:
         return Crew(
             title,
             bed,
-            ranks=self.suite.ranks,
             threads=self.suite.threads,
             timeout_s=self.suite.start_timeout_s,
             environment=variables,

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -34,7 +34,10 @@ _NORM_FLOOR: Final = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Which rank of which group."""
+    """Which rank of which group.
+
+    `ranks` are processes; the group has as many, unless `group_ranks` says that the rest of it is played.
+    """
 
     rank: int
     ranks: int
@@ -43,6 +46,7 @@ class Place:
     host: str
     timeout_s: float
     imports: tuple[str, ...] = ()
+    group_ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,7 @@ class Rank:
             place.backend,
             store=store,
             rank=place.rank,
-            world_size=place.ranks,
+            world_size=place.group_ranks or place.ranks,
             timeout=timedelta(seconds=place.timeout_s),
         )
         dist.barrier()
@@ -103,33 +107,36 @@ class Rank:
         return time.perf_counter() - start
 
     def prepare_compute(self, workload: str) -> None:
-        """The compiled model alone, without any group."""
-        found = _with_fixed_weights(catalogue.workload(workload))
-        self.trainer = _Compute(found)
-        self.batches = _batches(found, self.place.rank)
+        """The compiled model alone, without any group, so on the CPU."""
+        self.prepare(workload, "compute")
 
     def gradients(self, workload: str, expected: str) -> Compared:
-        """Of the first batch, compared with the file that `average_gradients` wrote."""
+        """Of the first batch, compared with what `average_gradients` wrote of as many processes."""
         assert self.trainer is not None
         batch = next(_batches(catalogue.workload(workload), self.place.rank))
         start = time.perf_counter()
         gradients = self.trainer.gradients(batch)
         _synchronize()
         wall_s = time.perf_counter() - start
-        parameter, error = compare(gradients, torch.load(expected, mmap=True))
+        parameter, error = compare(gradients, torch.load(expected, mmap=True)[self.place.ranks])
         return Compared(wall_s, error, parameter)
 
     def average_gradients(self, workload: str, path: str) -> int:
-        """Gradients of all ranks' first batches, averaged by this process alone, eagerly. Bytes of them."""
+        """Gradients of the first batch of one rank, and of all, averaged by this process alone, eagerly.
+
+        Written by number of ranks. Returns their bytes.
+        """
         found = _with_fixed_weights(catalogue.workload(workload))
         model = found.build().train()
+        averages = {}
         for rank in range(self.place.ranks):
             found.loss(model, next(_batches(found, rank))).backward()
-        gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
-        for gradient in gradients.values():
-            gradient.div_(self.place.ranks)
-        torch.save(gradients, path)
-        return sum(gradient.nbytes for gradient in gradients.values())
+            if rank + 1 in (1, self.place.ranks):
+                averages[rank + 1] = {
+                    name: each.grad / (rank + 1) for name, each in model.named_parameters() if each.grad is not None
+                }
+        torch.save(averages, path)
+        return sum(gradient.nbytes for gradient in averages[1].values())
 
     def steps(self, count: int) -> Stepped:
         """Seconds a step, of `count` that are timed as one; ranks start together, batches are ready."""
@@ -194,22 +201,6 @@ def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
     # NaN is larger than anything.
     parameter = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
     return parameter, errors[parameter]
-
-
-class _Compute:
-    """Compiled forward and backward of one process, nothing else."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._model = workload.build().train()
-        self._compiled: Callable[..., torch.Tensor] = torch.compile(self._model)
-        self._loss = workload.loss
-
-    def step(self, batch: Batch) -> None:
-        self._loss(self._compiled, batch).backward()
-        self._model.zero_grad(set_to_none=True)
-
-    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        raise AssertionError("compute has no reduced gradients")
 
 
 def _with_fixed_weights(workload: Workload) -> Workload:

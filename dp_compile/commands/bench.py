@@ -22,12 +22,15 @@ examples:
 _RUN_EPILOG = """\
 A suite is a TOML file:
 
-  workloads = ["gpt-small", "my_models:net"]     # built in, or your own: a function that returns a
+  workloads = ["gpt-4l", "my_models:net"]        # built in, or your own: a function that returns a
   modes = ["oracle", "ddp", "ours"]              # dp_compile.bench.contract.Workload (or Mode), found beside the file
   links = [
     {kind = "loopback"},
     {kind = "shaped", rate_mbit = 640},          # one network namespace per rank, tc-tbf; needs root and iproute2
     {kind = "shaped", comm_over_compute = 0.5},  # the rate at which communication takes half as long as compute
+    {kind = "fabric", ranks = 64, link = "infiniband-ndr"},            # one process, 63 ranks are played; a
+    {kind = "fabric", ranks = 64, latency_us = 10, rate_mbit = 8000},  # collective takes alpha + beta * bytes
+    {kind = "nccl-1"},                           # NCCL with one rank: what launching costs; needs a GPU
   ]
   repetitions = 15                               # any other field of dp_compile.bench.suite.Suite
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
+from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, loop_around, place, trainable
 from dp_compile.config import BYTES_PER_MB, DEFAULT_CAP_MB
 
 
@@ -26,8 +26,7 @@ class Compute:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
-        return Loop(workload, trainable(model), torch.compile(model, backend=self.backend))
+        return loop_around(workload, lambda model: torch.compile(model, backend=self.backend))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile.backends import FABRIC
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import MOMENTUM, build, place, trainable
 from dp_compile.bench.modes.packages import load, why_not_there
@@ -38,11 +39,13 @@ class DecentDP:
     is_bound: bool = False
 
     def why_not(self) -> str | None:
-        return why_not_there("decent_dp.ddp", "decent-dp", "loguru")
+        return why_not_there("decent-dp", "loguru")
 
     def prepare(self, workload: Workload) -> Trainer:
         if dist.get_world_size() < 2:
             raise ConfigError(f"mode '{self.name}' needs 2 ranks or more: it averages with neighbours. Here is 1.")
+        if dist.get_backend() == FABRIC:
+            raise ConfigError(f"mode '{self.name}' exchanges parameters with neighbours, which a fabric does not play.")
         if self.topology == NODES_AND_RING and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
             raise ConfigError(
                 f"mode '{self.name}' averages inside nodes and among them in turns, and needs 2 ranks or more in each "

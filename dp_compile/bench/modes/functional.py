@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from dp_compile import _torch
 from dp_compile.bench.contract import Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, trainable
+from dp_compile.bench.modes.loop import cap_mb_of, loop_around
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.grad_reduction import averaging_for
 
@@ -53,10 +53,10 @@ class Functional:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
         _torch.configure_process(inductor=self.settings)
-        call = torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
-        return Loop(workload, trainable(model), call)
+        return loop_around(
+            workload, lambda model: torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
+        )
 
 
 class _ReducedInBackward(nn.Module):

@@ -21,11 +21,11 @@ MOMENTUM: Final = 0.9
 
 
 def place() -> torch.device:
-    """This process's GPU if the default process group has a backend of its own for GPUs, else the CPU.
+    """This process's GPU if the default process group has a backend of its own for GPUs, else, or without one, the CPU.
 
     gloo would take tensors of a GPU too, by way of the CPU; nobody who asks for gloo wants that timed.
     """
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and dist.is_initialized():
         backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
         if backends.get("cuda", "gloo") != "gloo":
             return torch.device("cuda", torch.cuda.current_device())
@@ -97,6 +97,17 @@ class Loop:
         start = time.perf_counter()
         self._reduced_backward(loss)
         self._backwards_s.append(time.perf_counter() - start)
+
+
+def loop_around(
+    workload: Workload,
+    wrap: Callable[[nn.Module], Callable[..., torch.Tensor]],
+    backward: Callable[[torch.Tensor], None] = backward,
+) -> Loop:
+    """The loop that trains what `wrap` makes of the workload's model. Names are those from before it is wrapped."""
+    model = build(workload)
+    parameters = trainable(model)
+    return Loop(workload, parameters, wrap(model), backward)
 
 
 def cap_mb_of(argument: str, mode: str) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -41,7 +41,10 @@ class Ours:
 
     def prepare(self, workload: Workload) -> Trainer:
         model = build(workload)
-        parameters = trainable(model)
+        loop = Loop(workload, trainable(model), self._replicated(model))
+        return _OurLoop(loop, model, is_fixed=self.has_fixed_plan)
+
+    def _replicated(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         config = ReplicateConfig(
             strategy=self.strategy,
             bucket_cap_mb=self.cap_mb,
@@ -50,8 +53,7 @@ class Ours:
             backend=self.backend,
         )
         replicate(model, config=config, bucket_policy=_is_block if self.strategy == "per_module" else None)
-        compiled = torch.compile(model, backend=self.backend)
-        return _OurLoop(Loop(workload, parameters, compiled), model, is_fixed=self.has_fixed_plan)
+        return torch.compile(model, backend=self.backend)
 
     @property
     def has_fixed_plan(self) -> bool:

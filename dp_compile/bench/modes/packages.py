@@ -3,33 +3,48 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
+import importlib.metadata
 from typing import Any
 
 import torch
 
+from dp_compile.errors import ConfigError
 
-def why_not_there(module: str, package: str, *needed: str) -> str | None:
-    """Why a module cannot be imported, for people; `None`: it can, and has been.
+
+def why_not_there(package: str, *needed: str) -> str | None:
+    """Why a peer cannot be imported, for people; `None`: it is installed. It is not imported for that.
 
     Args:
-        module: its dotted name.
-        package: what it comes with on PyPI.
-        needed: packages that this one needs beside torch and what comes with torch.
+        package: its name on PyPI.
+        needed: packages that it needs beside torch and what comes with torch.
     """
-    if importlib.util.find_spec(module.partition(".")[0]) is None:
-        names = " ".join((package, *needed))
-        return f"{package} is not installed: pip install --no-deps {names} (without --no-deps it may replace torch)."
+    missing = [name for name in (package, *needed) if not _is_installed(name)]
+    if not missing:
+        return None
+    return (
+        f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed: pip install --no-deps "
+        f"{' '.join((package, *needed))} (without --no-deps it may replace torch)."
+    )
+
+
+def _is_installed(package: str) -> bool:
     try:
-        importlib.import_module(module)
-    except Exception as error:
-        return f"{package} is installed, but importing it with torch {torch.__version__} fails: {_one_line(error)}"
-    return None
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def load(module: str) -> Any:
-    """A module of such a package, untyped."""
-    return importlib.import_module(module)
+    """A module of such a package, untyped.
+
+    Raises:
+        ConfigError: it cannot be imported with this torch.
+    """
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise ConfigError(f"importing {module} with torch {torch.__version__} fails: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from dp_compile import _torch
 from dp_compile.bench.contract import Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, trainable
+from dp_compile.bench.modes.loop import cap_mb_of, loop_around
 from dp_compile.bench.modes.torch_ddp import wrap
 from dp_compile.config import DEFAULT_CAP_MB
 
@@ -40,9 +40,9 @@ class PythonReducer:
         _torch.configure_process(
             dynamo={"optimize_ddp": "python_reducer"}, inductor={"_fuse_ddp_communication_passes": passes}
         )
-        model = build(workload)
-        call = torch.compile(wrap(model, self.cap_mb), backend=self.backend)
-        return Loop(workload, trainable(model), call, self._backward)
+        return loop_around(
+            workload, lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend), self._backward
+        )
 
     def _backward(self, loss: torch.Tensor) -> None:
         with _torch.capture_backward(partial(torch.compile, backend=self.backend)):

@@ -31,8 +31,7 @@ class Thunder:
     is_bound: bool = False
 
     def why_not(self) -> str | None:
-        _put_back()
-        return why_not_there("thunder.distributed", "lightning-thunder", *NEEDED)
+        return why_not_there("lightning-thunder", *NEEDED)
 
     def prepare(self, workload: Workload) -> Trainer:
         _put_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dp_compile import _torch
 from dp_compile.bench.contract import Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
+from dp_compile.bench.modes.loop import cap_mb_of, loop_around, place
 from dp_compile.errors import ConfigError
 
 TUNED: Final = {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True}
@@ -38,8 +39,7 @@ class TorchDDP:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
-        return Loop(workload, trainable(model), wrap(model, self.cap_mb, **(TUNED if self.tuned else {})))
+        return loop_around(workload, lambda model: wrap(model, self.cap_mb, **(TUNED if self.tuned else {})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,7 @@ class CompiledDDP:
 
     def prepare(self, workload: Workload) -> Trainer:
         _torch.configure_process(dynamo={"optimize_ddp": "ddp_optimizer" if self.split else "no_optimization"})
-        model = build(workload)
-        return Loop(workload, trainable(model), torch.compile(wrap(model, self.cap_mb), backend=self.backend))
+        return loop_around(workload, lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +82,12 @@ class ComposableReplicate:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        model = build(workload)
-        parameters = trainable(model)
+        return loop_around(workload, self._replicated)
+
+    def _replicated(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         options = {} if self.cap_mb is None else {"bucket_cap_mb": self.cap_mb}
         _torch.composable_replicate(model, device_id=place(), **options)
-        return Loop(workload, parameters, torch.compile(model, backend=self.backend) if self.compiled else model)
+        return torch.compile(model, backend=self.backend) if self.compiled else model
 
 
 def wrap(model: nn.Module, cap_mb: float | None, **options: Any) -> DistributedDataParallel:
