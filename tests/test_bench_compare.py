@@ -386,6 +386,21 @@ count are no quieter.
     )
 
 
+def test_a_played_link_says_what_was_stated() -> None:
+    found = shown()
+    played = replace(PROOF, stated_alpha_us=170.0, stated_mb_per_s=81.0)
+    link = Link("fabric", ranks=64, latency_us=10, rate_mbit=8000)
+    text = report.markdown(
+        replace(
+            found,
+            suite=replace(SUITE, links=(link,)),
+            cells=(replace(found.cells[0], link=link.name, self_check=played),),
+        )
+    )
+    assert "2 ranks (one process on a played link) of 1 thread" in text
+    assert "fabric 64 x 10 us, 8000 mbit is played: stated 170 us and 81 MB/s" in text
+
+
 def test_rows_are_the_same_figures() -> None:
     rows = report.rows(shown())
     (ours,) = [row for row in rows if (row["workload"], row["link"], row["mode"]) == ("gpt", "640 mbit", "ours")]

@@ -9,7 +9,7 @@ from typing import Any, Final
 from dp_compile.bench.bound import rho
 from dp_compile.bench.ratios import quartiles_ms, ratios
 from dp_compile.bench.results import MEASURED, Cell, ModeResult, Results
-from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, WAITING_LIMIT
+from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, STATED_LIMIT, STATED_LIMIT_US, WAITING_LIMIT
 from dp_compile.plan import count, format_bytes
 
 _SHORTENED: Final = 160
@@ -75,7 +75,10 @@ def _lines(results: Results) -> Iterator[str]:
     turns = f"{suite.repetitions} turns a mode" + (
         f" of {suite.steps_per_turn} steps" if suite.steps_per_turn > 1 else ""
     )
-    yield f"{count(suite.ranks, 'rank')} of {count(suite.threads, 'thread')}, {turns}, modes in turns, slowest rank."
+    ranks = count(suite.ranks, "rank")
+    if any(link.kind not in ("loopback", "shaped") for link in suite.links):
+        ranks += " (one process on a played link)"
+    yield f"{ranks} of {count(suite.threads, 'thread')}, {turns}, modes in turns, slowest rank."
     if results.missing:
         yield f"Not finished or skipped: {len(results.missing)} of {len(results.keys())} cells."
     yield ""
@@ -177,6 +180,12 @@ def _links(cells: Sequence[Cell]) -> Iterator[str]:
         f"takes <= {SLOWDOWN_LIMIT:g}x as long. Where that failed (as on loopback) communication is a copy by the "
         "cores that compute: hiding it gains little, and ratios say what a mode costs, not what it hides."
     )
+    played = {cell.link: cell.self_check for cell in cells if cell.self_check and cell.self_check.stated_mb_per_s}
+    for link, check in played.items():
+        yield (
+            f"{link} is played: stated {check.stated_alpha_us:.0f} us and {check.stated_mb_per_s:.4g} MB/s; it passes "
+            f"only within {STATED_LIMIT:.0%} of that, latency also within {STATED_LIMIT_US:.0f} us."
+        )
 
 
 def _reasons(results: Results) -> Iterator[str]:
