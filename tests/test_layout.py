@@ -41,6 +41,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("train", "plan_table"),
     ("pass_table", "bench"),
+    ("testing",),
     ("commands",),
     ("__init__", "cli", "__main__", "tables"),
 )
@@ -74,6 +75,13 @@ INSIDE_A_PACKAGE = {
         ("ratios", "runner"),
         ("compare", "report", "picture"),
         ("__init__",),
+    ),
+    "testing": (
+        ("golden", "ranks", "schedule", "training"),
+        ("recording",),
+        ("seen", "same_training"),
+        ("checks",),
+        ("__init__", "plugin"),
     ),
     "commands": (
         ("parsing", "files"),
@@ -243,6 +251,13 @@ def test_pure_modules_do_not_know_torch(file: str) -> None:
 def test_passes_do_not_communicate(file: str) -> None:
     modules = {imported.module for imported in imports_of(tree_of(file))}
     assert not [module for module in modules if module.startswith("torch.distributed")]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("testing/")])
+def test_tools_for_tests_need_no_pytest_and_no_bench(file: str) -> None:
+    modules = {imported.module for imported in imports_of(tree_of(file))}
+    assert not [module for module in modules if module.startswith("dp_compile.bench")]
+    assert file == "testing/plugin.py" or not [module for module in modules if module.split(".")[0] == "pytest"]
 
 
 # --- private names of torch -----------------------------------------------------------------------------------------
