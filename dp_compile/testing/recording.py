@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
 
@@ -15,11 +15,12 @@ from torch import fx, nn
 from dp_compile import _torch
 from dp_compile.devices import Device
 from dp_compile.dump_files import CODE_STAGE, captures_in, read_capture
-from dp_compile.errors import ModuleError
+from dp_compile.errors import DPCompileError, ModuleError
+from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.edit import positions
 from dp_compile.fx.outline import outline
 from dp_compile.grad_reduction import REDUCE_GRAD
-from dp_compile.graph_names import collectives_of, node_names
+from dp_compile.graph_names import node_names
 from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
 from dp_compile.pass_table import kernels_called
 from dp_compile.passes import DEFAULT_PASSES
@@ -36,16 +37,17 @@ INDUCTOR: Final = "inductor"
 AGAIN: Final = 2
 """So many identical steps follow those in which the plan is settled. They must compile nothing."""
 MOST_FIRST_STEPS: Final = 3
+_HINT: Final = "Only a captured backward has a graph to look at. DP_COMPILE_LOGS=info says why it was not captured."
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class SeenGraph:
-    """A graph as the passes left it: its short form, its collectives in words, and what happens in it."""
+    """A graph as the passes left it: its short form, what happens in it, and gradients of which a clone is reduced."""
 
     text: str
-    collectives: tuple[str, ...]
     events: tuple[Event, ...]
+    cloned: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class Recorder:
         names = node_names(graph, plans, ())
         events = events_of(graph, names, self.device, self.efficiency)
         text = outline(graph, names, shown=_around_collectives(graph))
-        self.graphs.append(SeenGraph(text, collectives_of(graph, plans), events))
+        self.graphs.append(SeenGraph(text, events, frozenset(_cloned(graph, names))))
         return PassResult(changed=False)
 
 
@@ -79,6 +81,14 @@ def _around_collectives(graph: fx.Graph) -> set[fx.Node]:
             computed = [each for each in node.all_input_nodes if each.op != "placeholder"]
             shown |= {node, *sorted(computed, key=now.__getitem__)[-1:]}
     return shown
+
+
+def _cloned(graph: fx.Graph, names: Mapping[fx.Node, str]) -> Iterator[str]:
+    """Lowering takes a clone for generated code, which costs nothing: what it reads is a copy all the same."""
+    for node in graph.nodes:
+        if node.target is FLAT_BUCKET or is_collective(node):
+            clones = (each for each in node.all_input_nodes if each.target is torch.ops.aten.clone.default)
+            yield from (names[each].removeprefix("grad ") for each in clones if each in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +140,7 @@ def _steps(model: nn.Module, batch: Any, training: Training) -> Steps:
 
     start = _made()
     for _ in range(MOST_FIRST_STEPS):
-        step()
+        _first_step(step, model)
         replica = replica_of(model)
         if not replica.revisions and _captured(replica):
             break
@@ -156,6 +166,19 @@ def _kernels(replica: Replica, record: CaptureRecord) -> int:
     return sum(kernels_called(code.read_text(encoding="utf-8")) for code in codes)
 
 
+def _first_step(step: Callable[[], None], model: nn.Module) -> None:
+    """torch's own reducer does not work on a fake process group; that it was asked is what there is to say."""
+    try:
+        step()
+    except RuntimeError as error:
+        if isinstance(error, DPCompileError) or _captured(replica_of(model)):
+            raise
+        raise ModuleError(
+            f"the backward was not captured: was the forward compiled? {_HINT} It ended with {type(error).__name__}, see "
+            "above."
+        ) from error
+
+
 def _made() -> tuple[int, int]:
     """Captures, and graphs of forwards and backwards, in this process so far."""
     return _torch.captures(), _torch.compiled_graphs()
@@ -170,8 +193,7 @@ def _latest(replica: Replica) -> CaptureRecord:
     if not captured:
         ways = ", ".join(replica.backwards) or "none"
         raise ModuleError(
-            f"the backward was not captured but went another way: {ways}, reduced by {replica.mode}. Only a captured "
-            "backward has a graph to look at; DP_COMPILE_LOGS=info says why it was not."
+            f"the backward was not captured but went another way: {ways}, reduced by {replica.mode}. {_HINT}"
         )
     return captured[-1]
 

@@ -7,7 +7,7 @@ Training -> replicate -> backward, captured and compiled -> two more, which must
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,7 +39,7 @@ class Counts:
         recompiles: captures and graphs, of forward and backward, in identical later steps; 0 if all is well.
         graph_breaks: of the backward. With one, all reductions stand at its end.
         copied_nbytes: bytes of gradients that generated code does not compute in their place; `None`: not asked for,
-            without Inductor there is no such code. A clone that a pass puts before a bucket shows in `kernels`.
+            without Inductor there is no such code.
         kernels: calls of generated kernels in the backward; `None`: the same.
     """
 
@@ -63,7 +63,6 @@ class SeenBackward:
         counts: whole numbers.
         schedule: predicted times on the stated link.
         memory: the simulated peak, and that of torch's DDP; `None` if no pass of this training simulates it.
-        collectives: every collective of the graph, in words.
         copied: gradients that are copied, and why; empty without Inductor.
     """
 
@@ -73,7 +72,6 @@ class SeenBackward:
     counts: Counts
     schedule: Schedule
     memory: PeakMemory | None
-    collectives: tuple[str, ...] = ()
     copied: tuple[Placement, ...] = ()
 
 
@@ -128,8 +126,7 @@ def backward_of(
         counts=_counts(steps, graphs),
         schedule=predicted,
         memory=steps.record.memory,
-        collectives=tuple(each for graph in graphs for each in graph.collectives),
-        copied=tuple(each for each in steps.record.placements if each.copied and each.gradient != UNUSED_FLAGS),
+        copied=tuple(each for each in _placements(steps, graphs) if each.copied),
     )
 
 
@@ -145,6 +142,8 @@ def _check(ranks: int, efficiency: float, backend: str, on: str) -> None:
 
 def _planning_for(training: Training, config: ReplicateConfig, cost: AllReduceCost, on: str) -> ReplicateConfig:
     """With the stated link's cost, if the strategy reads one and nothing else was given."""
+    if not config.uses_python_hook():
+        raise ConfigError("ddp_python_hook is off: torch's reducer would reduce, and nothing is captured to look at.")
     if config.replan_after is not None:
         raise ConfigError(
             f"replan_after={config.replan_after} plans from measured times, which are others in each run. Leave it out "
@@ -187,15 +186,23 @@ def _counts(steps: Steps, graphs: Sequence[SeenGraph]) -> Counts:
         captures=steps.captures,
         recompiles=steps.recompiles,
         graph_breaks=len(graphs) - 1,
-        copied_nbytes=None if steps.kernels is None else _copied_nbytes(steps),
+        copied_nbytes=None if steps.kernels is None else _copied_nbytes(steps, graphs),
         kernels=steps.kernels,
     )
 
 
-def _copied_nbytes(steps: Steps) -> int:
+def _placements(steps: Steps, graphs: Sequence[SeenGraph]) -> Iterator[Placement]:
+    """Of gradients; of a clone the record says where the clone is computed."""
+    cloned = frozenset[str]().union(*(graph.cloned for graph in graphs))
+    for each in steps.record.placements:
+        if each.copied is None and each.gradient in cloned:
+            yield replace(each, copied="a clone stands before its bucket")
+        elif each.gradient != UNUSED_FLAGS:
+            yield each
+
+
+def _copied_nbytes(steps: Steps, graphs: Sequence[SeenGraph]) -> int:
     """Of all gradients, what is not known to be computed where it is reduced."""
-    in_place = sum(
-        each.nbytes for each in steps.record.placements if each.copied is None and each.gradient != UNUSED_FLAGS
-    )
+    in_place = sum(each.nbytes for each in _placements(steps, graphs) if each.copied is None)
     members = (member for bucket in steps.plan.buckets for member in bucket.members)
     return sum(member.nbytes for member in members if member.gradient.name != UNUSED_FLAGS) - in_place

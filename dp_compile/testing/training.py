@@ -64,6 +64,8 @@ class Training:
                 raise ConfigError(f"Training.{name} must be a function, got {type(value).__name__}.{hint}")
         if not isinstance(self.config, ReplicateConfig):
             raise ConfigError(f"Training.config must be a ReplicateConfig, got {type(self.config).__name__}.")
+        if self.passes is not None and not isinstance(self.passes, tuple):
+            raise ConfigError(f"Training.passes must be a tuple of passes, or None, got {type(self.passes).__name__}.")
 
     @property
     def wishes(self) -> dict[str, Any]:
