@@ -132,10 +132,8 @@ def test_nothing_of_the_training_is_left_behind(seen: testing.SeenBackward) -> N
 def test_without_a_cost_the_plan_is_for_the_stated_link() -> None:
     default = replace(TRAINING, config=dp_compile.ReplicateConfig())
     slow = replace(TRAINING, config=dp_compile.ReplicateConfig(cost=AllReduceCost(1.0, 1e-9)))
-    fast = replace(TRAINING, config=dp_compile.ReplicateConfig(cost=AllReduceCost(0.0, 1e-9)))
-    assert look_at(default).plan == look_at(default, link="nvlink4").plan
+    assert len(look_at(default).plan.buckets) > 1
     assert len(look_at(slow).plan.buckets) == 1
-    assert len(look_at(fast).plan.buckets) > 1
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -350,6 +348,8 @@ def test_times_and_memory_that_are_too_much(seen: testing.SeenBackward) -> None:
     assert said.startswith("end of backward and communication: ")
     assert "nvlink4, 2 ranks, cpu-core" in said
     assert "buckets are launched too late" in said
+    said = complaint(testing.assert_end_below, seen, ms=seen.schedule.backward_s * 1e3)
+    assert "compute alone takes longer than that" in said
     assert seen.memory is not None
     testing.assert_peak_below(seen)
     testing.assert_peak_below(seen, nbytes=seen.memory.nbytes + 1)
@@ -491,7 +491,7 @@ def test_a_training_that_is_not_captured_is_no_proof(ranks2: testing.Ranks) -> N
 
 def test_ranks_that_raise_or_hang_are_shown(ranks2: testing.Ranks) -> None:
     with pytest.raises(testing.RankError) as failed:
-        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_trouble), ranks=ranks2, timeout_s=15)
+        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_trouble), ranks=ranks2, timeout_s=10)
     said = str(failed.value)
     assert "--- rank 0: Traceback" in said
     assert "ValueError: no more data on this rank" in said

@@ -138,7 +138,7 @@ def _too_long(seen: SeenBackward, what: str, found_s: float, ms: float) -> str:
     stalled = [(number, each) for number, each in enumerate(times.collectives) if each.stalled_s > 0]
     stalled.sort(key=lambda item: -item[1].stalled_s)
     lines += _shortened([f"  {_stall(seen, number, each)}" for number, each in stalled])
-    return "\n".join([*lines, *_advice(seen)])
+    return "\n".join([*lines, *_advice(seen, ends_s=found_s, allowed_s=ms * 1e-3)])
 
 
 def _stall(seen: SeenBackward, number: int, each: ScheduledCollective) -> str:
@@ -160,8 +160,11 @@ def _span(bucket: Bucket) -> str:
     return f"{count(len(labels), 'gradient')}, {' .. '.join(dict.fromkeys((labels[0], labels[-1])))}"
 
 
-def _advice(seen: SeenBackward) -> Iterator[str]:
+def _advice(seen: SeenBackward, *, ends_s: float, allowed_s: float) -> Iterator[str]:
     times = seen.schedule
+    if ends_s == times.end_s and allowed_s <= times.backward_s:
+        yield "  compute alone takes longer than that: no other buckets or order would help."
+        return
     gain_s = times.end_s - times.end_if_waited_last_s
     if gain_s > 0.01 * times.exposed_s:
         yield f"  waits come too early: at the end of the backward they would save {format_ms(gain_s)}. See graph_text."

@@ -174,8 +174,8 @@ def _first_step(step: Callable[[], None], model: nn.Module) -> None:
         if isinstance(error, DPCompileError) or _captured(replica_of(model)):
             raise
         raise ModuleError(
-            f"the backward was not captured: was the forward compiled? {_HINT} It ended with {type(error).__name__}, see "
-            "above."
+            f"the backward was not captured: was the forward compiled? {_HINT} What it ended with, "
+            f"{type(error).__name__}, is shown above."
         ) from error
 
 
