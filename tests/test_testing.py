@@ -128,12 +128,23 @@ def test_nothing_of_the_training_is_left_behind(seen: testing.SeenBackward) -> N
     assert not list(sys.modules["dp_compile.replica"].owners)
 
 
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(WIDTH, 512), nn.Linear(512, 512), nn.Linear(512, 512))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_without_a_cost_the_plan_is_for_the_stated_link() -> None:
-    default = replace(TRAINING, config=dp_compile.ReplicateConfig())
-    slow = replace(TRAINING, config=dp_compile.ReplicateConfig(cost=AllReduceCost(1.0, 1e-9)))
-    assert len(look_at(default).plan.buckets) > 1
-    assert len(look_at(slow).plan.buckets) == 1
+    default = replace(TRAINING, make_model=Wide, config=dp_compile.ReplicateConfig())
+    given = replace(TRAINING, config=dp_compile.ReplicateConfig(cost=AllReduceCost(0.0, 1e-9)))
+    assert len(look_at(default, on="meta", link="nvlink4").plan.buckets) == 1
+    assert len(look_at(default, on="meta", link="loopback").plan.buckets) == 3
+    assert len(look_at(given, on="meta", link="nvlink4").plan.buckets) > 2
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -152,6 +163,56 @@ class NotCompiled(Layers):
     @torch.compiler.disable
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
+
+
+class Hooked(nn.Module):
+    """With a hook that only plain Python can run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.register_full_backward_hook(print_nothing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
+
+
+def print_nothing(module: nn.Module, *gradients: Any) -> None:
+    print(end="")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_broken_backward_is_counted_and_shown() -> None:
+    found = look_at(replace(TRAINING, make_model=Hooked))
+    assert "graph 0 of 2\n" in found.graph_text
+    assert ">> launch 0" in found.graph_text.partition("graph 1 of 2\n")[2]
+    said = complaint(testing.assert_counts, found, graph_breaks=0)
+    assert "graph_breaks: expected 0, found 1" in said
+    assert "TORCH_LOGS=graph_breaks" in said
+
+
+class Unused(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(2, 2)
+
+
+class Lazy(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = nn.LazyLinear(WIDTH)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_the_meta_device_cannot_know_is_an_error() -> None:
+    with pytest.raises(dp_compile.ModuleError, match=r"without a gradient: unused.weight, unused.bias"):
+        look_at(replace(TRAINING, make_model=Unused), on="meta")
+    zeros = replace(ONE_BUCKET_A_LAYER, unused_parameters="zeros")
+    testing.assert_counts(look_at(replace(TRAINING, make_model=Unused, config=zeros), on="meta"), captures=1)
+    with pytest.raises(dp_compile.ModuleError, match=r"layers.0.weight is lazy"):
+        look_at(replace(TRAINING, make_model=Lazy), on="meta")
+    assert look_at(replace(TRAINING, make_model=Lazy)).counts == look_at(TRAINING).counts
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -480,6 +541,23 @@ def test_a_wrong_gradient_is_named(ranks2: testing.Ranks) -> None:
     assert "gradient of layers.2.weight, rank 1, step 0: off by" in said
     assert "2 of the largest element" in said
     assert "layers.4.weight, rank 0, step 0" not in said
+
+
+def other_on_the_second(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer that is told apart: DDP's model is the first that a rank makes one for."""
+    optimizers_made.append(1)
+    return torch.optim.SGD(parameters, lr=0.1 * len(optimizers_made))
+
+
+optimizers_made: list[int] = []
+
+
+def test_parameters_are_compared_too(ranks2: testing.Ranks) -> None:
+    other = replace(TRAINING, make_optimizer=other_on_the_second)
+    said = complaint(testing.assert_same_training, other, ranks=ranks2, steps=1)
+    assert "12 tensors, the first in step 0:" in said
+    assert "parameter of layers." in said
+    assert "every gradient was equal: compare what the optimizer does with both" in said
 
 
 def test_a_training_that_is_not_captured_is_no_proof(ranks2: testing.Ranks) -> None:

@@ -37,6 +37,7 @@ INDUCTOR: Final = "inductor"
 AGAIN: Final = 2
 """So many identical steps follow those in which the plan is settled. They must compile nothing."""
 MOST_FIRST_STEPS: Final = 3
+SHOWN: Final = 8
 _HINT: Final = "Only a captured backward has a graph to look at. DP_COMPILE_LOGS=info says why it was not captured."
 _numbers = itertools.count()
 
@@ -124,11 +125,31 @@ def _replicated(training: Training, recorder: Recorder, on: str) -> Steps:
     if on == CPU:
         replicate(model, config=training.config, **wishes)
     else:
+        _check_not_lazy(model)
         replicate_without_values(model, training.config, **wishes)
     try:
-        return _steps(model, batch, training)
+        steps = _steps(model, batch, training)
+        if on != CPU and training.config.unused == "error":
+            _check_all_used(model)
+        return steps
     finally:
         unreplicate(model)
+
+
+def _check_not_lazy(model: nn.Module) -> None:
+    lazy = [name for name, parameter in model.named_parameters() if nn.parameter.is_lazy(parameter)]
+    if lazy:
+        raise ModuleError(f"{lazy[0]} is lazy, so it has no shape on the meta device. Look with on='cpu'.")
+
+
+def _check_all_used(model: nn.Module) -> None:
+    """With values the reduced flags tell it."""
+    unused = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
+    if unused:
+        raise ModuleError(
+            f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Every parameter has to take part in the loss "
+            "unless unused_parameters says something else."
+        )
 
 
 def _steps(model: nn.Module, batch: Any, training: Training) -> Steps:
