@@ -42,10 +42,34 @@ def test_the_suite_passes(copied: Path) -> None:
     assert "6 passed" in ended.stdout
 
 
-def test_golden_files_are_made_by_the_option(copied: Path) -> None:
+OF_THE_PLUGIN = """\
+import torch
+from torch._dynamo.utils import counters
+
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+graphs = []
+
+
+def test_launched_first(dp_fresh_compiler):
+    for _ in range(2):
+        compiled(torch.ones(2))
+        graphs.append(counters["stats"]["unique_graphs"])
+
+
+def test_launched_again(dp_fresh_compiler, dp_golden):
+    compiled(torch.ones(2))
+    graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0], graphs[0], graphs[0] + 1]
+    assert (dp_golden / "plan.txt").exists()
+"""
+
+
+def test_golden_files_are_made_by_the_option_and_fixtures_do_what_they_say(copied: Path) -> None:
     shutil.rmtree(copied / "golden")
+    (copied / "test_of_the_plugin.py").write_text(OF_THE_PLUGIN)
     ended = run_suite(copied, "--dp-compile-accept", "-k", "reduced_together or launched")
     assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 passed" in ended.stdout
     kept = {path.name: path.read_text() for path in (SUITE / "golden").iterdir()}
     assert {path.name: path.read_text() for path in (copied / "golden").iterdir()} == kept
 

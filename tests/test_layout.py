@@ -253,6 +253,12 @@ def test_passes_do_not_communicate(file: str) -> None:
     assert not [module for module in modules if module.startswith("torch.distributed")]
 
 
+def test_tools_for_tests_are_imported_by_name_only() -> None:
+    others = [file for file in FILES if not file.startswith("testing/")]
+    modules = {file: [imported.module for imported in imports_of(tree_of(file))] for file in others}
+    assert not [file for file in others if any(name.startswith("dp_compile.testing") for name in modules[file])]
+
+
 @pytest.mark.parametrize("file", [file for file in FILES if file.startswith("testing/")])
 def test_tools_for_tests_need_no_pytest_and_no_bench(file: str) -> None:
     modules = {imported.module for imported in imports_of(tree_of(file))}

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import dp_compile
@@ -107,6 +108,18 @@ def test_the_counts(seen: testing.SeenBackward) -> None:
     testing.assert_counts(seen, collectives=3, captures=1, recompiles=0, graph_breaks=0)
     testing.assert_counts(seen, reduced_nbytes=4 * (3 * (WIDTH * WIDTH + WIDTH) + 6))
     assert (seen.counts.kernels, seen.counts.copied_nbytes) == (None, None)
+
+
+def test_all_of_it_is_told_in_short(seen: testing.SeenBackward) -> None:
+    told = str(seen)
+    assert told.startswith(f"{seen.plan_text}\n{seen.graph_text}\n")
+    assert_expected_inline(
+        told.removeprefix(f"{seen.plan_text}\n{seen.graph_text}\n"),
+        """\
+collectives 3, reduced_nbytes 49,944, captures 1, recompiles 0, graph_breaks 0
+compute alone 0.655 ms, with communication 0.671 ms, 0.0152 ms exposed (predicted: nvlink4, 2 ranks, cpu-core at 40% of its peak)
+simulated peak memory: 705.0 KiB, as torch's DDP 753.8 KiB""",
+    )
 
 
 def test_the_same_again_gives_the_same(seen: testing.SeenBackward) -> None:

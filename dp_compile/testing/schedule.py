@@ -17,6 +17,7 @@ from torch import fx
 
 from dp_compile.cost_model import AllReduceCost
 from dp_compile.devices import Device
+from dp_compile.explanation.text import format_ms
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.printer import is_op
 from dp_compile.grad_reduction import REDUCE_GRAD
@@ -133,6 +134,12 @@ class Schedule:
     def exposed_s(self) -> float:
         """How long compute stands still for communication."""
         return self.end_s - self.backward_s
+
+    def __str__(self) -> str:
+        return (
+            f"compute alone {format_ms(self.backward_s)}, with communication {format_ms(self.end_s)}, "
+            f"{format_ms(self.exposed_s)} exposed (predicted: {self.basis})"
+        )
 
 
 def schedule(events: Sequence[Event], cost: AllReduceCost, basis: str) -> Schedule:

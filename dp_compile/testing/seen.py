@@ -8,7 +8,7 @@ Training -> replicate -> backward, captured and compiled -> two more, which must
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class SeenBackward:
-    """A captured backward as tests see it.
+    """A captured backward as tests see it; `print` shows what there is to expect.
 
     Args:
         plan: which gradients are reduced together.
@@ -73,6 +73,11 @@ class SeenBackward:
     schedule: Schedule
     memory: PeakMemory | None
     copied: tuple[Placement, ...] = ()
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {value:,}" for name, value in asdict(self.counts).items() if value is not None)
+        known = [counts, str(self.schedule), *([] if self.memory is None else [str(self.memory)])]
+        return "\n".join([self.plan_text, self.graph_text, *known])
 
 
 def backward_of(
