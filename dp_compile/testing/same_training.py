@@ -29,11 +29,12 @@ from dp_compile.testing.training import Training
 RTOL: Final[Mapping[torch.dtype, float]] = {
     torch.float64: 1e-10,
     torch.float32: 1e-4,
-    torch.bfloat16: 5e-2,
-    torch.float16: 1e-2,
+    torch.bfloat16: 1e-1,
+    torch.float16: 2e-2,
 }
 """What is allowed over the largest element of torch's tensor: rounding in another order, grown over a few steps. A
-missing factor or reduction is wrong by about the tensor itself."""
+missing factor or reduction is wrong by about the tensor itself. Seen with Inductor (2026-11-21, two blocks of width 32,
+4 steps): 6e-7 for float32, 0.033 for bfloat16, whose generated code rounds in other places; with `aot_eager` 0."""
 ATOL: Final = 1e-7
 SHOWN: Final = 8
 GRADIENT: Final = "gradient"
