@@ -138,7 +138,8 @@ class Schedule:
     def __str__(self) -> str:
         return (
             f"compute alone {format_ms(self.backward_s)}, with communication {format_ms(self.end_s)}, "
-            f"{format_ms(self.exposed_s)} exposed (predicted: {self.basis})"
+            f"{format_ms(self.exposed_s)} exposed\n"
+            f"  predicted: {self.basis}"
         )
 
 
