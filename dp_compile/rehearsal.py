@@ -91,7 +91,7 @@ def rehearse(
     model, batch = subject.model.to(on), _moved(subject.batch, on)
     forward_s, backward_s = _timed(model, batch, subject.loss_fn, device, efficiency)
     config = ReplicateConfig(backend="aot_eager", cost=cost, check_reductions=False, monitor_after_s=None)
-    with _fake_group(ranks):
+    with fake_group(ranks):
         step = _captured(model, batch, subject.loss_fn, config)
     step = replace(
         step,
@@ -226,7 +226,7 @@ def _moved(batch: Any, on: str) -> Any:
 def _captured(model: nn.Module, batch: Any, loss_fn: LossFn, config: ReplicateConfig) -> Step:
     replicate_without_values(model, config)
     try:
-        loss = _loss(torch.compile(model, backend="aot_eager"), batch, loss_fn)
+        loss = scalar_loss(torch.compile(model, backend="aot_eager"), batch, loss_fn)
         loss.backward()
         step = step_of(model)
     finally:
@@ -238,7 +238,12 @@ def _captured(model: nn.Module, batch: Any, loss_fn: LossFn, config: ReplicateCo
     return step
 
 
-def _loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
+def scalar_loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
+    """The loss of a forward, checked.
+
+    Raises:
+        ModuleError: the forward failed, or what came out is not a scalar that a backward can start from.
+    """
     try:
         loss = loss_fn(model, batch)
     except DPCompileError:
@@ -252,7 +257,7 @@ def _loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _fake_group(ranks: int) -> Iterator[None]:
+def fake_group(ranks: int) -> Iterator[None]:
     """A group of which only this rank exists, in which every collective returns at once, unless one is up."""
     if dist.is_initialized():
         if dist.get_backend() != "fake":
@@ -272,7 +277,7 @@ def _fake_group(ranks: int) -> Iterator[None]:
 def _timed(model: nn.Module, batch: Any, loss_fn: LossFn, device: Device, efficiency: float) -> tuple[float, float]:
     """Seconds of forward and backward by roofline."""
     with _Roofline(device, efficiency) as forward:
-        loss = _loss(model, batch, loss_fn)
+        loss = scalar_loss(model, batch, loss_fn)
     with _Roofline(device, efficiency) as backward:
         loss.backward()
     model.zero_grad()
@@ -280,10 +285,7 @@ def _timed(model: nn.Module, batch: Any, loss_fn: LossFn, device: Device, effici
 
 
 class _Roofline(_torch.TorchDispatchMode):
-    """Adds up what the ops that run in it would take on a device.
-
-    Of a pointwise op only the result is counted: a compiler fuses it with what made its inputs.
-    """
+    """Adds up what the ops that run in it would take on a device."""
 
     def __init__(self, device: Device, efficiency: float) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -293,15 +295,25 @@ class _Roofline(_torch.TorchDispatchMode):
         self, op: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = op(*args, **(kwargs or {}))
-        inputs, outputs = list(_tensors((args, kwargs or {}))), list(_tensors(out))
-        if outputs and not _hands_on(op, inputs, outputs):
-            formula: Callable[..., Any] | None = flop_registry.get(getattr(op, "overloadpacket", None))
-            flops = 0.0 if formula is None else float(formula(*args, **(kwargs or {}), out_val=out))
-            moved = outputs if torch.Tag.pointwise in op.tags else (*inputs, *outputs)
-            nbytes = sum(each.nbytes for each in moved)
-            dtype = str(outputs[0].dtype).removeprefix("torch.")
-            self.total_s += self.device.seconds(flops, nbytes, dtype, efficiency=self.efficiency)
+        self.total_s += op_seconds(op, args, kwargs or {}, out, self.device, self.efficiency)
         return out
+
+
+def op_seconds(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, device: Device, efficiency: float
+) -> float:
+    """How long one op takes on a device by roofline; what only looks at memory takes no time.
+
+    Of a pointwise op only the result is counted: a compiler fuses it with what made its inputs.
+    """
+    inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
+    if not outputs or _hands_on(op, inputs, outputs):
+        return 0.0
+    formula: Callable[..., Any] | None = flop_registry.get(getattr(op, "overloadpacket", None))
+    flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    moved = outputs if torch.Tag.pointwise in op.tags else (*inputs, *outputs)
+    dtype = str(outputs[0].dtype).removeprefix("torch.")
+    return device.seconds(flops, sum(each.nbytes for each in moved), dtype, efficiency=efficiency)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

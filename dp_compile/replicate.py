@@ -139,16 +139,26 @@ def replicate(
     return module
 
 
-def replicate_without_values(module: ModuleT, config: ReplicateConfig) -> ModuleT:
+def replicate_without_values(
+    module: ModuleT,
+    config: ReplicateConfig,
+    *,
+    passes: Iterable[GraphPass] | None = None,
+    bucket_policy: BucketPolicy | None = None,
+    plan: BucketPlan | str | os.PathLike[str] | None = None,
+) -> ModuleT:
     """As `replicate`, for a module that may be on the meta device and stay there: its backwards compute nothing.
 
-    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there.
+    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there. Arguments as
+    of `replicate`.
 
     Raises:
         ConfigError, ModuleError: as in `replicate`.
     """
-    request = PlanRequest(config, None, None, bucketed=True)
-    order = _Order(_resolve_group(None, None), request, DEFAULT_PASSES, frozenset(), None, needs_values=False)
+    chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
+    bucketed = any(graph_pass.realises_plan for graph_pass in chosen)
+    request = PlanRequest(config, bucket_policy, plan, bucketed)
+    order = _Order(_resolve_group(None, None), request, chosen, frozenset(), None, needs_values=False)
     check_not_managed(module, order.ignored)
     _start(module, order)
     return module

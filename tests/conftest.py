@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
-from ranks import Ranks
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dp_compile.testing.ranks import Ranks
 
 # No deadlines and no "too slow": the machines that run the tests are shared.
 settings.register_profile(

@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from gradients import compare_gradients
-from ranks import Ranks
 from torch._dynamo.utils import counters
 
 from dp_compile import _torch
@@ -30,6 +29,7 @@ from dp_compile.bench.modes.bounds import dummies
 from dp_compile.bench.modes.unavailable import Unavailable
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import ConfigError
+from dp_compile.testing.ranks import Ranks
 
 STEPS = 5
 BOUNDS = ("compute", "comm", "oracle")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
 from dp_compile import DistributedDataParallel
+from dp_compile.testing.ranks import Ranks
 
 
 def build() -> nn.Module:

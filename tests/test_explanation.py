@@ -15,7 +15,6 @@ import torch
 from expecttest import assert_expected_inline
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
@@ -29,6 +28,7 @@ from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, L
 from dp_compile.ready_times import ESTIMATED, MEASURED, ReadyTimes, assumed_times
 from dp_compile.report import PeakMemory, Placement, Refusal
 from dp_compile.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.testing.ranks import Ranks
 
 KEY = BucketKey("", "sum", "float32", "cuda")
 MB = 2**20

@@ -25,13 +25,13 @@ import pytest
 import resumable_run
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
 from dp_compile import _torch
 from dp_compile.monitor import _occupation
 from dp_compile.progress import COMPILING, Answers, Standing, View, Word, explain
+from dp_compile.testing.ranks import Ranks
 
 STEPS = 6
 FAULT_STEP = 3

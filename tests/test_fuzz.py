@@ -15,7 +15,8 @@ from fuzzing import BUCKETS, COMPILED, FAULTS, KINDS, BlockSpec, FuzzCase, Micro
 from hypothesis import Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
-from ranks import Ranks
+
+from dp_compile.testing.ranks import Ranks
 
 EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "300"))
 SEED = os.environ.get("DP_COMPILE_FUZZ_SEED")

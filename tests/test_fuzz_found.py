@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from fuzzing import BlockSpec, FuzzCase, Micro, Step
 from parity import Case, train_both
-from ranks import Ranks
 from torch import nn
+
+from dp_compile.testing.ranks import Ranks
 
 SAME = Step((Micro((2, 2)),))
 

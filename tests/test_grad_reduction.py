@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphs import trace
-from ranks import Ranks
 from torch import fx
 
 from dp_compile.grad_reduction import REDUCE_GRAD, Averaging, GradReduction, ReductionTag, averaging_for, emit, match
 from dp_compile.report import Refusal
+from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

@@ -41,6 +41,7 @@ ROWS: tuple[tuple[str, ...], ...] = (
     ("distributed",),
     ("train", "plan_table"),
     ("pass_table", "bench"),
+    ("testing",),
     ("commands",),
     ("__init__", "cli", "__main__", "tables"),
 )
@@ -75,6 +76,13 @@ INSIDE_A_PACKAGE = {
         ("bound",),
         ("compare", "report", "picture"),
         ("__init__",),
+    ),
+    "testing": (
+        ("golden", "ranks", "schedule", "training"),
+        ("recording",),
+        ("seen", "same_training"),
+        ("checks",),
+        ("__init__", "plugin"),
     ),
     "commands": (
         ("parsing", "files"),
@@ -248,6 +256,19 @@ def test_pure_modules_do_not_know_torch(file: str) -> None:
 def test_passes_do_not_communicate(file: str) -> None:
     modules = {imported.module for imported in imports_of(tree_of(file))}
     assert not [module for module in modules if module.startswith("torch.distributed")]
+
+
+def test_tools_for_tests_are_imported_by_name_only() -> None:
+    others = [file for file in FILES if not file.startswith("testing/")]
+    modules = {file: [imported.module for imported in imports_of(tree_of(file))] for file in others}
+    assert not [file for file in others if any(name.startswith("dp_compile.testing") for name in modules[file])]
+
+
+@pytest.mark.parametrize("file", [file for file in FILES if file.startswith("testing/")])
+def test_tools_for_tests_need_no_pytest_and_no_bench(file: str) -> None:
+    modules = {imported.module for imported in imports_of(tree_of(file))}
+    assert not [module for module in modules if module.startswith("dp_compile.bench")]
+    assert file == "testing/plugin.py" or not [module for module in modules if module.split(".")[0] == "pytest"]
 
 
 # --- private names of torch -----------------------------------------------------------------------------------------

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
 from dp_compile import logs
+from dp_compile.testing.ranks import Ranks
 
 PACKAGE = Path(dp_compile.__file__).parent
 

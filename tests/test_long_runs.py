@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
 from dp_compile import monitor
 from dp_compile.replica import owners
+from dp_compile.testing.ranks import Ranks
 
 STEPS = 2000
 WARM_STEPS = 500

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from generated import Backward
 from graphs import Grad, plan_for, trace
-from ranks import Ranks
 from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -27,6 +26,7 @@ from dp_compile.lowering import FLAT_BUCKET, observing
 from dp_compile.passes import DEFAULT_PASSES, Pipeline
 from dp_compile.plan import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.report import Placement
+from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig
 
 # --- the op by itself ---------------------------------------------------------------------------------------------

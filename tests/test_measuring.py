@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
@@ -22,6 +21,7 @@ from dp_compile.launch_clock import BLOCKED_S, LaunchClock
 from dp_compile.observe import step_of
 from dp_compile.plan import Bucket, BucketKey, GradientSpec, Layout
 from dp_compile.step import MeasuredBucket, MeasuredStep, typical_step
+from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 KEY = BucketKey("", "sum", "float32", "cpu")

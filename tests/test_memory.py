@@ -9,13 +9,13 @@ import pytest
 import torch
 from allocations import Step, peak_of_backward
 from graphs import trace
-from ranks import Ranks
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dp_compile
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.memory import Footprint, Peak, footprint, hold
+from dp_compile.testing.ranks import Ranks
 
 aten = torch.ops.aten
 KIB = 1024

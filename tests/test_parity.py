@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import Case, compare, train_both
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +22,7 @@ import dp_compile
 from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.replicated_module import replica_of
 from dp_compile.report import Report
+from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
 
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline
 from graphs import Grad, run_passes, trace
 from parity import Case, train_both
-from ranks import Ranks
 from test_generated_code import code_of_backward, shape_of
 from torch import nn
 
@@ -30,6 +29,7 @@ from dp_compile.plan import PACKED, PLAN_VERSION, UNUSED_FLAGS, BucketKey, Bucke
 from dp_compile.ready_times import Product, ReadyTimes
 from dp_compile.report import Report
 from dp_compile.strategies import plan_explicit, plan_optimal, plan_to_json
+from dp_compile.testing.ranks import Ranks
 
 Listed = list[list[dict[str, Any]]]
 

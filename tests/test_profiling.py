@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from steps import step_of_buckets
 from torch import nn
 
@@ -22,6 +21,7 @@ from dp_compile.observe import step_of
 from dp_compile.plan import UNUSED_FLAGS, Bucket, BucketKey, BucketPlan, GradientSpec, Layout
 from dp_compile.profiling import measured_step, with_profile
 from dp_compile.step import MeasuredBucket, MeasuredStep
+from dp_compile.testing.ranks import Ranks
 from dp_compile.timelines.trace_events import FIRST_PID
 
 KEY = BucketKey("", "sum", "float32", "cpu")

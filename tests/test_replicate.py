@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
 from dp_compile.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
 
 
 class Net(nn.Module):

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import dp_compile
 from dp_compile.forward_hooks import InputMover
 from dp_compile.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 

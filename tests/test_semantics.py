@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import compare
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -29,6 +28,7 @@ import dp_compile
 from dp_compile import _torch
 from dp_compile.plan import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.report import Report
+from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +16,7 @@ from dp_compile.plan import UNUSED_FLAGS, BucketPlan
 from dp_compile.ready_times import ESTIMATED
 from dp_compile.replicated_module import replica_of
 from dp_compile.report import Report
+from dp_compile.testing.ranks import Ranks
 
 
 class Backwards(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
@@ -22,6 +21,7 @@ from dp_compile.plan import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, L
 from dp_compile.planning import PlanRequest, make_plan
 from dp_compile.replica import Group, gradient_specs
 from dp_compile.strategies import plan_explicit, plan_to_json
+from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

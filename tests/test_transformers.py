@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from parity import Case, train_both
-from ranks import Ranks
 from torch import nn
+
+from dp_compile.testing.ranks import Ranks
 
 transformers = pytest.importorskip("transformers", reason="the test extra is not installed")
 

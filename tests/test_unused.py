@@ -8,10 +8,10 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
+from dp_compile.testing.ranks import Ranks
 
 
 class Branches(nn.Module):

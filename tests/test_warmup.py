@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
 from torch import nn
 
 import dp_compile
 from dp_compile import _torch
 from dp_compile.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import fx
@@ -29,17 +29,19 @@ _MOST_OPS: Final = 6
 _MOST_ITEMS: Final = 4
 
 
-def outline(graph: fx.Graph, names: Mapping[fx.Node, str]) -> str:
-    """The text of a graph, a line for each node that is in `names` or is a collective or a wait.
+def outline(graph: fx.Graph, names: Mapping[fx.Node, str], *, shown: Collection[fx.Node] | None = None) -> str:
+    """The text of a graph, a line for each node that is in `names`, or is a collective or a wait.
 
     Arguments that are numbers are left out; `graph.python_code` has them.
 
     Args:
         graph: with values in `meta["val"]`, or as Dynamo leaves it in `meta["example_value"]`.
         names: what nodes are called, here and where others use them. A node without one is called by its op there.
+        shown: which of those with a name have a line of their own; `None`: all.
     """
     lines: list[str] = []
-    for folds, nodes in itertools.groupby(list(graph.nodes), lambda node: _kind(node, names)):
+    with_line = names if shown is None else shown
+    for folds, nodes in itertools.groupby(list(graph.nodes), lambda node: _kind(node, with_line)):
         if folds == _SHOWN:
             lines += [_line(node, names) for node in nodes]
         else:
@@ -50,9 +52,9 @@ def outline(graph: fx.Graph, names: Mapping[fx.Node, str]) -> str:
 _SHOWN: Final = ""
 
 
-def _kind(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+def _kind(node: fx.Node, shown: Collection[fx.Node]) -> str:
     """What a node is counted as when it is folded; `_SHOWN` if it has a line of its own."""
-    if node in names or node.op == "output" or is_collective(node) or is_wait(node):
+    if node in shown or node.op == "output" or is_collective(node) or is_wait(node):
         return _SHOWN
     return "input" if node.op == "placeholder" else "node"
 

@@ -1,48 +1,71 @@
-"""Real processes for tests: a pool of gloo ranks that stays up between tests.
+"""Real processes for tests: a pool of gloo ranks that stays up between calls.
 
 A rank that raises or hangs is reported with its traceback or, after the time-out, with its stack; the pool is then
-killed and the next test gets a new one.
+killed and the next call gets a new one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-AFTER_FIRST_ERROR_S = 15.0
+import torch
+import torch.distributed as dist
+
+from dp_compile.errors import ConfigError
+
+AFTER_FIRST_ERROR_S: Final = 15.0
+GLOO_TIMEOUT_S: Final = 60.0
 
 
 class RankError(AssertionError):
-    """A test function failed on some rank."""
+    """A function failed on some rank, or did not end in time."""
 
 
 class Ranks:
-    """`world_size` processes, each in one gloo group with the others.
+    """`world_size` processes, each in one gloo group with the others. They start with the first call.
 
     Args:
-        world_size: how many.
+        world_size: how many, at least 2.
         method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
             for every test then costs little.
+
+    Raises:
+        ConfigError: fewer than 2 ranks.
     """
 
     def __init__(self, world_size: int, method: str = "spawn") -> None:
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
+            raise ConfigError(f"ranks must be an integer >= 2, got {world_size!r}: one rank reduces nothing.")
         self.world_size, self.method = world_size, method
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results by rank."""
+        """Call `function(*args)` on every rank and return the results by rank.
+
+        Args:
+            function: of a module that the ranks can import; it, its arguments and its result are pickled.
+            args: the same on every rank.
+            timeout_s: for all ranks together, the start of the processes included.
+
+        Raises:
+            RankError: it raised, hung or died on some rank; with traceback, stack or exit code of each. The pool is
+                stopped, the next call starts a new one.
+        """
         results = self.outcomes(function, *args, timeout_s=timeout_s)
         if all(ok for ok, _ in results):
             return [value for _, value in results]
@@ -67,13 +90,14 @@ class Ranks:
         raise RankError(self._describe_and_stop(results))
 
     def _start(self) -> None:
-        context = multiprocessing.get_context(self.method)
+        context: Any = multiprocessing.get_context(self.method)
         self._directory = tempfile.TemporaryDirectory()
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._directory.name, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            with _environment({"OMP_NUM_THREADS": "1"}):  # read when torch is imported, before a line of ours runs
+                process.start()
             self._processes.append(process)
             self._connections.append(ours)
 
@@ -94,6 +118,7 @@ class Ranks:
         return "\n".join(lines)
 
     def stop(self) -> None:
+        """Kill the processes. A later call starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -105,6 +130,21 @@ class Ranks:
         self._processes, self._connections, self._directory = [], [], None
 
 
+@contextlib.contextmanager
+def _environment(given: Mapping[str, str]) -> Iterator[None]:
+    """Variables for processes that are started inside."""
+    before = {name: os.environ.get(name) for name in given}
+    os.environ.update(given)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _receive(connection: Connection) -> tuple[bool, Any]:
     try:
         ok, value = connection.recv()
@@ -114,20 +154,18 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
 
 
 def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack{rank}"), "w"), all_threads=True)
-    import torch
-    import torch.distributed as dist
-
     torch.set_num_threads(1)
-    store = dist.FileStore(str(Path(directory, "store")), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
+    timeout = timedelta(seconds=GLOO_TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     while True:
         try:
-            function, args = connection.recv()
+            call = connection.recv_bytes()
         except EOFError:
             return
         try:
+            function, args = pickle.loads(call)  # fails where the function's module cannot be imported
             connection.send((True, function(*args)))
         except SystemExit:
             raise

@@ -1,0 +1,175 @@
+"""When a backward's collectives run if its graph is executed node by node: predicted, in the order that passes made.
+
+    mm  mm  >> launch 0  mm  >> launch 1  mm  << wait 0 (stands still)  copy_  << wait 1
+
+The model of `timeline`: one network that carries one collective at a time. What is taken from the plan there is taken
+from the graph here, so that a launch that comes late or a wait that comes early costs what it would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from dp_compile.cost_model import AllReduceCost
+from dp_compile.devices import Device
+from dp_compile.explanation.text import format_ms
+from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.fx.printer import is_op
+from dp_compile.grad_reduction import REDUCE_GRAD
+from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
+from dp_compile.rehearsal import op_seconds
+
+aten = torch.ops.aten
+
+_COSTS_NOTHING: Final = (FLAT_BUCKET, ASSEMBLE, aten.copy.default, aten.new_empty_strided.default)
+"""Memory that gradients are computed in; and how a new gradient is handed out, which generated code does in place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """So many seconds of compute between collectives."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A collective starts. `name` is what it is called in the graph's text."""
+
+    name: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute goes on when the collective of this name is over."""
+
+    name: str
+
+
+Event = Compute | Launch | Wait
+
+
+def events_of(graph: fx.Graph, names: Mapping[fx.Node, str], device: Device, efficiency: float) -> tuple[Event, ...]:
+    """What a graph does, node by node, in the order in which it stands there.
+
+    Args:
+        graph: with values in `meta["val"]`.
+        names: what nodes are called, as in `graph_names.node_names`.
+        device: what computes.
+        efficiency: which share of its peak matrix products reach.
+    """
+    return tuple(_events(graph, names, device, efficiency))
+
+
+def _events(graph: fx.Graph, names: Mapping[fx.Node, str], device: Device, efficiency: float) -> Iterator[Event]:
+    launched: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        if is_collective(node):
+            launched[node] = names.get(node, f"{node.name} (of the model)")
+            yield Launch(launched[node], sum(each.nbytes for each in _tensors(_values(node.args[0]))))
+        elif node.target is REDUCE_GRAD:  # no pass made a bucket of it: it runs where it stands
+            name = names.get(node, node.name)
+            yield Launch(name, sum(each.nbytes for each in _tensors(_values(node.args[0]))))
+            yield Wait(name)
+        elif is_wait(node):
+            yield Wait(launched[_launch_behind(node)])
+        elif is_op(node.target) and node.target not in _COSTS_NOTHING:
+            args, kwargs = _values((node.args, node.kwargs))
+            yield Compute(op_seconds(node.target, args, kwargs, node.meta.get("val"), device, efficiency))
+
+
+def _launch_behind(wait: fx.Node) -> fx.Node:
+    """The collective; between the two there may be the item of a grouped one."""
+    node = wait
+    while not is_collective(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _values(given: Any) -> Any:
+    return fx.node.map_arg(given, lambda each: each.meta.get("val"))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [each for each in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(each, torch.Tensor)]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledCollective:
+    """One collective, in seconds after the start of the backward.
+
+    `wait_s`: when compute comes to its first wait; `stalled_s`: how long compute stands still there.
+    """
+
+    name: str
+    nbytes: int
+    launch_s: float
+    start_s: float
+    finish_s: float
+    wait_s: float
+    stalled_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A backward with its collectives, predicted. Times in seconds.
+
+    `backward_s`: compute alone; `end_s`: when compute and communication are over; `end_if_waited_last_s`: the same if
+    every wait stood at the end. `basis`: the link, ranks and device that were stated.
+    """
+
+    collectives: tuple[ScheduledCollective, ...]
+    backward_s: float
+    end_s: float
+    end_if_waited_last_s: float
+    basis: str
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute stands still for communication."""
+        return self.end_s - self.backward_s
+
+    def __str__(self) -> str:
+        return (
+            f"compute alone {format_ms(self.backward_s)}, with communication {format_ms(self.end_s)}, "
+            f"{format_ms(self.exposed_s)} exposed\n"
+            f"  predicted: {self.basis}"
+        )
+
+
+def schedule(events: Sequence[Event], cost: AllReduceCost, basis: str) -> Schedule:
+    """What events take if one collective costs `cost` and the network carries one at a time.
+
+    Source: the model of MG-WFBP (arXiv 1912.09268), applied to the order of a graph.
+    """
+    collectives, end_s = _run(events, cost)
+    last = [*(each for each in events if not isinstance(each, Wait)), *(e for e in events if isinstance(e, Wait))]
+    backward_s = sum(each.seconds for each in events if isinstance(each, Compute))
+    return Schedule(collectives, backward_s, end_s, _run(last, cost)[1], basis)
+
+
+def _run(events: Sequence[Event], cost: AllReduceCost) -> tuple[tuple[ScheduledCollective, ...], float]:
+    clock_s, network_free_s = 0.0, 0.0
+    seen: dict[str, ScheduledCollective] = {}
+    waited: set[str] = set()
+    for event in events:
+        if isinstance(event, Compute):
+            clock_s += event.seconds
+        elif isinstance(event, Launch):
+            start_s = max(clock_s, network_free_s)
+            network_free_s = start_s + cost.seconds(event.nbytes)
+            seen[event.name] = ScheduledCollective(
+                event.name, event.nbytes, clock_s, start_s, network_free_s, network_free_s, 0.0
+            )
+        elif event.name not in waited:
+            waited.add(event.name)
+            stalled_s = max(0.0, seen[event.name].finish_s - clock_s)
+            seen[event.name] = replace(seen[event.name], wait_s=clock_s, stalled_s=stalled_s)
+            clock_s += stalled_s
+    return tuple(seen.values()), max(clock_s, network_free_s)

@@ -1,0 +1,213 @@
+"""One captured backward of a training, on the fake process group: what a suite can hold against it.
+
+Training -> replicate -> backward, captured and compiled -> two more, which must compile nothing
+                              |
+                              '-> plan, graph, counts, predicted times, simulated memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.cost_model import AllReduceCost
+from dp_compile.devices import EFFICIENCY, Device, check_efficiency
+from dp_compile.devices import device as device_of
+from dp_compile.errors import ConfigError
+from dp_compile.links import link as link_of
+from dp_compile.plan import UNUSED_FLAGS, Bucket, BucketPlan, count
+from dp_compile.prediction import formula_for
+from dp_compile.rehearsal import CPU, META, fake_group
+from dp_compile.report import PeakMemory, Placement
+from dp_compile.testing.recording import INDUCTOR, Recorder, SeenGraph, Steps, fresh_compiler, run_steps
+from dp_compile.testing.schedule import Launch, Schedule, schedule
+from dp_compile.testing.training import Training
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one backward costs, in whole numbers.
+
+    Args:
+        collectives: in the graph that the passes leave.
+        reduced_nbytes: bytes that they carry, flags of unused parameters and gaps between gradients included.
+        captures: backwards that compiled autograd traced, in all steps; 1 if nothing changes between them.
+        recompiles: captures and graphs, of forward and backward, in identical later steps; 0 if all is well.
+        graph_breaks: of the backward. With one, all reductions stand at its end.
+        copied_nbytes: bytes of gradients that generated code does not compute in their place; `None`: not asked for,
+            without Inductor there is no such code.
+        kernels: calls of generated kernels in the backward; `None`: the same.
+    """
+
+    collectives: int
+    reduced_nbytes: int
+    captures: int
+    recompiles: int
+    graph_breaks: int
+    copied_nbytes: int | None = None
+    kernels: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenBackward:
+    """A captured backward as tests see it; `print` shows what there is to expect.
+
+    Args:
+        plan: which gradients are reduced together.
+        plan_text: the plan, a line for each bucket.
+        graph_text: the graph that the passes leave: gradients, collectives and waits by name, in their order.
+        counts: whole numbers.
+        schedule: predicted times on the stated link.
+        memory: the simulated peak, and that of torch's DDP; `None` if no pass of this training simulates it.
+        copied: gradients that are copied, and why; empty without Inductor.
+    """
+
+    plan: BucketPlan
+    plan_text: str
+    graph_text: str
+    counts: Counts
+    schedule: Schedule
+    memory: PeakMemory | None
+    copied: tuple[Placement, ...] = ()
+
+    def __str__(self) -> str:
+        counts = ", ".join(f"{name} {value:,}" for name, value in asdict(self.counts).items() if value is not None)
+        known = [counts, str(self.schedule), *([] if self.memory is None else [str(self.memory)])]
+        return "\n".join([self.plan_text, self.graph_text, *known])
+
+
+def backward_of(
+    training: Training,
+    *,
+    link: str,
+    ranks: int,
+    device: str | Device = "h100-sxm",
+    efficiency: float = EFFICIENCY,
+    backend: str = "aot_eager",
+    on: str = CPU,
+) -> SeenBackward:
+    """Capture the backward of a training on this rank alone, and write down what came of it. Seconds, on a CPU.
+
+    The process group is torch's fake one: nothing is sent, and gradients are summed and divided as with gloo. If a
+    strategy plans with a cost and `training.config` has none, it plans for the link that is stated here. Dynamo's
+    state in this process is thrown away before and after. Only rank 0's batch of step 0 is used.
+
+    Args:
+        training: what is trained, and how it is replicated.
+        link: between the ranks: a name of `links.LINKS`.
+        ranks: of the group, at least 2.
+        device: what it would compute on, a name of `devices.DEVICES` or a `Device`.
+        efficiency: which share of the device's peak matrix products reach.
+        backend: what compiles here. `inductor` generates code, so that kernels and copies can be counted: it takes
+            longer and needs a C++ compiler.
+        on: `cpu`, where the model really computes, or `meta`, for models that are too large for that.
+
+    Raises:
+        ConfigError: a value is not allowed, or a process group with other ranks is up.
+        ModuleError: the model cannot be replicated, or its backward was not captured.
+    """
+    device = device_of(device) if isinstance(device, str) else device
+    _check(ranks, efficiency, backend, on)
+    cost = link_of(link).cost(ranks, formula=formula_for(ranks))
+    config = _planning_for(training, replace(training.config, backend=backend), cost, on)
+    recorder = Recorder(device, efficiency)
+    with torch.random.fork_rng(devices=[]), fake_group(ranks), fresh_compiler():
+        if dist.get_world_size() != ranks:
+            raise ConfigError(
+                f"a fake process group of {dist.get_world_size()} ranks is up, but ranks={ranks}. Destroy it first."
+            )
+        steps = run_steps(replace(training, config=config), recorder, on)
+    graphs = recorder.graphs[-steps.record.graphs :]
+    basis = f"{link}, {ranks} ranks, {device.name} at {efficiency:.0%} of its peak"
+    predicted = schedule([event for graph in graphs for event in graph.events], cost, basis)
+    return SeenBackward(
+        plan=steps.plan,
+        plan_text=plan_text(steps.plan),
+        graph_text=_graph_text(graphs),
+        counts=_counts(steps, graphs),
+        schedule=predicted,
+        memory=steps.record.memory,
+        copied=tuple(each for each in _placements(steps, graphs) if each.copied),
+    )
+
+
+def _check(ranks: int, efficiency: float, backend: str, on: str) -> None:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
+        raise ConfigError(f"ranks must be an integer >= 2, got {ranks!r}: one rank reduces nothing.")
+    check_efficiency(efficiency)
+    if on not in (CPU, META):
+        raise ConfigError(f"on must be 'cpu' or 'meta', got {on!r}.")
+    if on == META and backend == INDUCTOR:
+        raise ConfigError("on 'meta' no code can be generated: backend must be 'aot_eager' there, got 'inductor'.")
+
+
+def _planning_for(training: Training, config: ReplicateConfig, cost: AllReduceCost, on: str) -> ReplicateConfig:
+    """With the stated link's cost, if the strategy reads one and nothing else was given."""
+    if not config.uses_python_hook():
+        raise ConfigError("ddp_python_hook is off: torch's reducer would reduce, and nothing is captured to look at.")
+    if config.replan_after is not None:
+        raise ConfigError(
+            f"replan_after={config.replan_after} plans from measured times, which are others in each run. Leave it out "
+            "of the training that tests look at."
+        )
+    strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None, has_plan=training.plan is not None)
+    if strategy in ("optimal", "coalesced") and config.cost is None:
+        config = replace(config, cost=cost)
+    return replace(config, check_reductions=False) if on == META else config
+
+
+def plan_text(plan: BucketPlan) -> str:
+    """A line for each bucket: what is in it, not why. The same plan gives the same text on every machine."""
+    gradients = [gradient for gradient in plan.gradients if gradient.name != UNUSED_FLAGS]
+    head = f"{count(len(plan.buckets), 'bucket')}, {count(len(gradients), 'gradient')}, {plan.nbytes:,} bytes"
+    return "\n".join([head, *(f"{number}: {_bucket_text(each)}" for number, each in enumerate(plan.buckets))]) + "\n"
+
+
+def _bucket_text(bucket: Bucket) -> str:
+    labels = [member.label for member in bucket.members if member.gradient.name != UNUSED_FLAGS]
+    span = " .. ".join(dict.fromkeys((labels[0], labels[-1]))) if labels else "no gradient"
+    flags = " + flags" if len(labels) < len(bucket.members) else ""
+    apart = sum(member.offset is None for member in bucket.members)
+    notes = f", {apart} in memory of their own" if apart else ""
+    key = f"{bucket.key.dtype} {bucket.key.reduce_op}"
+    return f"{bucket.nbytes:,} bytes, {count(len(labels), 'gradient')}, {key}, {span}{flags}{notes}"
+
+
+def _graph_text(graphs: Sequence[SeenGraph]) -> str:
+    if len(graphs) == 1:
+        return graphs[0].text
+    return "".join(f"graph {number} of {len(graphs)}\n{each.text}" for number, each in enumerate(graphs))
+
+
+def _counts(steps: Steps, graphs: Sequence[SeenGraph]) -> Counts:
+    launches = [event for graph in graphs for event in graph.events if isinstance(event, Launch)]
+    return Counts(
+        collectives=len(launches),
+        reduced_nbytes=sum(each.nbytes for each in launches),
+        captures=steps.captures,
+        recompiles=steps.recompiles,
+        graph_breaks=len(graphs) - 1,
+        copied_nbytes=None if steps.kernels is None else _copied_nbytes(steps, graphs),
+        kernels=steps.kernels,
+    )
+
+
+def _placements(steps: Steps, graphs: Sequence[SeenGraph]) -> Iterator[Placement]:
+    """Of gradients; of a clone the record says where the clone is computed."""
+    cloned = frozenset[str]().union(*(graph.cloned for graph in graphs))
+    for each in steps.record.placements:
+        if each.copied is None and each.gradient in cloned:
+            yield replace(each, copied="a clone stands before its bucket")
+        elif each.gradient != UNUSED_FLAGS:
+            yield each
+
+
+def _copied_nbytes(steps: Steps, graphs: Sequence[SeenGraph]) -> int:
+    """Of all gradients, what is not known to be computed where it is reduced."""
+    in_place = sum(each.nbytes for each in _placements(steps, graphs) if each.copied is None)
+    members = (member for bucket in steps.plan.buckets for member in bucket.members)
+    return sum(member.nbytes for member in members if member.gradient.name != UNUSED_FLAGS) - in_place
