@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench_standins import tiny
-from ranks import Ranks
 
 from dp_compile.backends import FABRIC
 from dp_compile.bench import beds, fabric, selfcheck
@@ -31,6 +30,7 @@ from dp_compile.grad_reduction import averaging_for
 from dp_compile.links import link as preset
 from dp_compile.replica import Group
 from dp_compile.strategies import nominal_cost
+from dp_compile.testing import Ranks
 
 RANKS = 64
 FAST = AllReduceCost(1e-4, 1e-12)
