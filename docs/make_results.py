@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 SUITES = ("full", "models", "one-rank", "cold")
 
 OTHER_TRAINING = {"decent_dp"}
-"""It averages parameters while the next step computes: not the gradients of the same step, and the oracle is no bound."""
+"""It averages parameters while the next step computes: that is another training, and the oracle is no bound of it."""
 
 
 def directory() -> Path:
