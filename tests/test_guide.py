@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from docs_scripts import script
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "docs" / "make_guide.py"
@@ -17,13 +17,7 @@ SCRIPT = ROOT / "docs" / "make_guide.py"
 
 @pytest.fixture(scope="module")
 def make_guide() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_guide", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_guide"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("make_guide")
 
 
 def check(*options: str) -> None:

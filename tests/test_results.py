@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from docs_scripts import script
 
 from dp_compile.bench import picture, report
 from dp_compile.bench.results import MEASURED, check_proved, load
@@ -18,13 +17,7 @@ KEPT = sorted((ROOT / "docs" / "results").rglob("*.json"))
 
 @pytest.fixture(scope="module")
 def make_results() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("make_results", ROOT / "docs" / "make_results.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["make_results"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("make_results")
 
 
 def test_there_are_results() -> None:
