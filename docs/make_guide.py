@@ -82,9 +82,12 @@ def run(block: Block, directory: Path) -> str:
 
 
 def without_figures(text: str) -> list[str]:
-    """The lines of an output without their numbers, each kind once: what two trainings have in common."""
+    """The lines of an output without their numbers, each kind once: what two trainings have in common.
+
+    Empty lines do not count: two ranks that log at the same time write their line ends one after the other.
+    """
     masked = (re.sub(r"\d[\d,.:]*(e[+-]?\d+)?", "#", line) for line in text.splitlines())
-    return sorted({re.sub(r"\s+", " ", line).strip() for line in masked})
+    return sorted({re.sub(r"\s+", " ", line).strip() for line in masked if line.strip()})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ import torch
 from dp_compile import cli
 from dp_compile.bench import beds, machine, results, runner, worker
 from dp_compile.bench.beds import Bed, Link
+from dp_compile.bench.contract import Facts
 from dp_compile.bench.crew import Crew, CrewError
 from dp_compile.bench.progress import Progress
 from dp_compile.bench.results import Results
@@ -67,6 +68,7 @@ USUAL: Mapping[str, Sequence[Any]] = {
     "gradients": [worker.Compared(5.0, 1e-6, "weight"), worker.Compared(6.0, 2e-6, "bias")],
     "steps": [worker.Stepped(0.1, 0.1), worker.Stepped(0.2, 0.1)],
     "peak_nbytes": [10, 20],
+    "facts": [Facts(collectives=3)],
 }
 
 
@@ -150,6 +152,7 @@ def test_modes_take_turns_after_all_are_warm_and_the_slowest_rank_counts(stage: 
         peak_nbytes=20,
         gradient_error=2e-6,
         gradient_of="bias",
+        facts=Facts(collectives=3),
     )
     assert found.cells[0].self_check == replace(PROOF, matmul_slowdown=1.1)
     assert found == results.load(tmp_path / "one.json")

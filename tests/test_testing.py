@@ -137,9 +137,11 @@ def test_nothing_of_the_training_is_left_behind(seen: testing.SeenBackward) -> N
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
+    owners = sys.modules["dp_compile.replica"].owners
+    before = set(owners)  # of other tests of this process, which Python has not collected yet
     look_at(TRAINING)
     assert torch.equal(torch.rand(1), expected)
-    assert not list(sys.modules["dp_compile.replica"].owners)
+    assert set(owners) <= before
 
 
 class Wide(nn.Module):

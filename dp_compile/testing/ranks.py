@@ -38,17 +38,17 @@ class Ranks:
     """`world_size` processes, each in one gloo group with the others. They start with the first call.
 
     Args:
-        world_size: how many, at least 2.
+        world_size: how many; one is fine for what needs no other rank.
         method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
             for every test then costs little.
 
     Raises:
-        ConfigError: fewer than 2 ranks.
+        ConfigError: no rank.
     """
 
     def __init__(self, world_size: int, method: str = "spawn") -> None:
-        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 2:
-            raise ConfigError(f"ranks must be an integer >= 2, got {world_size!r}: one rank reduces nothing.")
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ConfigError(f"world_size must be an integer >= 1, got {world_size!r}.")
         self.world_size, self.method = world_size, method
         self._processes: list[Any] = []
         self._connections: list[Connection] = []

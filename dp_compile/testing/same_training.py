@@ -142,6 +142,7 @@ def assert_same_training(
     """
     task = _Task(training, steps, backend, dtype, rtol, atol)
     _check(task)
+    _check_ranks(ranks.world_size if isinstance(ranks, Ranks) else ranks)
     pool = ranks if isinstance(ranks, Ranks) else Ranks(ranks)
     try:
         outcomes: list[_Outcome] = pool.run(_train_both, task, timeout_s=timeout_s)
@@ -157,6 +158,11 @@ def assert_same_training(
             f"{outcomes[0].mode}. backend=None compares a training that is not compiled."
         )
     return max((each for outcome in outcomes for each in outcome.differences), key=lambda each: each.relative)
+
+
+def _check_ranks(ranks: int) -> None:
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
+        raise ConfigError(f"ranks must be an integer >= 2, got {ranks!r}: one rank reduces nothing.")
 
 
 def _check(task: _Task) -> None:
