@@ -1,7 +1,8 @@
 """Measure what `docs/results` holds, on this machine: `python docs/make_results.py [SUITE ...]`.
 
-Without names all of `SUITES` are measured, about an hour on two quiet cores; an interrupted run goes on with the same
-command. For each suite the result file, its tables and its picture lie in a directory named after the machine.
+Without names all of `SUITES` are measured, which takes a quiet machine for long (`full` alone half an hour on two
+cores); an interrupted run goes on with the same command. For each suite the result file, its tables and its picture
+lie in a directory named after the machine.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dp_compile.bench import report
 from dp_compile.bench.machine import environment
-from dp_compile.bench.ratios import ratios
 from dp_compile.bench.results import Results, load
 from dp_compile.bench.suite import packaged
 
@@ -38,7 +39,7 @@ def summary(found: Results) -> str:
     defaults = {name for name in peers if ":" not in name}
     lines = [["step / oracle", *links], ["**`ours`, the default**"]]
     lines[1] += [f"**{figures[link]['ours']:.3f}**" if "ours" in figures[link] else "-" for link in links]
-    for title, names in (("best default of a peer", defaults), ("best peer at any bucket size", peers)):
+    for title, names in (("best default of a peer", defaults), ("best peer, 1 and 5 MiB tried too", peers)):
         lines.append([title, *(_best(figures[link], names) for link in links)])
     rows = ["| " + " | ".join(line) + " |" for line in lines]
     return "\n".join([rows[0], "|---" * len(lines[0]) + "|", *rows[1:]])
@@ -47,10 +48,9 @@ def summary(found: Results) -> str:
 def _figures(found: Results) -> dict[str, dict[str, float]]:
     """Step over oracle by link and mode, bounds left out."""
     figures: dict[str, dict[str, float]] = {link.name: {} for link in found.suite.links}
-    for cell in found.cells:
-        bounds = {mode.name for mode in cell.modes if mode.is_bound}
-        values = ratios(cell, found.suite.reference)
-        figures[cell.link] |= {name: value.value for name, value in values.items() if name not in bounds}
+    for row in report.rows(found):
+        if "ratio" in row and not row["is_bound"]:
+            figures[row["link"]][row["mode"]] = row["ratio"]
     return figures
 
 

@@ -85,8 +85,7 @@ def rehearse(
     check_efficiency(efficiency)
     if on not in (META, CPU):
         raise ConfigError(f"on must be 'meta' or 'cpu', got {on!r}.")
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
-        raise ConfigError(f"ranks must be an integer >= 2, got {ranks!r}: one rank reduces nothing.")
+    check_ranks(ranks)
     cost = link_of(link).cost(ranks, formula=formula_for(ranks))
     model, batch = subject.model.to(on), _moved(subject.batch, on)
     forward_s, backward_s = _timed(model, batch, subject.loss_fn, device, efficiency)
@@ -111,6 +110,14 @@ def rehearse(
         device,
         link,
     )
+
+
+def check_ranks(ranks: object) -> None:
+    """Raises:
+    ConfigError: not an integer, or fewer than 2.
+    """
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
+        raise ConfigError(f"ranks must be an integer >= 2, got {ranks!r}: one rank reduces nothing.")
 
 
 def _as_on(plan: BucketPlan, device_type: str) -> BucketPlan:

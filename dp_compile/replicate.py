@@ -125,10 +125,9 @@ def replicate(
     with _telling_the_others(group):
         options = _merge_options(config, given)
         ignored = check_ignored(ignored_modules)
-        chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
-        bucketed = any(graph_pass.realises_plan for graph_pass in chosen)
+        chosen, request = _requested(options, bucket_policy, plan, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
-        order = _Order(group, PlanRequest(options, bucket_policy, plan, bucketed), chosen, ignored, device)
+        order = _Order(group, request, chosen, ignored, device)
         check_not_managed(inner, ignored)
         _check_not_pending(inner)
         waiting = is_waiting(inner, ignored)
@@ -155,9 +154,7 @@ def replicate_without_values(
     Raises:
         ConfigError, ModuleError: as in `replicate`.
     """
-    chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
-    bucketed = any(graph_pass.realises_plan for graph_pass in chosen)
-    request = PlanRequest(config, bucket_policy, plan, bucketed)
+    chosen, request = _requested(config, bucket_policy, plan, passes)
     order = _Order(_resolve_group(None, None), request, chosen, frozenset(), None, needs_values=False)
     check_not_managed(module, order.ignored)
     _start(module, order)
@@ -254,6 +251,17 @@ def _check_not_pending(module: nn.Module) -> None:
             f"{class_name(module)} is replicated already, it starts with its first forward. "
             "Call unreplicate() on it to give other options."
         )
+
+
+def _requested(
+    config: ReplicateConfig,
+    bucket_policy: BucketPolicy | None,
+    plan: BucketPlan | str | os.PathLike[str] | None,
+    passes: Iterable[GraphPass] | None,
+) -> tuple[tuple[GraphPass, ...], PlanRequest]:
+    """The passes that run, and what is asked of the plan that they may realise."""
+    chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
+    return chosen, PlanRequest(config, bucket_policy, plan, any(each.realises_plan for each in chosen))
 
 
 def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:

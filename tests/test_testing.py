@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from planted import WaitsAtOnce
 from torch import fx, nn
 
 import dp_compile
 from dp_compile import testing
 from dp_compile.cost_model import AllReduceCost
-from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.grad_reduction import REDUCE_GRAD
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan import BucketPlan
@@ -269,20 +269,6 @@ def test_predicted_times_are_those_of_the_link_and_the_device(seen: testing.Seen
 
 
 # --- planted regressions ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WaitsAtOnce:
-    """Each wait stands right behind its launch."""
-
-    name: ClassVar[str] = "waits-at-once"
-    realises_plan: ClassVar[bool] = False
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        for launch in list(filter(is_collective, graph.nodes)):
-            for wait in waits_of(launch):
-                launch.append(wait)
-        return PassResult(changed=True)
 
 
 @dataclass(frozen=True)

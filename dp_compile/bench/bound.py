@@ -6,8 +6,7 @@ import statistics
 from typing import Final
 
 from dp_compile.bench.contract import Facts
-from dp_compile.bench.ratios import ratios
-from dp_compile.bench.results import Cell, Results
+from dp_compile.bench.results import Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.cost_model import AllReduceCost, release_time_bound
 
@@ -25,27 +24,22 @@ def rho(results: Results, cell: Cell, mode: str) -> float | None:
 
     `None` where one of these is not known, as with modes that do not say when their gradients are ready.
     """
-    measured = cell.measured()
-    reference = measured.get(results.suite.reference)
-    least = _least(results, cell, measured[mode].facts) if mode in measured and cell.self_check is not None else None
-    if reference is None or least is None:
+    measured, reference = cell.measured(), results.suite.reference
+    if mode not in measured or reference not in measured or cell.self_check is None:
         return None
-    return statistics.median(measured[mode].step_s) / statistics.median(reference.step_s) / least
-
-
-def _least(results: Results, cell: Cell, facts: Facts) -> float | None:
-    """The least step over the reference's step."""
-    check = cell.self_check
-    if not facts.ready or check is None or not check.mb_per_s:
+    facts, check = measured[mode].facts, cell.self_check
+    if not facts.ready or not check.mb_per_s:
         return None
-    for beside in (cell, *(each for each in results.cells if each.key[:2] == cell.key[:2])):
-        compute, found = beside.measured().get(COMPUTE), ratios(beside, results.suite.reference)
-        if compute is None or COMPUTE not in found or compute.facts.backward_s is None:
-            continue
-        step_s = statistics.median(compute.step_s)
-        least_s = step_s - compute.facts.backward_s + _bound_s(facts, compute.facts.backward_s, check)
-        return found[COMPUTE].value * least_s / step_s
+    ratio = _median_s(measured[mode]) / _median_s(measured[reference])
+    for beside in (each.measured() for each in results.cells if each.key[:2] == cell.key[:2]):
+        if COMPUTE in beside and reference in beside and (backward_s := beside[COMPUTE].facts.backward_s) is not None:
+            least_s = _median_s(beside[COMPUTE]) - backward_s + _bound_s(facts, backward_s, check)
+            return ratio * _median_s(beside[reference]) / least_s
     return None
+
+
+def _median_s(mode: ModeResult) -> float:
+    return statistics.median(mode.step_s)
 
 
 def _bound_s(facts: Facts, backward_s: float, check: SelfCheck) -> float:

@@ -20,7 +20,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.module_names import fully_qualified
 from dp_compile.observe import report
 from dp_compile.plan import count
-from dp_compile.rehearsal import scalar_loss
+from dp_compile.rehearsal import check_ranks, scalar_loss
 from dp_compile.replicate import replicate, unreplicate
 from dp_compile.testing.ranks import Ranks
 from dp_compile.testing.recording import fresh_compiler
@@ -142,7 +142,7 @@ def assert_same_training(
     """
     task = _Task(training, steps, backend, dtype, rtol, atol)
     _check(task)
-    _check_ranks(ranks.world_size if isinstance(ranks, Ranks) else ranks)
+    check_ranks(ranks.world_size if isinstance(ranks, Ranks) else ranks)
     pool = ranks if isinstance(ranks, Ranks) else Ranks(ranks)
     try:
         outcomes: list[_Outcome] = pool.run(_train_both, task, timeout_s=timeout_s)
@@ -158,11 +158,6 @@ def assert_same_training(
             f"{outcomes[0].mode}. backend=None compares a training that is not compiled."
         )
     return max((each for outcome in outcomes for each in outcome.differences), key=lambda each: each.relative)
-
-
-def _check_ranks(ranks: int) -> None:
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
-        raise ConfigError(f"ranks must be an integer >= 2, got {ranks!r}: one rank reduces nothing.")
 
 
 def _check(task: _Task) -> None:

@@ -21,7 +21,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.links import link as link_of
 from dp_compile.plan import UNUSED_FLAGS, Bucket, BucketPlan, count
 from dp_compile.prediction import formula_for
-from dp_compile.rehearsal import CPU, META, fake_group
+from dp_compile.rehearsal import CPU, META, check_ranks, fake_group
 from dp_compile.report import PeakMemory, Placement
 from dp_compile.testing.recording import INDUCTOR, Recorder, SeenGraph, Steps, fresh_compiler, run_steps
 from dp_compile.testing.schedule import Launch, Schedule, schedule
@@ -136,8 +136,7 @@ def backward_of(
 
 
 def _check(ranks: int, efficiency: float, backend: str, on: str) -> None:
-    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 2:
-        raise ConfigError(f"ranks must be an integer >= 2, got {ranks!r}: one rank reduces nothing.")
+    check_ranks(ranks)
     check_efficiency(efficiency)
     if on not in (CPU, META):
         raise ConfigError(f"on must be 'cpu' or 'meta', got {on!r}.")

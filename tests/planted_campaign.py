@@ -2,7 +2,7 @@
 
 Needs root and `iproute2` for the shaped link, and a quiet machine for some ten minutes:
 
-    python tests/planted/campaign.py DIRECTORY
+    python tests/planted_campaign.py DIRECTORY
 
 Prints a table in Markdown and exits with 1 if anything was missed or found in vain; results stay in DIRECTORY.
 """

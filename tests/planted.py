@@ -1,4 +1,4 @@
-"""Faults for `campaign.py`, planted into this package by the processes that are measured. `PLANT` says which."""
+"""Faults for `planted_campaign.py`, planted into this package by the processes that it measures. `PLANT` says which."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from dp_compile import lowering, planning
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
 from dp_compile.bench.modes.ours import Ours
 from dp_compile.bench.workloads import cross_entropy
-from dp_compile.fx import edit
-from dp_compile.fx.collectives import is_collective, is_wait, waits_of
+from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.plan import BucketPlan
 from dp_compile.report import PassResult
@@ -26,27 +25,24 @@ from dp_compile.strategies import Planned, plan_explicit, plan_to_json
 from dp_compile.train.gpt import GPT, GPTConfig
 
 
-@dataclass(frozen=True, slots=True)
-class WaitEarly:
-    """Each wait moves to just behind its launch: nothing is hidden any more."""
+@dataclass(frozen=True)
+class WaitsAtOnce:
+    """Each wait stands right behind its launch."""
 
-    name: ClassVar[str] = "wait_early"
+    name: ClassVar[str] = "waits-at-once"
     realises_plan: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        order = []
-        for node in graph.nodes:
-            if not is_wait(node):
-                order.append(node)
-            if is_collective(node):
-                order += waits_of(node)
-        return PassResult(changed=edit.reorder(graph, order))
+        for launch in list(filter(is_collective, graph.nodes)):
+            for wait in waits_of(launch):
+                launch.append(wait)
+        return PassResult(changed=True)
 
 
 def wait_early() -> None:
     # The package's attribute of that name is the function.
     module = importlib.import_module("dp_compile.replicate")
-    module.DEFAULT_PASSES = (*DEFAULT_PASSES, WaitEarly())  # type: ignore[attr-defined]
+    module.DEFAULT_PASSES = (*DEFAULT_PASSES, WaitsAtOnce())  # type: ignore[attr-defined]
 
 
 def one_bucket_more() -> None:
@@ -73,7 +69,6 @@ def halved(plan: BucketPlan) -> str:
 def copy_put_back() -> None:
     """Code generation takes no gradient's memory for a part of the bucket: each is computed elsewhere and copied."""
     lowering._can_be_moved = lambda gradient, part: False
-    lowering._writes_as_given = lambda gradient, part: False
 
 
 PLANTS: dict[str, Callable[[], None]] = {
