@@ -71,8 +71,8 @@ try:
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
     _engine_entry = _autograd_graph._engine_run_backward
     _profiled_at_import = _profiler._is_profiler_enabled  # the name has to be there
-    # `hint_int` in older versions.
-    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.hint_int  # type: ignore[attr-defined]
+    # `size_hint` in torch 2.11.
+    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.size_hint  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as error:  # pragma: no cover - needs a torch that lacks a name
     raise UnsupportedTorchError(
         f"dp_compile needs a private name that torch {torch.__version__} does not have: {error}. "

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 _ALIAS = re.compile(r"(\w+) = reinterpret_tensor\((\w+), \(([\d, ]*)\), \(([\d, ]*)\), (\d+)\)")
 _ALLOCATION = re.compile(r"(\w+) = empty_strided\w*\(\(([\d, ]*)\),")
-_SIZE = re.compile(r"assert_size_stride\((\w+), \(([\d, ]*)\),")
+# Two names: torch 2.15 asserts the dtype of a result too.
+_SIZE = re.compile(r"assert_(?:size_stride|tensor_metadata)\((\w+), \(([\d, ]*)\),")
 _RENAMED = re.compile(r"(\w+) = (\w+)$")
 _ITEM = re.compile(r"(\w+) = (\w+)\[(\d+)\]$")
 _KERNEL = re.compile(r"(\w+) = async_compile\.cpp_pybinding\(\[([^\]]*)\]")

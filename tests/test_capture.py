@@ -158,6 +158,10 @@ def test_compile_then_replicate() -> None:
     assert dp_compile.report(model).backwards == {"captured": 1}
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place",
+)
 def test_module_compile_in_place() -> None:
     twin = Twin(mlp())
     twin.model.compile(backend="aot_eager")
@@ -360,6 +364,9 @@ def run_in_threads(*jobs: Callable[[], None]) -> None:
         raise failures[0]
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12), reason="torch 2.11 refuses to run compiled code while another thread traces"
+)
 def test_backwards_in_other_threads() -> None:
     """A second capture at the same time takes the eager way; unrelated backwards stay plain. All are right."""
     twins = [Twin(mlp(width=width)) for width in (8, 9, 10)]
@@ -484,6 +491,10 @@ def test_removed_hook_with_the_guard_off() -> None:
     torch.testing.assert_close(twin.model[0].weight.grad, twin.plain[0].weight.grad / 2)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 does not compile a forward again whose parameter was unfrozen: it gets no gradient",
+)
 def test_parameter_unfrozen_after_replicate_is_named() -> None:
     model = mlp()
     model[0].bias.requires_grad_(False)

@@ -223,7 +223,7 @@ class Sources:
             ((0, 6), None),  # 9: nothing
             ((9, 6), None),  # 10: an input
             ((2, 6, 5), None),  # 11: products of a batch
-            ((4, 3, 3, 3), (0, 2, 3, 1)),  # 12: a convolution's kernel in channels_last
+            ((4, 3, 3, 3), (1, 0, 2, 3)),  # 12: a convolution's kernel, in an order that no convolution writes
             ((1, 6), None),  # 13: a sum over rows, with a dimension that is only there in the parameter
             ((6, 5), None),  # 14: rows of something larger
             ((6, 5), None),  # 15: what was there before, and a product
