@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from allocations import Step, peak_of_backward
 from graphs import trace
 from torch import fx, nn
@@ -131,8 +132,11 @@ def test_a_size_that_varies_counts_as_what_it_was_when_traced() -> None:
 # --- a real backward --------------------------------------------------------------------------------------------------
 
 
+BUCKET_NBYTES = 256 * KIB
+
+
 class Perceptron(nn.Module):
-    """4 layers with 256 KiB of weights each."""
+    """4 layers with 256 KiB of weights each, which is a bucket each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,16 +162,26 @@ def stepping(wrap: Callable[[nn.Module], Callable[..., torch.Tensor]], device: s
     return make
 
 
+def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """In place of an all-reduce: torch's C++ reducer asks for a result, and the works of the fake group have none."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
 def measure(device: str) -> tuple[int, int, dp_compile.Report]:
-    """Our peak, the one of torch's DDP, and our report, on this rank."""
+    """Our peak, the one of torch's DDP, and our report, on this rank. On the CPU the group has to be the fake one."""
     replicated: list[nn.Module] = []
 
     def ours(model: nn.Module) -> Callable[..., torch.Tensor]:
-        replicated.append(dp_compile.replicate(model, bucket_cap_mb=0.25))
+        replicated.append(dp_compile.replicate(model, bucket_cap_mb=BUCKET_NBYTES / 2**20))
         return torch.compile(model)
 
     def ddp(model: nn.Module) -> Callable[..., torch.Tensor]:
-        return torch.compile(nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+        reference = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if device == "cpu":
+            reference.register_comm_hook(None, lambda state, bucket: as_it_is(bucket))
+        return torch.compile(reference)
 
     with torch._inductor.config.patch(fx_graph_cache=False):
         ours_nbytes = peak_of_backward(stepping(ours, device), device)
@@ -177,22 +191,22 @@ def measure(device: str) -> tuple[int, int, dp_compile.Report]:
     return ours_nbytes, peak_of_backward(stepping(ddp, device), device), report
 
 
-def check_measured(ranks: Ranks, device: str) -> None:
-    for ours, ddp, report in ranks.run(measure, device):
-        memory = report.captures[0].memory
-        assert memory is not None
-        assert str(memory) in str(report)
-        assert ours <= ddp
-        assert memory.nbytes <= memory.ddp_nbytes
-        # Within two activations of 512 KiB: work space, and results in place.
-        assert abs(ours - memory.nbytes) <= 2**20, (ours, memory)
-        assert memory.ddp_nbytes <= ddp + 2**20, (ddp, memory)
+def check_measured(ours: int, ddp: int, report: dp_compile.Report, *, within_nbytes: int) -> None:
+    memory = report.captures[0].memory
+    assert memory is not None
+    assert str(memory) in str(report)
+    assert ours <= ddp
+    assert memory.nbytes <= memory.ddp_nbytes
+    assert abs(ours - memory.nbytes) <= within_nbytes, (ours, memory)
+    assert memory.ddp_nbytes <= ddp + 2**20, (ddp, memory)
 
 
-def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated(ranks: Ranks) -> None:
-    check_measured(ranks, "cpu")
+@pytest.mark.usefixtures("fake_group")
+def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated() -> None:
+    check_measured(*measure("cpu"), within_nbytes=BUCKET_NBYTES // 2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch's allocation statistics")
 def test_the_same_on_a_gpu(ranks: Ranks) -> None:
-    check_measured(ranks, "cuda")
+    for measured in ranks.run(measure, "cuda"):
+        check_measured(*measured, within_nbytes=2**20)  # work space of cuBLAS
