@@ -73,15 +73,15 @@ def test_the_text_stays_short_when_many_ranks_differ() -> None:
 
 
 def test_a_missing_rank() -> None:
-    heard = meet(dist.HashStore(), {0: SAME, 2: SAME}, world_size=3, timeout_s=0.5)
-    assert set(heard.values()) == {"topic: no word from rank(s) 1 within 0.5 s"}
+    heard = meet(dist.HashStore(), {0: SAME, 2: SAME}, world_size=3, timeout_s=2.0)
+    assert set(heard.values()) == {"topic: no word from rank(s) 1 within 2 s"}
     assert sorted(heard) == [0, 2]
 
 
 def test_many_missing_ranks_are_all_named_before_anybody_gives_up() -> None:
     """The one verdict comes in time for those who wait for it, however many ranks are missing."""
-    heard = meet(dist.HashStore(), {0: SAME, 5: SAME}, world_size=6, timeout_s=1.0)
-    assert set(heard.values()) == {"topic: no word from rank(s) 1, 2, 3, 4 within 1 s"}
+    heard = meet(dist.HashStore(), {0: SAME, 5: SAME}, world_size=6, timeout_s=2.0)
+    assert set(heard.values()) == {"topic: no word from rank(s) 1, 2, 3, 4 within 2 s"}
 
 
 def test_the_first_rank_is_missing() -> None:
