@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dp_compile import cli
-from dp_compile.bench import beds, machine, results, runner, worker
+from dp_compile.bench import beds, machine, reference, results, runner, worker
 from dp_compile.bench.beds import Bed, Link
-from dp_compile.bench.contract import Facts
+from dp_compile.bench.contract import Facts, Workload
 from dp_compile.bench.crew import Crew, CrewError
 from dp_compile.bench.progress import Progress
 from dp_compile.bench.results import Results
@@ -65,7 +66,7 @@ USUAL: Mapping[str, Sequence[Any]] = {
     "average_gradients": [1000],
     "self_check": [PROOF, replace(PROOF, matmul_slowdown=1.1)],
     "prepare": [1.0, 2.0],
-    "gradients": [worker.Compared(5.0, 1e-6, "weight"), worker.Compared(6.0, 2e-6, "bias")],
+    "gradients": [reference.Compared(5.0, 1e-6, "weight", 0.01), reference.Compared(6.0, 2e-6, "bias", 0.01)],
     "steps": [worker.Stepped(0.1, 0.1), worker.Stepped(0.2, 0.1)],
     "peak_nbytes": [10, 20],
     "facts": [Facts(collectives=3)],
@@ -180,7 +181,7 @@ def test_a_mode_that_fails_is_recorded_and_the_others_go_on(stage: Stage, tmp_pa
 
 
 def test_wrong_gradients_are_not_timed(stage: Stage, tmp_path: Path) -> None:
-    wrong = [worker.Compared(5.0, 1e-6, "weight"), worker.Compared(6.0, float("nan"), "bias")]
+    wrong = [reference.Compared(5.0, 1e-6, "weight", 0.01), reference.Compared(6.0, float("nan"), "bias", 0.01)]
     stage.answers["mode bench_standins:averaged", "gradients"] = wrong
     mode = only(play(ONE, tmp_path / "one.json"), AVERAGED)
     assert mode.status == results.FAILED
@@ -310,15 +311,45 @@ def test_modes_that_do_not_fit_in_memory_are_measured_in_parts(stage: Stage, tmp
 
 def test_gradients_are_compared_by_the_norm_of_their_difference() -> None:
     expected = {"large": torch.ones(4), "noise": torch.full((4,), 1e-9)}
-    name, error = worker.compare({"large": torch.ones(4) * 1.5, "noise": torch.zeros(4)}, expected)
+    name, error = reference.compare({"large": torch.ones(4) * 1.5, "noise": torch.zeros(4)}, expected)
     assert (name, error) == ("large", pytest.approx(0.5))
-    name, error = worker.compare({"large": torch.ones(4), "noise": torch.zeros(4)}, expected)
+    name, error = reference.compare({"large": torch.ones(4), "noise": torch.zeros(4)}, expected)
     assert (name, error) == ("noise", pytest.approx(1e-5))
-    name, error = worker.compare({"large": torch.ones(4) * torch.nan, "noise": torch.ones(4)}, expected)
+    name, error = reference.compare({"large": torch.ones(4) * torch.nan, "noise": torch.ones(4)}, expected)
     assert name == "large"
     assert error != error
     with pytest.raises(ValueError, match=r"missing \['noise'\], too many \['bias'\]"):
-        worker.compare({"large": torch.ones(4), "bias": torch.ones(4)}, expected)
+        reference.compare({"large": torch.ones(4), "bias": torch.ones(4)}, expected)
+
+
+class Chaotic(nn.Module):
+    """Doubles what a rounding makes of its weights, `layers` times over."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers, self.start = layers, nn.Parameter(torch.rand(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.start
+        for _ in range(self.layers):
+            x = 4 * x * (1 - x)
+        return x
+
+
+@pytest.mark.parametrize(("layers", "least", "most"), [(1, 1e-2, 1e-2), (16, 2e-2, 0.24), (40, 0.25, 0.25)])
+def test_a_workload_that_amplifies_roundings_is_allowed_more_than_others(
+    layers: int, least: float, most: float
+) -> None:
+    def batch(generator: torch.Generator) -> tuple[torch.Tensor]:
+        return (torch.rand(64, generator=generator),)
+
+    chaotic = Workload("chaotic", lambda: Chaotic(layers), batch, lambda call, batch: call(*batch).sum())
+    averages = reference.averages(chaotic, 2)
+    assert list(averages) == [1, 2]
+    assert least <= reference.allowed_error(averages[2].rounding) <= most
+    again = reference.averages(chaotic, 1)
+    assert again[1].rounding == averages[1].rounding
+    assert torch.equal(again[1].gradients["start"], averages[1].gradients["start"])
 
 
 def test_the_worst_rank_counts_in_a_self_check() -> None:

@@ -65,7 +65,7 @@ INSIDE_A_PACKAGE = {
     "timelines": (("events", "svg"), ("page", "picture", "trace_events"), ("__init__",)),
     "bench": (
         ("contract", "fabric", "machine", "progress", "models"),
-        ("beds", "workloads", "modes/loop", "modes/packages", "modes/unavailable"),
+        ("beds", "reference", "workloads", "modes/loop", "modes/packages", "modes/unavailable"),
         ("modes/ours", "modes/torch_ddp", "modes/functional", "modes/bounds", "modes/decent_dp", "modes/thunder"),
         ("modes/python_reducer", "selfcheck"),
         ("modes/__init__",),

@@ -23,13 +23,11 @@ from dp_compile.bench.contract import Facts
 from dp_compile.bench.crew import Crew, CrewError
 from dp_compile.bench.machine import Environment, Watch, environment
 from dp_compile.bench.progress import Progress
+from dp_compile.bench.reference import Compared
 from dp_compile.bench.results import FAILED, MEASURED, SKIPPED, Cell, ModeResult, Probe, Results, load, save
 from dp_compile.bench.selfcheck import SelfCheck, worst
 from dp_compile.bench.suite import Suite
 from dp_compile.errors import ConfigError
-
-GRADIENT_TOLERANCE: Final = 1e-2
-"""Of `worker.compare`. Kernels that sum in another order stay far below; one that was not averaged is 0.1 to 1."""
 
 _CHECK_ATTEMPTS: Final = 3
 _CHECK_TIMEOUT_S: Final = 300.0
@@ -231,8 +229,8 @@ class _Bench:
                 compared = crew.ask("gradients", name, str(self._expected(name)), timeout_s=timeout_s)
                 worst_rank = max(compared, key=lambda each: each.error if each.error == each.error else float("inf"))
                 result = replace(result, first_backward_s=max(each.wall_s for each in compared))
-                if not worst_rank.error <= GRADIENT_TOLERANCE:
-                    return replace(result, reason=_wrong(worst_rank.parameter, worst_rank.error))
+                if not worst_rank.error <= worst_rank.allowed:
+                    return replace(result, reason=_wrong(worst_rank))
                 result = replace(result, gradient_error=worst_rank.error, gradient_of=worst_rank.parameter)
             if self.suite.warmup_steps:
                 warm = crew.ask("steps", self.suite.warmup_steps, timeout_s=timeout_s)
@@ -333,10 +331,10 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^\w.]", "-", text)
 
 
-def _wrong(parameter: str, error: float) -> str:
+def _wrong(found: Compared) -> str:
     return (
-        f"wrong gradients: that of {parameter} is {error:.2g} of its norm away from the average of one process "
-        f"(allowed {GRADIENT_TOLERANCE:g}); not timed."
+        f"wrong gradients: that of {found.parameter} is {found.error:.2g} of its norm away from the average of one "
+        f"process (allowed {found.allowed:.2g}); not timed."
     )
 
 

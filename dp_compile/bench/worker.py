@@ -12,9 +12,9 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,14 +22,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from dp_compile.bench import catalogue, selfcheck
-from dp_compile.bench.contract import Batch, Explained, Facts, Trainer, Workload
+from dp_compile.bench import catalogue, reference, selfcheck
+from dp_compile.bench.contract import Batch, Explained, Facts, Trainer
 
-SEED: Final = 20_261
 _PR_SET_PDEATHSIG: Final = 1
-_NORM_FLOOR: Final = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +52,6 @@ class Stepped:
 
     wall_s: float
     cpu_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """See `compare`."""
-
-    wall_s: float
-    error: float
-    parameter: str
 
 
 @dataclass(slots=True)
@@ -99,44 +87,35 @@ class Rank:
 
     def prepare(self, workload: str, mode: str) -> float:
         """Build the mode's trainer. Seconds."""
-        found = _with_fixed_weights(catalogue.workload(workload))
+        found = reference.with_fixed_weights(catalogue.workload(workload))
         start = time.perf_counter()
         self.trainer = catalogue.mode(mode).prepare(found)
         _synchronize()
-        self.batches = _batches(found, self.place.rank)
+        self.batches = reference.batches(found, self.place.rank)
         return time.perf_counter() - start
 
     def prepare_compute(self, workload: str) -> None:
         """The compiled model alone, without any group, so on the CPU."""
         self.prepare(workload, "compute")
 
-    def gradients(self, workload: str, expected: str) -> Compared:
+    def gradients(self, workload: str, expected: str) -> reference.Compared:
         """Of the first batch, compared with what `average_gradients` wrote of as many processes."""
         assert self.trainer is not None
-        batch = next(_batches(catalogue.workload(workload), self.place.rank))
+        batch = next(reference.batches(catalogue.workload(workload), self.place.rank))
         start = time.perf_counter()
         gradients = self.trainer.gradients(batch)
         _synchronize()
         wall_s = time.perf_counter() - start
-        parameter, error = compare(gradients, torch.load(expected, mmap=True)[self.place.ranks])
-        return Compared(wall_s, error, parameter)
+        average = reference.Average(**torch.load(expected, mmap=True)[self.place.ranks])
+        parameter, error = reference.compare(gradients, average.gradients)
+        return reference.Compared(wall_s, error, parameter, reference.allowed_error(average.rounding))
 
     def average_gradients(self, workload: str, path: str) -> int:
-        """Gradients of the first batch of one rank, and of all, averaged by this process alone, eagerly.
-
-        Written by number of ranks. Returns their bytes.
-        """
-        found = _with_fixed_weights(catalogue.workload(workload))
-        model = found.build().train()
-        averages = {}
-        for rank in range(self.place.ranks):
-            found.loss(model, next(_batches(found, rank))).backward()
-            if rank + 1 in (1, self.place.ranks):
-                averages[rank + 1] = {
-                    name: each.grad / (rank + 1) for name, each in model.named_parameters() if each.grad is not None
-                }
-        torch.save(averages, path)
-        return sum(gradient.nbytes for gradient in averages[1].values())
+        """Of the first batches, by this process alone, eagerly, for `gradients`. Returns the bytes of one set."""
+        averages = reference.averages(catalogue.workload(workload), self.place.ranks)
+        written = {ranks: {"gradients": each.gradients, "rounding": each.rounding} for ranks, each in averages.items()}
+        torch.save(written, path)
+        return sum(gradient.nbytes for gradient in averages[1].gradients.values())
 
     def steps(self, count: int) -> Stepped:
         """Seconds a step, of `count` that are timed as one; ranks start together, batches are ready."""
@@ -177,46 +156,6 @@ class Rank:
             timedelta(seconds=self.place.timeout_s),
             wait_for_workers=False,
         )
-
-
-def compare(gradients: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> tuple[str, float]:
-    """The parameter whose gradient is farthest off, and how far: norm of the difference over norm of the expected.
-
-    Below 1e-4 of the largest gradient's norm a gradient is rounding noise (biases of keys in an attention, whose
-    gradient is zero): its difference is divided by that.
-
-    Raises:
-        ValueError: a gradient too many or too few.
-    """
-    if set(gradients) != set(expected):
-        missing, extra = sorted(set(expected) - set(gradients)), sorted(set(gradients) - set(expected))
-        raise ValueError(f"gradients of other parameters than the workload's: missing {missing}, too many {extra}")
-    norms = {name: float(torch.linalg.vector_norm(each)) for name, each in expected.items()}
-    floor = _NORM_FLOOR * max(norms.values())
-    errors = {
-        name: float(torch.linalg.vector_norm(gradients[name].detach().cpu().float() - expected[name]))
-        / max(norm, floor, torch.finfo(torch.float32).tiny)
-        for name, norm in norms.items()
-    }
-    # NaN is larger than anything.
-    parameter = max(errors, key=lambda name: float("inf") if errors[name] != errors[name] else errors[name])
-    return parameter, errors[parameter]
-
-
-def _with_fixed_weights(workload: Workload) -> Workload:
-    """Whatever a mode does to the generator before it builds, the weights are those of the gradients it has to have."""
-
-    def build() -> nn.Module:
-        torch.manual_seed(SEED)
-        return workload.build()
-
-    return replace(workload, build=build)
-
-
-def _batches(workload: Workload, rank: int) -> Iterator[Batch]:
-    generator = torch.Generator().manual_seed(SEED + rank)
-    while True:
-        yield workload.batch(generator)
 
 
 def _synchronize() -> None:
