@@ -36,7 +36,7 @@ class ModeResult:
         first_backward_s: the first gradients, which compile. `None`: a bound.
         warmup_s: all warm-up steps.
         peak_nbytes: resident set of a rank's process since the warm-up, or what its accelerator's allocator held.
-        gradient_error: largest deviation of a gradient from the average of a single process, see `worker.compare`.
+        gradient_error: largest deviation of a gradient from the average of a single process, see `reference.compare`.
         gradient_of: the parameter where that was.
         facts: what rank 0 said of itself after the last turn.
     """
