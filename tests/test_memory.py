@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from allocations import Step, peak_of_backward
 from graphs import trace
 from torch import fx, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import dp_compile
@@ -162,13 +162,6 @@ def stepping(wrap: Callable[[nn.Module], Callable[..., torch.Tensor]], device: s
     return make
 
 
-def as_it_is(bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """In place of an all-reduce: torch's C++ reducer asks for a result, and the works of the fake group have none."""
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
-    return future
-
-
 def measure(device: str) -> tuple[int, int, dp_compile.Report]:
     """Our peak, the one of torch's DDP, and our report, on this rank. On the CPU the group has to be the fake one."""
     replicated: list[nn.Module] = []
@@ -179,8 +172,8 @@ def measure(device: str) -> tuple[int, int, dp_compile.Report]:
 
     def ddp(model: nn.Module) -> Callable[..., torch.Tensor]:
         reference = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if device == "cpu":
-            reference.register_comm_hook(None, lambda state, bucket: as_it_is(bucket))
+        if device == "cpu":  # torch's C++ reducer asks works for their result, and those of the fake group have none
+            reference.register_comm_hook(None, noop_hook)
         return torch.compile(reference)
 
     with torch._inductor.config.patch(fx_graph_cache=False):
