@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from dp_compile import cli
+from dp_compile.cli import main as cli
 
 GUIDE: Final = Path(__file__).parent / "guide.md"
 FILES: Final = GUIDE.parent / "guide"

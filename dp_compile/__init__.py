@@ -1,64 +1,84 @@
 """Data-parallel training under `torch.compile`, fast and safe. Start with `dp_compile.replicate(model)`."""
 
-from dp_compile.backward import compiled_backward as compiled_backward
-from dp_compile.calibration import calibrate as calibrate
-from dp_compile.config import ReplicateConfig as ReplicateConfig
-from dp_compile.distributed import DistributedDataParallel as DistributedDataParallel
-from dp_compile.errors import CommunicationError as CommunicationError
-from dp_compile.errors import ConfigError as ConfigError
-from dp_compile.errors import DesyncError as DesyncError
-from dp_compile.errors import DPCompileError as DPCompileError
-from dp_compile.errors import InvalidGraphError as InvalidGraphError
-from dp_compile.errors import ModuleError as ModuleError
-from dp_compile.errors import ReductionError as ReductionError
-from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
-from dp_compile.explain import explain as explain
-from dp_compile.join import join as join
-from dp_compile.join import joinable as joinable
-from dp_compile.logs import configure_from_environment
-from dp_compile.measuring import Measurement as Measurement
-from dp_compile.measuring import measure as measure
-from dp_compile.observe import report as report
-from dp_compile.observe import step_of as step_of
-from dp_compile.profiling import measured_step as measured_step
-from dp_compile.replicate import replicate as replicate
-from dp_compile.replicate import unreplicate as unreplicate
-from dp_compile.replicated_module import ReplicatedModule as ReplicatedModule
-from dp_compile.replicated_module import no_sync as no_sync
-from dp_compile.warmup import WarmupRecord as WarmupRecord
-from dp_compile.warmup import warmup as warmup
-from dp_compile.what_if import WhatIf as WhatIf
-from dp_compile.what_if import what_if as what_if
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "CommunicationError",
-    "ConfigError",
-    "DPCompileError",
-    "DesyncError",
-    "DistributedDataParallel",
-    "InvalidGraphError",
-    "Measurement",
-    "ModuleError",
-    "ReductionError",
-    "ReplicateConfig",
-    "ReplicatedModule",
-    "UnsupportedTorchError",
-    "WarmupRecord",
-    "WhatIf",
-    "calibrate",
-    "compiled_backward",
-    "explain",
-    "join",
-    "joinable",
-    "measure",
-    "measured_step",
-    "no_sync",
-    "replicate",
-    "report",
-    "step_of",
-    "unreplicate",
-    "warmup",
-    "what_if",
-]
+from dp_compile.engine.logs import configure_from_environment
+
+if TYPE_CHECKING:
+    from dp_compile.config import ReplicateConfig as ReplicateConfig
+    from dp_compile.engine.backward import compiled_backward as compiled_backward
+    from dp_compile.engine.calibration import calibrate as calibrate
+    from dp_compile.errors import CommunicationError as CommunicationError
+    from dp_compile.errors import ConfigError as ConfigError
+    from dp_compile.errors import DesyncError as DesyncError
+    from dp_compile.errors import DPCompileError as DPCompileError
+    from dp_compile.errors import InvalidGraphError as InvalidGraphError
+    from dp_compile.errors import ModuleError as ModuleError
+    from dp_compile.errors import ReductionError as ReductionError
+    from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+    from dp_compile.insight.explain import explain as explain
+    from dp_compile.insight.measuring import Measurement as Measurement
+    from dp_compile.insight.measuring import measure as measure
+    from dp_compile.insight.observe import report as report
+    from dp_compile.insight.observe import step_of as step_of
+    from dp_compile.insight.profiling import measured_step as measured_step
+    from dp_compile.insight.what_if import WhatIf as WhatIf
+    from dp_compile.insight.what_if import what_if as what_if
+    from dp_compile.modules.distributed import DistributedDataParallel as DistributedDataParallel
+    from dp_compile.modules.join import join as join
+    from dp_compile.modules.join import joinable as joinable
+    from dp_compile.modules.replicate import replicate as replicate
+    from dp_compile.modules.replicate import unreplicate as unreplicate
+    from dp_compile.modules.replicated_module import ReplicatedModule as ReplicatedModule
+    from dp_compile.modules.replicated_module import no_sync as no_sync
+    from dp_compile.modules.warmup import WarmupRecord as WarmupRecord
+    from dp_compile.modules.warmup import warmup as warmup
+
+# Where each name lives. A file is loaded when one of its names is first asked for: torch alone takes seconds to import,
+# its compilers as long again, and a process that only reads a plan file needs neither.
+_HOME = {
+    "CommunicationError": "errors",
+    "ConfigError": "errors",
+    "DPCompileError": "errors",
+    "DesyncError": "errors",
+    "DistributedDataParallel": "modules.distributed",
+    "InvalidGraphError": "errors",
+    "Measurement": "insight.measuring",
+    "ModuleError": "errors",
+    "ReductionError": "errors",
+    "ReplicateConfig": "config",
+    "ReplicatedModule": "modules.replicated_module",
+    "UnsupportedTorchError": "errors",
+    "WarmupRecord": "modules.warmup",
+    "WhatIf": "insight.what_if",
+    "calibrate": "engine.calibration",
+    "compiled_backward": "engine.backward",
+    "explain": "insight.explain",
+    "join": "modules.join",
+    "joinable": "modules.join",
+    "measure": "insight.measuring",
+    "measured_step": "insight.profiling",
+    "no_sync": "modules.replicated_module",
+    "replicate": "modules.replicate",
+    "report": "insight.observe",
+    "step_of": "insight.observe",
+    "unreplicate": "modules.replicate",
+    "warmup": "modules.warmup",
+    "what_if": "insight.what_if",
+}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'dp_compile' has no attribute '{name}'")
+    globals()[name] = value = getattr(import_module(f"dp_compile.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 configure_from_environment()

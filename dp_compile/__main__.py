@@ -2,7 +2,7 @@
 
 import sys
 
-from dp_compile.cli import main
+from dp_compile.cli.main import main
 
 # Processes that a run starts import this file too, under another name.
 if __name__ == "__main__":

@@ -11,15 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
+from dp_compile.plan.cost import AllReduceCost
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
-BYTES_PER_MB: Final = 2**20
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
 

@@ -17,14 +17,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
-from dp_compile.config import BYTES_PER_MB
-from dp_compile.cost_model import AllReduceCost
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import short
-from dp_compile.grad_reduction import REDUCE_GRAD
-from dp_compile.plan import PLAN_VERSION, BucketKey, BucketPlan, GradientSpec, Layout, Rows, plan_buckets
-from dp_compile.ready_times import ReadyTimes
-from dp_compile.strategies import plan_explicit, plan_optimal
+from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.plan.buckets import PLAN_VERSION, BucketKey, BucketPlan, GradientSpec, Layout, Rows, plan_buckets
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.strategies import plan_explicit, plan_optimal
+from dp_compile.plan.words import BYTES_PER_MB
 
 aten = torch.ops.aten
 

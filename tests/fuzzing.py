@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
-from dp_compile.grad_reduction import Averaging
+from dp_compile.passes.reduction import Averaging
 
 VOCABULARY = 7
 

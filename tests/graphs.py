@@ -10,13 +10,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dp_compile.config import BYTES_PER_MB
 from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import provenance_of
-from dp_compile.grad_reduction import emit
-from dp_compile.passes import DEFAULT_PASSES, GraphPass, Pipeline
-from dp_compile.plan import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
-from dp_compile.report import PassRecord
+from dp_compile.passes import DEFAULT_PASSES, GraphPass
+from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.reduction import emit
+from dp_compile.passes.result import PassRecord
+from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.words import BYTES_PER_MB
 
 
 @dataclass(frozen=True, kw_only=True)

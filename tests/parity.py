@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile.report import Report
+from dp_compile.insight.report import Report
 
 Batch = tuple[Any, ...]
 

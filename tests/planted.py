@@ -13,15 +13,15 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from dp_compile import lowering, planning
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
 from dp_compile.bench.modes.ours import Ours
 from dp_compile.bench.workloads import cross_entropy
 from dp_compile.fx.collectives import is_collective, waits_of
-from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.plan import BucketPlan
-from dp_compile.report import PassResult
-from dp_compile.strategies import Planned, plan_explicit, plan_to_json
+from dp_compile.modules import planning
+from dp_compile.passes import DEFAULT_PASSES, lowering
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.strategies import Planned, plan_explicit, plan_to_json
 from dp_compile.train.gpt import GPT, GPTConfig
 
 
@@ -41,7 +41,7 @@ class WaitsAtOnce:
 
 def wait_early() -> None:
     # The package's attribute of that name is the function.
-    module = importlib.import_module("dp_compile.replicate")
+    module = importlib.import_module("dp_compile.modules.replicate")
     module.DEFAULT_PASSES = (*DEFAULT_PASSES, WaitsAtOnce())  # type: ignore[attr-defined]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from dp_compile.cost_model import AllReduceCost
-from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
-from dp_compile.ready_times import MEASURED, ReadyTimes
-from dp_compile.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 
 LAYOUT = Layout(64)
 PARTS = ("attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "mlp.expand.weight", "mlp.shrink.weight")

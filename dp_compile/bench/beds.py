@@ -22,11 +22,11 @@ from typing import Final
 
 import torch
 
-from dp_compile import links
-from dp_compile.backends import FABRIC
 from dp_compile.bench import fabric
-from dp_compile.cost_model import RING, TREE, AllReduceCost, Formula, check_number
 from dp_compile.errors import ConfigError, DPCompileError
+from dp_compile.plan import links
+from dp_compile.plan.backends import FABRIC
+from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula, check_number
 
 BURST_KIB: Final = 128
 """Holds one packet of 64 KiB that the sender's kernel has not segmented; a smaller bucket makes tbf do it."""

@@ -8,7 +8,7 @@ from typing import Final
 from dp_compile.bench.contract import Facts
 from dp_compile.bench.results import Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SelfCheck
-from dp_compile.cost_model import AllReduceCost, release_time_bound
+from dp_compile.plan.cost import AllReduceCost, release_time_bound
 
 COMPUTE: Final = "compute"
 """The mode that is a step without communication."""

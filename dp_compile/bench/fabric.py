@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from dp_compile.backends import FABRIC
-from dp_compile.cost_model import AllReduceCost
 from dp_compile.errors import ConfigError
+from dp_compile.plan.backends import FABRIC
+from dp_compile.plan.cost import AllReduceCost
 
 VARIABLE: Final = "DP_COMPILE_FABRIC"
 _CALIBRATION_CYCLES: Final = 50_000_000  # some 25 ms, so that starting and ending do not count

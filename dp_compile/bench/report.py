@@ -10,7 +10,7 @@ from dp_compile.bench.bound import rho
 from dp_compile.bench.ratios import quartiles_ms, ratios
 from dp_compile.bench.results import MEASURED, Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, STATED_LIMIT, STATED_LIMIT_US, WAITING_LIMIT
-from dp_compile.plan import count, format_bytes
+from dp_compile.plan.words import count, format_bytes
 
 _SHORTENED: Final = 160
 _WIDTH: Final = 110

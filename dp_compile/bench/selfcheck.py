@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dp_compile.bench.fabric import Fabric
 from dp_compile.bench.modes.loop import place
-from dp_compile.calibration import calibrate
+from dp_compile.engine.calibration import calibrate
 
 SLOWDOWN_LIMIT: Final = 1.15
 """Of a matmul beside an all-reduce. 1.03 to 1.11 seen on a shaped link, 1.5 and more on loopback."""

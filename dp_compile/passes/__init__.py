@@ -1,8 +1,7 @@
 """The passes over a captured backward, in their order."""
 
-from dp_compile.graph_pass import GraphPass as GraphPass
 from dp_compile.passes.bucketing import BucketReductions as BucketReductions
 from dp_compile.passes.overlap import ScheduleCollectives as ScheduleCollectives
-from dp_compile.passes.pipeline import Pipeline as Pipeline
+from dp_compile.passes.result import GraphPass as GraphPass
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (BucketReductions(), ScheduleCollectives())

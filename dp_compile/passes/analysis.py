@@ -10,9 +10,9 @@ from torch import fx
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import provenance_of
-from dp_compile.grad_reduction import REDUCE_GRAD, GradReduction, ReductionTag, match
-from dp_compile.plan import Rows, covers
-from dp_compile.report import Refusal
+from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, ReductionTag, match
+from dp_compile.passes.result import Refusal
+from dp_compile.plan.buckets import Rows, covers
 
 
 @dataclass(frozen=True, slots=True)

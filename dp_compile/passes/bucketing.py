@@ -13,9 +13,9 @@ Compiled code allocates pieces that have a bucket for themselves side by side, e
 A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
 memory. One grouped all-reduce then carries them all, and each is waited for by itself.
 
-Gradients are computed in their places in the bucket (`dp_compile/lowering.py`), each in its parameter's memory order.
-What is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed
-anyway: the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
+Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order. What
+is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed anyway:
+the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from torch import fx
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
-from dp_compile.grad_reduction import GradReduction, ReductionTag
-from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.analysis import MemberMark, analyse
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import fold_factor, is_view, without_views
-from dp_compile.plan import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place, Rows, covers
-from dp_compile.report import PassResult
+from dp_compile.passes.reduction import GradReduction, ReductionTag
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place, Rows, covers
 
 aten = torch.ops.aten
 

@@ -22,9 +22,10 @@ from dp_compile.errors import ConfigError
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
-from dp_compile.lowering import FLAT_BUCKET
-from dp_compile.plan import BucketPlan, format_bytes
-from dp_compile.report import PassResult, PeakMemory, Refusal
+from dp_compile.passes.bucket_ops import FLAT_BUCKET
+from dp_compile.passes.result import PassResult, PeakMemory, Refusal
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.words import format_bytes
 
 _SOON: Final = -1.0
 

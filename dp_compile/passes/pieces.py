@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from dp_compile.fx import edit
-from dp_compile.grad_reduction import GradReduction
 from dp_compile.passes.producers import without_views
-from dp_compile.plan import GradientSpec, Rows
+from dp_compile.passes.reduction import GradReduction
+from dp_compile.plan.buckets import GradientSpec, Rows
 
 aten = torch.ops.aten
 

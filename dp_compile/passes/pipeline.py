@@ -12,20 +12,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_compile import _torch
+from dp_compile._torch import inductor
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.memory import hold
 from dp_compile.fx.printer import op_counts
 from dp_compile.fx.verify import facts_of, verify
-from dp_compile.graph_pass import GraphPass
 from dp_compile.passes.analysis import accounted
-from dp_compile.plan import BucketPlan
-from dp_compile.report import PassRecord
+from dp_compile.passes.result import GraphPass, PassRecord
+from dp_compile.plan.buckets import BucketPlan
 
 _SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
 
 
-class Pipeline(_torch.CustomGraphPass):
+class Pipeline(inductor.CustomGraphPass):
     """The passes of one captured backward, in Inductor's own form of a graph pass.
 
     Args:
@@ -72,7 +71,7 @@ class Pipeline(_torch.CustomGraphPass):
 
     def uuid(self) -> Any:
         """Changes with our sources and those of the passes, with all that the passes are given, and with torch."""
-        text = repr((_torch.source_hash(self._sources()), torch.__version__, self.passes, self.plans, self.held))
+        text = repr((inductor.source_hash(self._sources()), torch.__version__, self.passes, self.plans, self.held))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def _sources(self) -> tuple[str, ...]:

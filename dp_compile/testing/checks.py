@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Final
 
-from dp_compile.cost_model import check_number
 from dp_compile.errors import ConfigError
-from dp_compile.explanation.text import format_ms
-from dp_compile.plan import UNUSED_FLAGS, Bucket, count, format_bytes
+from dp_compile.insight.explanation.text import format_ms
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
+from dp_compile.plan.cost import check_number
+from dp_compile.plan.words import count, format_bytes
 from dp_compile.testing.golden import assert_text
 from dp_compile.testing.schedule import ScheduledCollective
 from dp_compile.testing.seen import SeenBackward

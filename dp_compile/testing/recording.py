@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,24 +13,24 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import fx, nn
 
-from dp_compile import _torch
-from dp_compile.devices import Device
-from dp_compile.dump_files import CODE_STAGE, captures_in, read_capture
+from dp_compile._torch import autograd, compiler, inductor
+from dp_compile.engine.record import CaptureRecord
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import DPCompileError, ModuleError
 from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.edit import positions
 from dp_compile.fx.outline import outline
-from dp_compile.grad_reduction import REDUCE_GRAD
-from dp_compile.graph_names import node_names
-from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
-from dp_compile.pass_table import kernels_called
+from dp_compile.insight.dump_files import CODE_STAGE, captures_in, read_capture
+from dp_compile.insight.graph_names import node_names
+from dp_compile.insight.rehearsal import CPU, scalar_loss
+from dp_compile.modules.replicate import replicate, replicate_without_values, unreplicate
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.plan import BucketPlan
-from dp_compile.rehearsal import CPU, scalar_loss
-from dp_compile.replica import Replica
-from dp_compile.replicate import replicate, replicate_without_values, unreplicate
-from dp_compile.replicated_module import replica_of
-from dp_compile.report import CaptureRecord, PassResult
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.devices import Device
 from dp_compile.testing.schedule import Event, events_of
 from dp_compile.testing.training import Training
 
@@ -109,7 +110,7 @@ def run_steps(training: Training, recorder: Recorder, on: str) -> Steps:
     Raises:
         ConfigError, ModuleError: as in `replicate`; the loss is not a scalar, or the backward was not captured.
     """
-    with _torch.generated_anew(), tempfile.TemporaryDirectory() as directory:
+    with inductor.generated_anew(), tempfile.TemporaryDirectory() as directory:
         if training.config.backend == INDUCTOR:
             training = replace(training, config=replace(training.config, dump_dir=directory))
         return _replicated(training, recorder, on)
@@ -118,7 +119,7 @@ def run_steps(training: Training, recorder: Recorder, on: str) -> Steps:
 def _replicated(training: Training, recorder: Recorder, on: str) -> Steps:
     with torch.device(on):
         model = training.model()
-    batch = _torch.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
+    batch = autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
     model.to(on)
     wishes = training.wishes
     wishes["passes"] = (*(DEFAULT_PASSES if training.passes is None else training.passes), recorder)
@@ -187,6 +188,12 @@ def _kernels(replica: Replica, record: CaptureRecord) -> int:
     return sum(kernels_called(code.read_text(encoding="utf-8")) for code in codes)
 
 
+def kernels_called(code: str) -> int:
+    """Calls of generated kernels in Inductor's code for CPU; calls of libraries and collectives are not counted."""
+    body = code[code.index("def call(") :]
+    return len(re.findall(r"^\s*cpp_fused\w*\(", body, flags=re.MULTILINE))
+
+
 def _first_step(step: Callable[[], None], model: nn.Module) -> None:
     """torch's own reducer does not work on a fake process group; that it was asked is what there is to say."""
     try:
@@ -202,7 +209,7 @@ def _first_step(step: Callable[[], None], model: nn.Module) -> None:
 
 def _made() -> tuple[int, int]:
     """Captures, and graphs of forwards and backwards, in this process so far."""
-    return _torch.captures(), _torch.compiled_graphs()
+    return compiler.captures(), compiler.compiled_graphs()
 
 
 def _captured(replica: Replica) -> list[CaptureRecord]:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dp_compile import _torch
+from dp_compile._torch import autograd
 from dp_compile.config import BACKENDS
-from dp_compile.cost_model import check_number
+from dp_compile.engine.module_names import fully_qualified
 from dp_compile.errors import ConfigError
-from dp_compile.module_names import fully_qualified
-from dp_compile.observe import report
-from dp_compile.plan import count
-from dp_compile.rehearsal import check_ranks, scalar_loss
-from dp_compile.replicate import replicate, unreplicate
+from dp_compile.insight.observe import report
+from dp_compile.insight.rehearsal import check_ranks, scalar_loss
+from dp_compile.modules.replicate import replicate, unreplicate
+from dp_compile.plan.cost import check_number
+from dp_compile.plan.words import count
 from dp_compile.testing.ranks import Ranks
 from dp_compile.testing.recording import fresh_compiler
 from dp_compile.testing.training import Training
@@ -254,7 +254,7 @@ def _as_dtype(batch: Any, dtype: torch.dtype | None) -> Any:
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
-    return _torch.tree_map_only(torch.Tensor, moved, batch)
+    return autograd.tree_map_only(torch.Tensor, moved, batch)
 
 
 def _copies(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:

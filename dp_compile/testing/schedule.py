@@ -15,14 +15,14 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from dp_compile.cost_model import AllReduceCost
-from dp_compile.devices import Device
-from dp_compile.explanation.text import format_ms
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.printer import is_op
-from dp_compile.grad_reduction import REDUCE_GRAD
-from dp_compile.lowering import ASSEMBLE, FLAT_BUCKET
-from dp_compile.rehearsal import op_seconds
+from dp_compile.insight.explanation.text import format_ms
+from dp_compile.insight.rehearsal import op_seconds
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.devices import Device
 
 aten = torch.ops.aten
 

@@ -14,15 +14,17 @@ import torch
 import torch.distributed as dist
 
 from dp_compile.config import ReplicateConfig
-from dp_compile.cost_model import AllReduceCost
-from dp_compile.devices import EFFICIENCY, Device, check_efficiency
-from dp_compile.devices import device as device_of
+from dp_compile.engine.record import Placement
 from dp_compile.errors import ConfigError
-from dp_compile.links import link as link_of
-from dp_compile.plan import UNUSED_FLAGS, Bucket, BucketPlan, count
-from dp_compile.prediction import formula_for
-from dp_compile.rehearsal import CPU, META, check_ranks, fake_group
-from dp_compile.report import PeakMemory, Placement
+from dp_compile.insight.prediction import formula_for
+from dp_compile.insight.rehearsal import CPU, META, check_ranks, fake_group
+from dp_compile.passes.result import PeakMemory
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
+from dp_compile.plan.devices import device as device_of
+from dp_compile.plan.links import link as link_of
+from dp_compile.plan.words import count
 from dp_compile.testing.recording import INDUCTOR, Recorder, SeenGraph, Steps, fresh_compiler, run_steps
 from dp_compile.testing.schedule import Launch, Schedule, schedule
 from dp_compile.testing.training import Training

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from dp_compile.observe import report, step_of
-from dp_compile.replicate import replicate
+from dp_compile.insight.observe import report, step_of
+from dp_compile.modules.replicate import replicate
 from dp_compile.train.check import Twin
 from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig

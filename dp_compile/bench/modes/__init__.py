@@ -8,16 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from dp_compile.bench.contract import Mode
-from dp_compile.bench.modes import (
-    bounds,
-    decent_dp,
-    functional,
-    ours,
-    python_reducer,
-    thunder,
-    torch_ddp,
-    unavailable,
-)
+from dp_compile.bench.modes import bounds, decent_dp, functional, ours, python_reducer, thunder, torch_ddp, unavailable
 from dp_compile.errors import ConfigError
 
 _FAMILIES: Final = (ours, torch_ddp, python_reducer, functional, decent_dp, thunder, unavailable, bounds)

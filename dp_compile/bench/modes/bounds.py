@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, loop_around, place, trainable
-from dp_compile.config import BYTES_PER_MB, DEFAULT_CAP_MB
+from dp_compile.config import DEFAULT_CAP_MB
+from dp_compile.plan.words import BYTES_PER_MB
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.func import functional_call
 
-from dp_compile import _torch
+from dp_compile._torch import distributed, inductor
 from dp_compile.bench.contract import Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import cap_mb_of, loop_around
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.grad_reduction import averaging_for
+from dp_compile.passes.reduction import averaging_for
 
 # What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
 OVERLAPPED: Final = {
@@ -53,7 +53,7 @@ class Functional:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        _torch.configure_process(inductor=self.settings)
+        inductor.configure_process(self.settings)
         return loop_around(
             workload, lambda model: torch.compile(_ReducedInBackward(model), backend=self.backend, fullgraph=True)
         )
@@ -67,7 +67,7 @@ class _ReducedInBackward(nn.Module):
         self.model = model
         self.averaging = averaging_for(dist.get_backend(), dist.get_world_size())
         assert dist.group.WORLD is not None
-        self.group = _torch.group_name(dist.group.WORLD)
+        self.group = distributed.group_name(dist.group.WORLD)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         reduce_op, scale, group = self.averaging.reduce_op, self.averaging.scale, self.group

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile import _torch
+from dp_compile._torch import dynamo
 from dp_compile.bench.contract import Batch, Facts, Workload
 from dp_compile.errors import ConfigError
 
@@ -38,7 +38,7 @@ def build(workload: Workload) -> nn.Module:
     Dynamo leaves a model with `torch.nn`'s recurrent layers to eager unless it is told otherwise. Here it is, in every
     mode, for the process: without it all compiled modes would be the eager one.
     """
-    _torch.configure_process(dynamo={"allow_rnn": True})  # torch's recurrent layers are left out by default
+    dynamo.configure_process({"allow_rnn": True})  # torch's recurrent layers are left out by default
     torch.manual_seed(SEED)
     return workload.build().to(place()).train()
 

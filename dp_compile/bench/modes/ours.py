@@ -11,10 +11,10 @@ from torch import nn
 
 from dp_compile.bench.contract import Batch, Facts, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
-from dp_compile.calibration import calibrate
 from dp_compile.config import ReplicateConfig
-from dp_compile.observe import report, step_of
-from dp_compile.replicate import replicate
+from dp_compile.engine.calibration import calibrate
+from dp_compile.insight.observe import report, step_of
+from dp_compile.modules.replicate import replicate
 
 REPLAN_AFTER: Final = 3
 """Backwards measured by `ours:replan`. The one after them compiles again: warm up for three steps more than this."""

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from dp_compile import _torch
+from dp_compile._torch import dynamo, inductor
 from dp_compile.bench.contract import Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import cap_mb_of, loop_around
 from dp_compile.bench.modes.torch_ddp import wrap
@@ -37,15 +37,14 @@ class PythonReducer:
 
     def prepare(self, workload: Workload) -> Trainer:
         passes = [FUSIONS[self.fusion], "schedule_comm_wait"]
-        _torch.configure_process(
-            dynamo={"optimize_ddp": "python_reducer"}, inductor={"_fuse_ddp_communication_passes": passes}
-        )
+        dynamo.configure_process({"optimize_ddp": "python_reducer"})
+        inductor.configure_process({"_fuse_ddp_communication_passes": passes})
         return loop_around(
             workload, lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend), self._backward
         )
 
     def _backward(self, loss: torch.Tensor) -> None:
-        with _torch.capture_backward(partial(torch.compile, backend=self.backend)):
+        with dynamo.capture_backward(partial(torch.compile, backend=self.backend)):
             loss.backward()
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dp_compile import _torch
+from dp_compile._torch import distributed, dynamo
 from dp_compile.bench.contract import Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import cap_mb_of, loop_around, place
 from dp_compile.errors import ConfigError
@@ -61,7 +61,7 @@ class CompiledDDP:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        _torch.configure_process(dynamo={"optimize_ddp": "ddp_optimizer" if self.split else "no_optimization"})
+        dynamo.configure_process({"optimize_ddp": "ddp_optimizer" if self.split else "no_optimization"})
         return loop_around(workload, lambda model: torch.compile(wrap(model, self.cap_mb), backend=self.backend))
 
 
@@ -86,7 +86,7 @@ class ComposableReplicate:
 
     def _replicated(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         options = {} if self.cap_mb is None else {"bucket_cap_mb": self.cap_mb}
-        _torch.composable_replicate(model, device_id=place(), **options)
+        distributed.composable_replicate(model, device_id=place(), **options)
         return torch.compile(model, backend=self.backend) if self.compiled else model
 
 

@@ -1,0 +1,95 @@
+"""Questions about Dynamo and Inductor that have an answer also where nobody has loaded them. Loads neither."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
+    """`torch.compiler.disable`, put off until somebody has loaded Dynamo: until then nothing can be traced.
+
+    Args:
+        reason: what torch says where a function that is compiled as one graph calls this one.
+    """
+
+    def decorate(function: FunctionT) -> FunctionT:
+        disabled: Callable[..., Any] | None = None
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal disabled
+            if disabled is None:
+                if "torch._dynamo" not in sys.modules:
+                    return function(*args, **kwargs)
+                disabled = torch.compiler.disable(function, reason=reason)
+            return disabled(*args, **kwargs)
+
+        # What `torch.compiler.disable` sets; Dynamo looks for it before it traces a call (torch 2.11 to 2.15).
+        run._torchdynamo_disable = True  # type: ignore[attr-defined]
+        run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return run  # type: ignore[return-value]
+
+    return decorate
+
+
+def _attribute(module: str, *names: str) -> Any:
+    """An attribute of a module of torch, `None` if nothing has imported that module yet.
+
+    Raises:
+        AttributeError: the module is there and has no such attribute.
+    """
+    found: Any = sys.modules.get(module)
+    for name in names if found is not None else ():
+        found = getattr(found, name)
+    return found
+
+
+def capture_is_running() -> bool:
+    """Whether some captured backward is executing in this process; a second capture would be an error then."""
+    return bool(_attribute("torch._dynamo.compiled_autograd", "in_compiled_autograd_region"))
+
+
+def is_capture_in_the_way(error: NotImplementedError) -> bool:
+    """Whether a backward was turned away at the engine's door because a capture is going on."""
+    return "within another compiled autograd call" in str(error)
+
+
+def captures() -> int:
+    """How many backwards compiled autograd has captured in this process so far."""
+    counters = _attribute("torch._dynamo.utils", "counters")
+    return 0 if counters is None else int(counters["compiled_autograd"]["captures"])
+
+
+def compiled_graphs() -> int:
+    """How many graphs, of forwards and backwards, Dynamo has handed to a compiler in this process so far."""
+    counters = _attribute("torch._dynamo.utils", "counters")
+    return 0 if counters is None else int(counters["stats"]["unique_graphs"])
+
+
+def forced_eager() -> bool:
+    """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
+    stance = _attribute("torch._dynamo.eval_frame", "_stance", "stance")
+    return stance == "force_eager" or bool(_attribute("torch._dynamo.config", "disable"))
+
+
+def trace_autograd_ops() -> bool:
+    """Whether Dynamo traces `backward()` itself; it silently drops every post-accumulate-grad hook then."""
+    return bool(getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False))
+
+
+def python_reducer_mode() -> bool:
+    """Whether torch's own experimental `python_reducer` is switched on for the whole process."""
+    return str(_attribute("torch._dynamo.config", "optimize_ddp")).startswith("python_reducer")
+
+
+def is_of_compiler(file: str) -> bool:
+    """Whether a source file is on the stack while torch compiles, and only then."""
+    modules = (sys.modules.get(name) for name in ("torch._dynamo.convert_frame", "torch._inductor.compile_fx"))
+    return any(module is not None and module.__file__ == file for module in modules)

@@ -1,0 +1,158 @@
+"""Groups, stores and torch's reducer. Costs nothing to load."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+
+from dp_compile._torch.missing import named
+
+with named():
+    from torch._C._distributed_c10d import GradBucket as GradBucket
+    from torch._C._distributed_c10d import Store as Store
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        _get_default_store,
+        _get_process_group_name,
+        _resolve_process_group,
+    )
+    from torch.distributed.utils import _sync_params_and_buffers
+
+    _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+    _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
+    _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
+
+
+def group_name(group: dist.ProcessGroup) -> str:
+    """The name under which functional collectives find a process group."""
+    return str(_get_process_group_name(group))
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """The inverse of `group_name`."""
+    return _resolve_process_group(cast(Any, name))
+
+
+def default_store() -> Store:
+    """The key-value store behind the default process group."""
+    return _get_default_store()
+
+
+def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
+    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
+
+    gloo and NCCL count them; for a backend that does not the answer is always 0.
+    """
+    try:
+        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0
+
+
+def is_communication_error(error: BaseException | None) -> bool:
+    """Whether an error came from a process group or a store.
+
+    gloo's is a plain RuntimeError. It names its source file, but for the one with which an operation that timed out
+    ends all others.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    signs = ("/gloo/", "Application timeout caused pair closure", "Operation timed out!")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def connect_again(store: Store, timeout_s: float) -> Store:
+    """A connection of its own to the same store, with its own time-out."""
+    connection = cast(Store, cast(Any, store).clone())
+    connection.set_timeout(timedelta(seconds=timeout_s))
+    return connection
+
+
+def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
+    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype."""
+    if tensors:
+        _broadcast_coalesced(group, list(tensors), bucket_bytes, source)
+
+
+def broadcast_state(
+    tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0
+) -> None:
+    """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
+    if tensors:
+        _sync_params_and_buffers(group, list(tensors), bucket_bytes, source)
+
+
+def join_is_on(joinable: Joinable) -> bool:
+    """Whether the latest `Join` context of a joinable is enabled."""
+    return bool(joinable._join_config.enable)
+
+
+def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+    """torch's own rule for the buckets of its DDP, as lists of indices.
+
+    Args:
+        parameters: in the order in which the buckets are filled.
+        caps_bytes: the cap of the first bucket, of the second and so on; the last one counts from there on.
+        order: the indices of `parameters`, or nothing for the rule before the first backward.
+    """
+    return _assign_by_size(list(parameters), list(caps_bytes), [], list(order))[0]
+
+
+def composable_apis(module: nn.Module) -> tuple[str, ...]:
+    """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
+    contract = sys.modules.get("torch.distributed._composable.contract")  # not loaded: nobody applied one
+    return () if contract is None else tuple(contract._get_registry(module) or ())
+
+
+def is_hook_of_fully_shard(hook: object) -> bool:
+    """Whether an autograd hook belongs to a module that `fully_shard` manages."""
+    module = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    return module is not None and isinstance(getattr(hook, "__self__", None), module.FSDPState)
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether a module is torch's `FullyShardedDataParallel`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
+def composable_replicate(module: nn.Module, **options: Any) -> nn.Module:
+    """torch's own composable `replicate`, a peer of the benchmark."""
+    with named():
+        from torch.distributed._composable.replicate import replicate
+    return replicate(module, **options)
+
+
+class TorchReducer:
+    """torch's C++ reducer for parameters, driven from the backward instead of from a wrapped forward.
+
+    Holds a `torch.nn.parallel.DistributedDataParallel` of which only the reducer is used, around a module that has
+    nothing but the parameters, as torch's composable `replicate` does. `prepare` does before each backward what its
+    forward would have done: torch's `_pre_forward` and `_post_forward`, same order.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
+        holder = nn.Module()
+        holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
+        self._ddp = nn.parallel.DistributedDataParallel(holder, init_sync=False, **options)
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""
+        _register_comm_hook(self._ddp.reducer, state, hook)
+
+    def prepare(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Arm the reducer for the backward from `outputs`."""
+        reducer = self._ddp.reducer
+        reducer.prepare_for_forward()
+        reducer._rebuild_buckets()
+        reducer.prepare_for_backward(list(outputs) if self._ddp.find_unused_parameters else [])
+
+    def close(self) -> None:
+        """Take the reducer's hooks off the parameters."""
+        self._ddp.reducer._remove_autograd_hooks()

@@ -1,0 +1,71 @@
+"""Compiled autograd and Dynamo. Loading this loads Dynamo: only for what runs once something is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from dp_compile._torch.missing import named
+
+with named():
+    import torch._dynamo.compiled_autograd as _compiled_autograd
+    from torch._dynamo import config as _config
+    from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
+    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+    from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
+    from torch._dynamo.external_utils import call_hook as call_hook
+    from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
+    from torch._logging._internal import LazyTraceHandler as _TraceFile
+    from torch._logging._internal import trace_log as _trace_log
+    from torch._logging._internal import trace_structured as _trace_structured
+    from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
+    from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
+
+    # `size_hint` in torch 2.11.
+    _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.size_hint  # type: ignore[attr-defined]
+
+# What Dynamo raises when a frame cannot be captured whole; nothing of the frame has run by then.
+CAPTURE_ERRORS: tuple[type[BaseException], ...] = (Unsupported, UserError)
+RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitHit,)
+
+EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
+
+
+def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> contextlib.AbstractContextManager[None]:
+    """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
+    return cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False)
+
+
+def configure_process(settings: Mapping[str, Any]) -> None:
+    """Settings of Dynamo for a whole process, by their names in torch's `config` module. For peers of the benchmark."""
+    for name, value in settings.items():
+        setattr(_config, name, value)
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The value that a size has in the example that is being traced, without a guard on it."""
+    return int(_size_hint(size))
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors have no memory: dtype, shape, strides, and which of them share a storage."""
+    return cast(contextlib.AbstractContextManager[Any], _FakeTensorMode())
+
+
+def structured_trace_is_on() -> bool:
+    """Whether torch's structured trace is recorded (`TORCH_TRACE`). For sure only after something was traced."""
+    return any(isinstance(handler, _TraceFile) for handler in _trace_log.handlers)
+
+
+def trace_artifact(name: str, text: str) -> None:
+    """Put a text into torch's structured trace, where `tlparse` shows it under this name."""
+    _trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=lambda: text,
+        expect_trace_id=False,
+    )

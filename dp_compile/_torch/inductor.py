@@ -1,0 +1,137 @@
+"""Compilers and lowerings. Loading this loads Dynamo and Inductor: only for what runs once something is compiled."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from dp_compile._torch.missing import named
+
+with named():
+    from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
+    from torch._inductor import config as _config
+    from torch._inductor import ir as _ir
+    from torch._inductor.compile_fx import compile_fx as _compile_fx
+    from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+    from torch._inductor.lowering import lowerings as _lowerings
+    from torch._inductor.lowering import register_lowering as register_lowering
+    from torch._inductor.utils import fresh_cache as _fresh_cache
+    from torch._inductor.utils import run_and_get_code as _run_and_get_code
+    from torch._inductor.virtualized import V as _state
+
+GraphPassFn = Callable[[fx.Graph], None]
+OnCode = Callable[[fx.Graph, str], None]
+"""Called with the graph that code was generated from, and the code."""
+
+
+def compile_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
+) -> Callable[..., Any]:
+    """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
+    patches: dict[str, Any] = {
+        "post_grad_custom_post_pass": _chained(_config.post_grad_custom_post_pass, graph_pass),
+        # On by default, it puts all compute first and then waits for each collective at once: no overlap left.
+        "reorder_for_peak_memory": False,
+    }
+    if hasattr(_config.triton, "mix_order_reduction"):
+        # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
+        patches["triton.mix_order_reduction"] = False
+    told: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **told))
+
+
+def _telling(on_code: OnCode) -> Callable[..., Any]:
+    """Inductor's compilation of one graph, which then tells what it went on with and what it made of it."""
+
+    def compile_and_tell(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        compiled = _compile_fx_inner(gm, *args, **kwargs)
+        on_code(gm.graph, str(getattr(compiled, "source_code", "")))
+        return compiled
+
+    return compile_and_tell
+
+
+def compile_with_aot_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
+) -> Callable[..., Any]:
+    """Trace to ATen, run `graph_pass`, and run the graph without generating code: seconds faster, for tests."""
+
+    def run_passes(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graph_pass(aten_graph.graph)
+        aten_graph.recompile()
+        if on_code is not None:
+            on_code(aten_graph.graph, str(aten_graph.code))
+        return _make_boxed_func(aten_graph.forward)
+
+    backend = _aot_autograd(fw_compiler=run_passes, keep_inference_input_mutations=True)
+    return backend(gm, inputs)
+
+
+ir: Any = _ir
+"""The kinds of kernels, buffers and views that a lowering puts together."""
+
+
+def graph_being_lowered() -> Any:
+    """The graph that Inductor is lowering right now. Only valid inside a lowering."""
+    return _state.graph
+
+
+def lower_multiplication(value: Any, factor: float) -> Any:
+    """`value * factor` among Inductor's tensors, computed by whoever reads it."""
+    return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
+
+
+def empty_cache() -> contextlib.AbstractContextManager[None]:
+    """Inside, Inductor's caches start out empty and go away at the end."""
+    return cast(Callable[[], contextlib.AbstractContextManager[None]], _fresh_cache)()
+
+
+def generated_anew() -> contextlib.AbstractContextManager[None]:
+    """Inside, Inductor generates all code, though it may find it compiled already."""
+    return cast(contextlib.AbstractContextManager[None], _config.patch(fx_graph_cache=False))
+
+
+def code_of(function: Callable[[], Any]) -> list[str]:
+    """The code that Inductor generates while `function` runs, a text for each graph."""
+    return [str(code) for code in _run_and_get_code(function)[1]]
+
+
+class ChainedPass(CustomGraphPass):
+    """The user's own post-grad pass first, then ours; neither overwrites the other."""
+
+    def __init__(self, first: GraphPassFn, second: CustomGraphPass) -> None:
+        self.first, self.second = first, second
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.first(graph)
+        self.second(graph)
+
+    def uuid(self) -> Any:
+        first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
+        second = self.second.uuid()
+        return None if first is None or second is None else (first, second)
+
+
+def _chained(existing: Any, ours: CustomGraphPass) -> CustomGraphPass:
+    for graph_pass in reversed(existing if isinstance(existing, (list, tuple)) else [existing]):
+        if graph_pass is not None:
+            ours = ChainedPass(graph_pass, ours)
+    return ours
+
+
+def source_hash(paths: Sequence[str]) -> str:
+    """A hash over the text of source files, the same in every process."""
+    return str(get_hash_for_files(tuple(paths)))
+
+
+def configure_process(settings: Mapping[str, Any]) -> None:
+    """Settings of Inductor for a whole process, by their names in torch's `config`. For peers of the benchmark."""
+    for name, value in settings.items():
+        setattr(_config, name, value)

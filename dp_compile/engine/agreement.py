@@ -1,0 +1,165 @@
+"""Do all ranks mean the same? Compared over the key-value store, with a time-out, never inside the compiler.
+
+Two rounds: every rank posts its statement; the first rank of the group reads them all and posts one verdict that
+every rank reads. So all ranks go on, or all raise the same error. Traffic on the store is linear in the ranks.
+What only one rank has to know the others read from it: `decide`. What all ranks have to know of each other, once and
+rarely, as it is quadratic in the ranks: `exchange`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final
+
+from dp_compile._torch import distributed
+from dp_compile.errors import DesyncError
+
+Statement = Mapping[str, Any]
+_MISSING: Final = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where the ranks of one group meet: a place in the store that no other group uses."""
+
+    store: distributed.Store
+    rank: int
+    world_size: int
+    timeout_s: float
+
+
+def agree(table: Table, topic: str, statement: Statement) -> None:
+    """Return when every rank has made an equal statement on `topic`.
+
+    Args:
+        table: where to meet.
+        topic: unique for this comparison on this table.
+        statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
+
+    Raises:
+        DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
+            `table.timeout_s`. The text names the rank and the first difference.
+    """
+    table.store.set(f"{topic}/{table.rank}", json.dumps(statement, sort_keys=True))
+    if table.rank == 0:
+        table.store.set(f"{topic}/verdict", _judge(table, topic, json.loads(json.dumps(statement))))
+    try:
+        table.store.wait([f"{topic}/verdict"], timedelta(seconds=2 * table.timeout_s))
+    except RuntimeError as error:
+        raise DesyncError(
+            f"{topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. "
+            "Is it alive, and does it replicate the same modules in the same order?"
+        ) from error
+    verdict = table.store.get(f"{topic}/verdict").decode()
+    if verdict:
+        raise DesyncError(f"{topic}: {verdict}")
+
+
+def decide(table: Table, topic: str, value: Any) -> Any:
+    """What rank 0 of the table says on `topic`. It does not wait for the others.
+
+    Args:
+        table: where to meet.
+        topic: unique for this decision on this table.
+        value: plain JSON data; only rank 0's counts.
+
+    Raises:
+        DesyncError: rank 0 has not said anything after `table.timeout_s`.
+    """
+    if table.rank == 0:
+        table.store.set(f"{topic}/decision", json.dumps(value))
+    try:
+        table.store.wait([f"{topic}/decision"], timedelta(seconds=table.timeout_s))
+    except RuntimeError as error:
+        raise DesyncError(
+            f"{topic}: rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same "
+            "backwards as this rank?"
+        ) from error
+    return json.loads(table.store.get(f"{topic}/decision"))
+
+
+def collect(table: Table, topic: str, value: Any) -> list[Any]:
+    """On rank 0 what each rank says on `topic`, by rank; nothing on the others, which do not wait.
+
+    Raises:
+        DesyncError: on rank 0, if a rank has not said anything after `table.timeout_s`.
+    """
+    table.store.set(f"{topic}/{table.rank}", json.dumps(value))
+    if table.rank:
+        return []
+    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
+
+
+def exchange(table: Table, topic: str, value: Any) -> list[Any]:
+    """What each rank says on `topic`, by rank, on every rank. Also a barrier: nobody returns before all have spoken.
+
+    Args:
+        table: where to meet.
+        topic: unique for this exchange on this table.
+        value: plain JSON data.
+
+    Raises:
+        DesyncError: some rank has not said anything after `table.timeout_s`; the text names it.
+    """
+    table.store.set(f"{topic}/{table.rank}", json.dumps(value))
+    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
+
+
+def _word_of(table: Table, topic: str, rank: int) -> Any:
+    try:
+        table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
+    except RuntimeError as error:
+        raise DesyncError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
+    return json.loads(table.store.get(f"{topic}/{rank}"))
+
+
+def _judge(table: Table, topic: str, own: Statement) -> str:
+    """The empty text if all ranks agree with the first, otherwise what is wrong."""
+    missing: list[int] = []
+    complaints: list[str] = []
+    for rank in range(table.world_size):
+        # One rank is waited for in full; once somebody is missing the others get a short look only, so that the
+        # verdict comes before the ranks that wait for it give up.
+        patience = max(0.01, min(1.0, table.timeout_s / (2 * table.world_size))) if missing else table.timeout_s
+        try:
+            table.store.wait([f"{topic}/{rank}"], timedelta(seconds=patience))
+        except RuntimeError:
+            missing.append(rank)
+            continue
+        other = json.loads(table.store.get(f"{topic}/{rank}"))
+        if "error" in other:
+            complaints.append(f"rank {rank} cannot go on: {other['error']}")
+        elif "error" not in own and other != own:
+            complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
+    if missing:
+        complaints.append(f"no word from rank(s) {', '.join(map(str, missing))} within {table.timeout_s:g} s")
+    return "; ".join(complaints[:4])
+
+
+def first_difference(mine: Any, theirs: Any) -> str:
+    """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
+    for path, here, there in _differences(mine, theirs, ""):
+        return f"{path.lstrip('.') or 'the value'} is {there} there, {here} on rank 0"
+    return "no difference"
+
+
+def _differences(mine: Any, theirs: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in [*mine, *(key for key in theirs if key not in mine)]:
+            if key not in mine or key not in theirs:
+                yield f"{path}.{key}", _show(mine.get(key, _MISSING)), _show(theirs.get(key, _MISSING))
+            else:
+                yield from _differences(mine[key], theirs[key], f"{path}.{key}")
+    elif isinstance(mine, list) and isinstance(theirs, list):
+        for position, (here, there) in enumerate(itertools.zip_longest(mine, theirs, fillvalue=_MISSING)):
+            yield from _differences(here, there, f"{path}[{position}]")
+    elif mine != theirs:
+        yield path, _show(mine), _show(theirs)
+
+
+def _show(value: Any) -> str:
+    return "missing" if value is _MISSING else json.dumps(value)

@@ -1,0 +1,56 @@
+"""Measure what an all-reduce costs on a group."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from dp_compile.errors import ConfigError
+from dp_compile.plan.cost import CostFit, fit
+
+SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
+"""Bytes of the sweep: 1 KiB to 16 MiB."""
+
+REPETITIONS: Final = 7
+
+
+def calibrate(process_group: dist.ProcessGroup | None = None, *, device: torch.device | str | None = None) -> CostFit:
+    """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
+
+    The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost. Keep
+    it: `CostFit.to_json`, `CostFit.from_json`. Use it: `ReplicateConfig(cost=calibrate().cost)`.
+
+    Args:
+        process_group: whose all-reduce to measure; the default group if not given.
+        device: where the data is; the CPU, or the current GPU if the group is NCCL's.
+
+    Raises:
+        ConfigError: no process group is initialised, the group has one rank, or the times do not grow with the size.
+    """
+    if not dist.is_initialized():
+        raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() first.")
+    group = process_group if process_group is not None else dist.group.WORLD
+    if dist.get_world_size(group) < 2:
+        raise ConfigError("calibration needs a group of at least 2 ranks; with one there is nothing to measure.")
+    if device is None:
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    seconds = torch.tensor([_seconds(nbytes, group, torch.device(device)) for nbytes in SIZES], device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+    return fit(zip(SIZES, seconds.tolist(), strict=True))
+
+
+def _seconds(nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+    data = torch.zeros(nbytes // 4, device=device)
+    times = []
+    for _ in range(1 + REPETITIONS):
+        dist.barrier(group)
+        start = time.perf_counter()
+        dist.all_reduce(data, group=group)
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])

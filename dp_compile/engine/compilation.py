@@ -1,0 +1,339 @@
+"""The compiled form of a captured backward, and what one run of it needs."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from dp_compile._torch import dynamo, inductor
+from dp_compile.engine.binding import Place
+from dp_compile.engine.bucket_events import BucketEvents, backward_range, ranges_if_profiled
+from dp_compile.engine.intact import check_not_moved
+from dp_compile.engine.logs import warn_once
+from dp_compile.engine.record import CaptureRecord, Placement
+from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions
+from dp_compile.engine.replica import Replica, Revision, owners
+from dp_compile.engine.settling import Shares, settle
+from dp_compile.errors import DPCompileError, ReductionError
+from dp_compile.insight.dumps import CAPTURED, Dump, dump_steps, dumps_wanted
+from dp_compile.insight.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
+from dp_compile.passes.estimates import ready_shares
+from dp_compile.passes.lowering import Written, observing
+from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.result import PassRecord
+from dp_compile.plan.ready_times import ASSUMED, Estimate, estimated_times
+
+logger = logging.getLogger(__name__)
+
+_code_numbers = itertools.count()
+
+
+class NotTraced(DPCompileError):
+    """Dynamo did not trace the captured backward; nothing of it has run."""
+
+
+@dataclass(slots=True)
+class CompileLog:
+    """What happened while code was made; emptied into a `CaptureRecord`."""
+
+    graphs: int = 0
+    reductions: int = 0
+    passes_ran: bool = False
+    passes: tuple[PassRecord, ...] = ()
+    placements: tuple[Placement, ...] = ()
+
+
+class CompiledBackward:
+    """The compiled form of a captured graph for one binding."""
+
+    def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
+        self.gave_up = False
+        self._has_code = False
+        self._captured, self._binding = captured, captured.binding
+        self._plans = tuple(replica.plan for replica in replicas)
+        self._passes = replicas[0].passes
+        self._backend, self._dump_dir = replicas[0].config.backend, replicas[0].config.dump_directory()
+        self._world_size = max(replica.group.world_size for replica in replicas)
+        self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.sync)
+        got = {place for place in self._binding.hooked if place is not None}
+        self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
+        self._unused = {
+            ordinal: tuple(index for index in range(len(replica.parameters)) if (ordinal, index) not in got)
+            for ordinal, replica in enumerate(replicas)
+        }
+        self._number = next(_code_numbers)
+        self._latest: CaptureRecord | None = None
+        self._log = CompileLog()
+        self._clock: LaunchClock | None = None
+        self._events: BucketEvents | None = None
+        self._settling: tuple[Replica, ...] = ()
+        self.shares: dict[int, Shares] = {}
+        """What the graph says of ready times, by the replica's position."""
+        makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
+        self._deferred = not makes_buckets
+        self._run = self._compile(replicas, whole=True)
+
+    def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        for ordinal, replica in enumerate(replicas):
+            if not replica.sync:
+                replica.used_without_sync.update(self._used[ordinal])
+        inputs.extend(self._extra_inputs(replicas))
+        self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
+        self._clock = self._clock_for(replicas)
+        self._events = self._events_for()
+        try:
+            with backward_range() if self._synced else contextlib.nullcontext():
+                outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
+            self._keep_time()
+        finally:
+            self._clock, self._events, self._settling = None, None, ()
+        self._has_code = True
+        self._record(replicas)
+        self._settle(replicas, reduced)
+        return outputs
+
+    def _clock_for(self, replicas: Sequence[Replica]) -> LaunchClock | None:
+        """A clock if this backward is to be measured."""
+        wanted = [each for each in self._settling if each.recording or each.awaits(Revision.FROM_LAUNCHES)]
+        why_not = self._why_not_timed(replicas) if wanted else None
+        for replica in wanted:
+            if why_not is not None and replica.recording is not None:
+                replica.recording.skipped[why_not] += 1
+        return LaunchClock(wanted[0].device) if wanted and why_not is None else None
+
+    def _why_not_timed(self, replicas: Sequence[Replica]) -> str | None:
+        if len(replicas) > 1:
+            return SEVERAL_MODULES
+        if self._deferred:
+            return NO_BUCKETS
+        return None if self._has_code else COMPILED_IN_IT
+
+    def _events_for(self) -> BucketEvents | None:
+        """Who is told of launches and waits in this backward, if anybody wants to know."""
+        observers = ranges_if_profiled([replica.plan for replica in self._settling]) if self._has_code else ()
+        observers += () if self._clock is None else (self._clock,)
+        buckets = [bucket for replica in self._settling for bucket in replica.plan.buckets]
+        return BucketEvents(buckets, observers) if observers and buckets else None
+
+    def _keep_time(self) -> None:
+        if self._clock is None:
+            return
+        self._clock.stop()
+        (replica,) = self._settling
+        if self._log.graphs:  # then it has the time of a compilation in it
+            if replica.recording is not None:
+                replica.recording.skipped[COMPILED_IN_IT] += 1
+            return
+        if replica.awaits(Revision.FROM_LAUNCHES) and (seen := self._clock.result()) is not None:
+            replica.seen_launches.append(seen)
+        if replica.recording is not None:
+            replica.recording.clocks.append((replica.plan, self._clock))
+
+    def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
+        """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
+        for ordinal in self._synced:
+            replica, unused = replicas[ordinal], self._unused[ordinal]
+            used = sorted({*self._used[ordinal], *replica.used_without_sync})
+            yield replica.unused_flags(unused, used)
+            for index in unused:
+                if (ordinal, index) in self._binding.kept:
+                    grad = replica.parameters[index].grad
+                    assert grad is not None
+                    yield grad
+
+    def _run_whole_or_broken(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        try:
+            return self._call(inputs, rest)
+        except dynamo.CAPTURE_ERRORS as error:
+            if self._has_code or self._log.graphs:
+                raise  # Not from tracing: the code was running, and its inputs are used up.
+            warn_once(
+                logger,
+                replicas,
+                "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
+                first_line(error),
+            )
+            self._deferred = True
+            self._log = CompileLog()
+            self._run = self._compile(replicas, whole=False)
+            return self._call(inputs, rest)
+
+    def _call(self, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        try:
+            return self._run(inputs, *rest)
+        except dynamo.BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DPCompileError):
+                raise error.inner_exception from None
+            raise
+
+    def _settle(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
+        remaining = iter(reduced)
+        complaints: list[ReductionError] = []
+        for ordinal in self._synced:
+            replica, unused = replicas[ordinal], self._unused[ordinal]
+            flags, averages = next(remaining), [next(remaining) for _ in unused]
+            replica.used_without_sync.clear()
+            try:
+                replica.settle_unused(flags, unused, averages)
+            except ReductionError as error:
+                complaints.append(error)
+        if complaints:
+            raise complaints[0]
+
+    # --- making the graph
+
+    def _compile(self, replicas: tuple[Replica, ...], *, whole: bool) -> Callable[..., Any]:
+        module = with_reductions(self._captured, replicas, Wanted(self._synced, self._unused, self._deferred))
+        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=whole)
+
+    # --- compiling it
+
+    def _compile_dynamo_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """The backend that Dynamo calls with what it captured, for the whole backward or a piece of it."""
+        if not self._deferred:
+            self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
+        found = reductions_in(graph_module.graph)
+        expected = self._expected_reductions()
+        if expected and not found and not self._deferred:
+            raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
+        if found != expected and (found or not self._deferred):
+            wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
+            raise ReductionError(
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse? That is "
+                "not supported, compute it with sparse=False. If not, something traced the hooks wrongly; please "
+                "report it with the model."
+            )
+        self._log.graphs += 1
+        self._log.reductions += sum(found.values())
+        logger.debug("compiling graph %d of a backward, %d reductions in it", self._log.graphs, sum(found.values()))
+        if found:
+            for replica in self._settling:
+                check_not_moved(replica)
+        if found:
+            self._look_at_ready_times(graph_module.graph)
+        if not dumps_wanted(self._dump_dir):
+            return self._timed(self._compile_with_passes(graph_module, example_inputs))
+        with self._dump(example_inputs) as dump:
+            for replica in self._settling:
+                replica.dumped_to = dump.directory
+            dump.stage(CAPTURED, graph_module.graph)
+            return self._timed(self._compile_with_passes(graph_module, example_inputs, dump))
+
+    def _compile_with_passes(
+        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], dump: Dump | None = None
+    ) -> Callable[..., Any]:
+        held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
+        on_stage, on_code = (None, None) if dump is None else (dump.stage, dump.code)
+        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held, on_stage)
+        compile_graph = (
+            inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
+        )
+        with observing(self._note_written):
+            return compile_graph(graph_module, example_inputs, pipeline, on_code)
+
+    def _dump(self, example_inputs: Sequence[Any]) -> Dump:
+        ordinals = dict(zip(self._settling, self._synced, strict=True))
+        inputs: list[str | None] = []
+        for value in _flat(example_inputs):
+            found = owners.find(value) if isinstance(value, nn.Parameter) else None
+            inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
+        return Dump(self._dump_dir, self._plans, self._passes, inputs, self._world_size, self._backend)
+
+    def _look_at_ready_times(self, graph: fx.Graph) -> None:
+        """What a graph says of them. Where all reductions stand at its end it says nothing."""
+        awaited = any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling)
+        shares: dict[int, dict[int, Estimate]] = {}
+        if not self._deferred and (awaited or any(replica.ready.basis == ASSUMED for replica in self._settling)):
+            for (ordinal, index), share in ready_shares(graph).items():
+                shares.setdefault(self._synced.index(ordinal), {})[index] = share
+        if awaited:
+            self._settle_plans(shares)
+        for place, estimates in shares.items():
+            if self._settling[place].ready.basis == ASSUMED:  # its plan needs none; they tell people more
+                self._settling[place].ready = estimated_times(estimates)
+
+    def _settle_plans(self, shares: Mapping[int, Shares]) -> None:
+        """The plans of a first backward."""
+        self.shares.update(shares)
+        settle(self._settling, self.shares)
+        plans = dict(zip(self._synced, (replica.plan for replica in self._settling), strict=True))
+        self._plans = tuple(plans.get(ordinal, plan) for ordinal, plan in enumerate(self._plans))
+
+    def _timed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with self._events or contextlib.nullcontext():
+                return compiled(*args)
+
+        run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
+        return run
+
+    def _name(self, place: Place) -> str:
+        names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}
+        return names.get(place[1], f"gradient {place[1]}")
+
+    def _expected_reductions(self) -> Counter[Place]:
+        return Counter(
+            (ordinal, gradient.index) for ordinal in self._synced for gradient in self._plans[ordinal].gradients
+        )
+
+    def _note_passes(self, records: tuple[PassRecord, ...]) -> None:
+        self._log.passes_ran = True
+        self._log.passes += records
+
+    def _note_written(self, written: Written) -> None:
+        replica, number = map(int, written.unit.split("."))
+        member = self._plans[replica].buckets[number].members[written.position]
+        apart = member.offset is None
+        self._log.placements += (Placement(member.label, member.nbytes, written.copied, apart),)
+
+    def _record(self, replicas: Sequence[Replica]) -> None:
+        """Note on each replica what it runs; made anew after each compilation."""
+        if self._log.graphs:
+            log, self._log = self._log, CompileLog()
+            self._latest = CaptureRecord(
+                hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
+                reductions=log.reductions,
+                completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
+                collectives=sum(len(self._plans[ordinal].buckets) for ordinal in self._synced),
+                graphs=log.graphs,
+                deferred=self._deferred,
+                cached=not log.passes_ran,
+                synced=bool(self._synced),
+                passes=log.passes,
+                placements=log.placements,
+            )
+            for replica in replicas:
+                replica.captures[self._number] = self._latest
+            if self._dump_dir is not None:
+                dump_steps([replicas[ordinal] for ordinal in self._synced])
+        if self._latest is not None:
+            for replica in replicas:
+                replica.captures[self._number] = self._latest
+
+
+def _name_in(replica: Replica, index: int, ordinals: Mapping[Replica, int], replicas: int) -> str:
+    """A parameter's name; with several modules in a backward, with the number of its module."""
+    prefix = f"{ordinals[replica]}:" if replicas > 1 and replica in ordinals else ""
+    return prefix + replica.names[index]
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """The order in which AOTAutograd hands inputs on: those in lists one by one."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,50 @@
+"""The check that is on with `check_nan`: is every reduced gradient finite, and if not, where did it begin?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dp_compile.engine.agreement import exchange
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import table_of
+from dp_compile.errors import ReductionError
+
+
+def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any]) -> None:
+    """Raise on every rank if a reduced gradient holds a NaN or an infinity. Reads one number back from the device.
+
+    The sum of a bucket is not finite on all ranks as soon as one rank's contribution was not, so all ranks decide the
+    same without a word. Only then they tell each other through the store what their backwards started from.
+
+    Raises:
+        ReductionError: names the parameters, and the ranks whose loss was not finite.
+    """
+    grads = list(reduced.values())
+    if not grads or bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
+        return
+    names = [f"{name} ({_kind(grad)})" for name, grad in reduced.items() if _kind(grad)]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise ReductionError(f"reduced gradients are not finite: {', '.join(names[:8])}{more}. {_origin(replica, outputs)}")
+
+
+def _kind(grad: torch.Tensor) -> str:
+    """Empty for a finite tensor."""
+    return "nan" if bool(grad.isnan().any()) else "inf" if bool(grad.isinf().any()) else ""
+
+
+def _origin(replica: Replica, outputs: Sequence[Any]) -> str:
+    finite = all(bool(each.isfinite().all()) for each in outputs if isinstance(each, torch.Tensor))
+    table = table_of(replica.group, replica.config.timeout_s)
+    said = [finite]
+    if table is not None:
+        said = exchange(table, f"{replica.topic}/finite/{replica.synced_backwards}", finite)
+    culprits = [rank for rank, each in enumerate(said) if not each]
+    if culprits:
+        return f"The loss was not finite on rank(s) {', '.join(map(str, culprits))} of the group."
+    return (
+        "The loss was finite on every rank: a backward made them, or their sum is too large for the dtype. "
+        "torch.autograd.set_detect_anomaly(True) names the operation."
+    )

@@ -1,0 +1,183 @@
+"""When a plan is made anew, on all ranks in the same backward, and from what.
+
+| revision        | when                                   | from                                           |
+|-----------------|----------------------------------------|------------------------------------------------|
+| `FROM_GRAPH`    | in the first synchronised backward     | the first rank's captured graph, if it has one |
+| `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP         |
+| `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
+
+Synchronised backwards are counted: they are the same ones on every rank. What one rank knows the others read from the
+key-value store; then every rank makes the same plan from the same numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from dp_compile._torch import distributed
+from dp_compile.engine.agreement import Table, collect, decide
+from dp_compile.engine.calibration import calibrate
+from dp_compile.engine.replica import Group, Replica, Revision
+from dp_compile.errors import ConfigError
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import (
+    Estimate,
+    Launches,
+    ReadyTimes,
+    estimated_times,
+    measured_times,
+    slowest,
+    typical,
+)
+from dp_compile.plan.words import count, format_bytes
+
+logger = logging.getLogger(__name__)
+
+Shares = Mapping[int, Estimate]
+"""By a gradient's index, what a graph says of it."""
+
+
+def table_of(group: Group, timeout_s: float) -> Table | None:
+    """Where the ranks of a group meet; `None` if there is nobody to meet."""
+    if not group.has_others:
+        return None
+    return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
+
+
+def settle(replicas: Sequence[Replica], estimates: Mapping[int, Shares] | None = None) -> None:
+    """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
+
+    Args:
+        replicas: in any order.
+        estimates: for a replica, by its position in `replicas`, what its captured graph says. Without it, and on this
+            group's first rank, the plan stays as it is.
+
+    Raises:
+        DesyncError: the first rank of a group has not come to this point within the time-out.
+    """
+    open_ones = [(place, each) for place, each in enumerate(replicas) if each.awaits(Revision.FROM_GRAPH)]
+    tables = [table_of(replica.group, replica.config.timeout_s) for _, replica in open_ones]
+    proposals = [_proposal((estimates or {}).get(place)) for place, _ in open_ones]
+    for (_, replica), table, proposal in zip(open_ones, tables, proposals, strict=True):
+        # Who decides for one group may have to wait for who decides for another: first everybody says what he knows.
+        if table is not None and table.rank == 0:
+            decide(table, _topic(replica), proposal)
+    for (_, replica), table, proposal in zip(open_ones, tables, proposals, strict=True):
+        decided = proposal if table is None or table.rank == 0 else decide(table, _topic(replica), None)
+        _revise(replica, None if decided is None else ReadyTimes.from_json(decided), None)
+
+
+def revise_if_due(replica: Replica) -> None:
+    """Make the plan anew if enough has been seen. Called before each synchronised backward, on every rank.
+
+    Raises:
+        DesyncError: a rank has not come to this point within the time-out.
+    """
+    if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards == 1:
+        _revise(replica, _in_order_of_arrival(replica), None)
+    elif replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
+        times = _measured(replica)
+        _revise(replica, times, None if times is None else _measured_cost(replica))
+
+
+class HooksReduce(NamedTuple):
+    """Whether hooks reduce, and not torch's reducer: this backward, and those that follow."""
+
+    now: bool
+    later: bool
+
+
+def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
+    """What reduces this synchronised backward on every rank: hooks, if the forward of any rank was compiled.
+
+    A reducer that comes in the middle of an accumulation does not know which parameters were used before it. If that
+    matters on any rank, the hooks that do know finish the accumulation.
+
+    Raises:
+        DesyncError: a rank has not come to this backward within the time-out.
+    """
+    own = (compiled, bool(replica.used_without_sync) and replica.config.unused != "error")
+    table = table_of(replica.group, replica.config.timeout_s)
+    said, topic = [own], f"{replica.topic}/hooks/{replica.synced_backwards}"
+    if table is not None:
+        said = decide(table, topic, collect(table, topic, own))
+    some_compiled, some_know_more = (any(answers) for answers in zip(*said, strict=True))
+    return HooksReduce(some_compiled or some_know_more, some_compiled)
+
+
+def _has_measured_enough(replica: Replica) -> bool:
+    wanted = (replica.config.replan_after or 0) + 1  # the first one is compiled
+    return replica.synced_backwards >= replica.settled_after + wanted
+
+
+def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
+    """The revision is over; without times the plan stays."""
+    occasion, replica.revisions = replica.revisions[0], replica.revisions[1:]
+    replica.settled_after = replica.synced_backwards
+    if times is None:
+        return
+    assert replica.revise is not None
+    before = len(replica.plan.buckets)
+    replica.adopt(replica.revise(times, cost), times)
+    logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
+
+
+def describe_plan(replica: Replica) -> str:
+    """A plan in one line: strategy, buckets, predicted end, ratio to the bound, what that rests on."""
+    certificate, buckets = replica.certificate, count(len(replica.plan.buckets), "bucket")
+    size = f"{buckets}, {format_bytes(replica.plan.nbytes)}"
+    if certificate is None:
+        return f"{replica.strategy}, {size}"
+    return (
+        f"{certificate.strategy}, {size}, predicted end {certificate.makespan_s * 1e3:.3g} ms, ratio to the bound "
+        f"{certificate.ratio:.4f} ({replica.ready.basis})"
+    )
+
+
+def _proposal(shares: Shares | None) -> str | None:
+    return None if shares is None else estimated_times(shares).to_json()
+
+
+def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
+    table, arrivals = table_of(replica.group, replica.config.timeout_s), list(replica.arrivals)
+    if table is not None:
+        arrivals = decide(table, _topic(replica), arrivals)
+    if not arrivals:
+        return None
+    shares = {index: place / len(arrivals) for place, index in enumerate(arrivals, start=1)}
+    return ReadyTimes(shares, None, "in the order in which gradients arrived in the first backward")
+
+
+def _measured(replica: Replica) -> ReadyTimes | None:
+    """What the slowest rank saw; `None` if some rank could not measure."""
+    own = asdict(typical(replica.seen_launches)) if replica.seen_launches else None
+    table = table_of(replica.group, replica.config.timeout_s)
+    said = [own]
+    if table is not None:
+        said = collect(table, _topic(replica), own)
+        complete = said if all(each is not None for each in said) else None
+        said = decide(table, _topic(replica), complete) or [None]
+    seen = [Launches(tuple(each["launch_s"]), each["backward_s"]) for each in said if each is not None]
+    if not seen or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
+        logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
+        return None
+    return measured_times(replica.plan, slowest(seen), replica.ready)
+
+
+def _measured_cost(replica: Replica) -> AllReduceCost | None:
+    if replica.config.cost is not None or replica.group.backend == "fake":
+        return None
+    try:
+        return calibrate(replica.group.process_group, device=replica.device).cost
+    except ConfigError as error:  # The same on every rank: all fit the same numbers.
+        logger.warning("the nominal cost of the link stays: %s", error)
+        return None
+
+
+def _topic(replica: Replica) -> str:
+    return f"{replica.topic}/{replica.revisions[0].name}"

@@ -1,0 +1,1 @@
+"""What people read: reports, explanations, timelines, dumps. Nothing below imports it."""

@@ -1,0 +1,144 @@
+"""What would make a step end earlier, each with the predicted gain. Pure numbers, from `prediction`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final
+
+from dp_compile.insight.prediction import Prediction, Scenario, predict
+from dp_compile.insight.step import Step
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import MEASURED
+from dp_compile.plan.words import count
+
+SMALLEST_GAIN: Final = 0.005
+"""Of the predicted end. The model is not more exact."""
+
+CAPS_MB: Final = (1.0, 5.0, 25.0, math.inf)
+BELIEFS_OFF: Final = (0.5, 2.0)
+"""How many times as long the backward may take as was believed, if nobody has measured it."""
+
+PLANNERS: Final = ("optimal", "coalesced")
+"""Strategies that plan from a cost and from ready times."""
+
+NO_BUCKETS: Final = "single"
+"""The strategy of a module without passes."""
+
+BYTES_OF_HALF: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something to do or to have.
+
+    Args:
+        change: what, for people.
+        gain_s: how much earlier the backward and its communication would be over, in seconds.
+        share: the same as a share of the predicted end.
+        at_most: the gain is the largest that is possible if what the plan believes is wrong; else what it predicts.
+    """
+
+    change: str
+    gain_s: float
+    share: float
+    at_most: bool = False
+
+
+def advice_for(step: Step) -> tuple[Advice, ...]:
+    """What gains more than `SMALLEST_GAIN`, the most first; empty if nothing does."""
+    now = predict(step, Scenario())
+    found = [
+        *_not_deferred(step, now),
+        *_other_buckets(step, now),
+        *_measurements(step),
+        *_fewer_bytes(step, now),
+        *_other_links(step, now),
+        *_more_compute(step, now),
+    ]
+    return tuple(sorted((each for each in found if each.share > SMALLEST_GAIN), key=lambda each: -each.share))
+
+
+def _advice(change: str, before_s: float, after_s: float, *, at_most: bool = False) -> Advice:
+    gain_s = before_s - after_s
+    return Advice(change, gain_s, gain_s / before_s if before_s else 0.0, at_most)
+
+
+def _not_deferred(step: Step, now: Prediction) -> Iterator[Advice]:
+    """What it costs that all reductions stand at the end of the backward."""
+    if step.deferred:
+        strategy = "optimal" if step.strategy == NO_BUCKETS else None
+        after = predict(replace(step, deferred=False), Scenario(strategy=strategy))
+        change = "passes that make buckets (the default ones)" if strategy else "a backward without graph breaks"
+        change += ": then reductions start before its end"
+        yield _advice(change, _end(now), _end(after))
+
+
+def _other_buckets(step: Step, now: Prediction) -> Iterator[Advice]:
+    """The best of the other plans: they exclude each other.
+
+    A plan that was made for speeds that nobody has measured is not judged by the same guess.
+    """
+    if step.strategy == NO_BUCKETS or (step.strategy in PLANNERS and step.ready.backward_s is None):
+        return
+    scenarios = [Scenario(bucket_cap_mb=cap_mb) for cap_mb in CAPS_MB]
+    scenarios += [Scenario(strategy="optimal")]
+    best = min((predict(step, scenario) for scenario in scenarios), key=_end)
+    buckets = f"{count(len(best.plan.buckets), 'bucket')} instead of {len(now.plan.buckets)}"
+    price = "; no longer the bits of torch's DDP" if step.strategy == "ddp" else ""
+    yield _advice(f"{_option(step, best.scenario)}: {buckets}{price}", _end(now), _end(best))
+
+
+def _option(step: Step, scenario: Scenario) -> str:
+    if scenario.bucket_cap_mb is not None:
+        return "bucket_cap_mb=" + ("math.inf" if scenario.bucket_cap_mb == math.inf else f"{scenario.bucket_cap_mb:g}")
+    if step.strategy not in PLANNERS:
+        return 'strategy="optimal"'
+    return "a new plan from these times (replan_after=20)" if step.ready.basis != MEASURED else "a new plan"
+
+
+def _end(prediction: Prediction) -> float:
+    return prediction.makespan_s
+
+
+def _measurements(step: Step) -> Iterator[Advice]:
+    """What planning from measured speeds can gain, if those that are believed are off by 0.5x to 2x."""
+    nominal, unknown = step.cost_source.startswith("nominal"), step.ready.backward_s is None
+    if not (nominal or unknown):
+        return
+    known = replace(step, ready=replace(step.ready, backward_s=step.backward_s))
+    ends = [
+        [_end(predict(known, Scenario(compute_scale=scale, strategy=strategy))) for strategy in (None, "optimal")]
+        for scale in BELIEFS_OFF
+    ]
+    before_s, after_s = max(ends, key=lambda pair: 1 - pair[1] / pair[0] if pair[0] else 0.0)
+    ways = [f"replan_after=20 (measures the backward{' and the link' if nominal else ''})"] if unknown else []
+    ways += ["cost=dp_compile.calibrate().cost (measures the link)"] if nominal else []
+    planner = "" if step.strategy in PLANNERS else ', with strategy="optimal"'
+    yield _advice(f"{' or '.join(ways)}{planner}: the gain if speeds are off by 2x", before_s, after_s, at_most=True)
+
+
+def _fewer_bytes(step: Step, now: Prediction) -> Iterator[Advice]:
+    if any(gradient.itemsize > BYTES_OF_HALF for gradient in step.plan.gradients):
+        after = predict(step, Scenario(gradient_dtype="bfloat16"))
+        yield _advice("gradients in bfloat16, same buckets: fewer bytes, other rounding", _end(now), _end(after))
+
+
+def _other_links(step: Step, now: Prediction) -> Iterator[Advice]:
+    """What limits: the latency, or the bandwidth."""
+    alpha_s, beta = step.cost.alpha_s, step.cost.beta_s_per_byte
+    soon = predict(step, Scenario(cost=AllReduceCost(alpha_s / 2, beta)))
+    latencies = f"{_us(alpha_s / 2)} us instead of {_us(alpha_s)}"
+    yield _advice(f"half the latency of a collective, {latencies}: a limit of the link", _end(now), _end(soon))
+    fast = predict(step, Scenario(cost=AllReduceCost(alpha_s, beta / 2)))
+    yield _advice("twice the bandwidth between ranks: a limit of the link", _end(now), _end(fast))
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g}" if seconds < 1e-3 else f"{seconds * 1e6:.0f}"
+
+
+def _more_compute(step: Step, now: Prediction) -> Iterator[Advice]:
+    after = predict(step, Scenario(compute_scale=2.0))
+    yield _advice("twice the batch on each rank: gain for the same number of samples", _end(now), _end(after) / 2)

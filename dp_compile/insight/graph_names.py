@@ -1,0 +1,216 @@
+"""What the nodes of a captured backward are called in the user's words: parameters, gradients, buckets.
+
+    primals_17                                  ->  blocks.0.expand.weight
+    mm_3, what reduce_grad or flat_bucket gets  ->  grad blocks.0.expand.weight
+    flat_bucket, all_reduce, wait_tensor        ->  bucket 2, launch 2, wait 2
+    as_strided of a bucket that came back       ->  reduced blocks.0.expand.weight
+
+With several modules in one backward a bucket's number is `replica.bucket`, a parameter's name `replica:name`. Of a
+bucket with several tensors `/1` is the second.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from dp_compile.fx.collectives import is_collective, is_launch, is_wait
+from dp_compile.fx.edit import Provenance, provenance_of
+from dp_compile.fx.printer import op_name, type_text
+from dp_compile.passes.analysis import MemberMark
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, Member
+
+aten = torch.ops.aten
+
+
+def node_names(graph: fx.Graph, plans: Sequence[BucketPlan], inputs: Sequence[str | None]) -> dict[fx.Node, str]:
+    """Names for the nodes that have one.
+
+    Args:
+        graph: at any stage, as Dynamo leaves it or after the passes.
+        plans: one for each replica in this backward.
+        inputs: the parameter that each input is, those in lists one by one; `None` for other tensors.
+    """
+    naming = _Naming(plans)
+    for node, name in zip(_inputs(graph), inputs, strict=False):
+        if name is not None:
+            naming.names[node] = name
+    for node in graph.nodes:
+        if node.op == "call_function":
+            naming.look_at(node)
+    return naming.names
+
+
+def collectives_of(graph: fx.Graph, plans: Sequence[BucketPlan]) -> tuple[str, ...]:
+    """Every reduction that a graph runs, in its order: op, reduce op, type, and what it carries."""
+    words = _Words(plans)
+    return tuple(
+        _describe(node, words)
+        for node in graph.nodes
+        if is_collective(node) or (node.op == "call_function" and node.target is REDUCE_GRAD)
+    )
+
+
+def _inputs(graph: fx.Graph) -> Iterator[fx.Node]:
+    """What stands for each input. Dynamo hands a list over whole and takes its items out; not all need appear."""
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if not isinstance(value, (list, tuple)):
+            yield node
+            continue
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        yield from (items.get(position, node) for position in range(len(value)))
+
+
+def _describe(node: fx.Node, words: _Words) -> str:
+    what = type_text(node.all_input_nodes[0].meta.get("val")) if node.all_input_nodes else ""
+    if node.target is REDUCE_GRAD:
+        reduction = match(node)
+        name = words.gradient(reduction) if isinstance(reduction, GradReduction) else reduction.reason
+        return f"reduce_grad {what}: {name}"
+    head, provenance = op_name(node).rpartition(".")[2].rstrip("_"), provenance_of(node)
+    if provenance is None or not is_launch(node.target):
+        return f"{head} {what}: of the model"
+    members = ", ".join(words.mark(MemberMark.read(member)) for member in provenance.members)
+    if isinstance(node.args[0], (list, tuple)):
+        what = f"{len(node.args[0])} tensors"
+    return f"{head} {node.args[1]} {what} bucket {words.unit(provenance.unit)}: {members}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """Names and numbers as people read them."""
+
+    plans: Sequence[BucketPlan]
+    _gradients: dict[tuple[int, int], str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for replica, plan in enumerate(self.plans):
+            for gradient in plan.gradients:
+                self._gradients[replica, gradient.index] = self.of_replica(replica, gradient.name)
+
+    def of_replica(self, replica: int, name: str) -> str:
+        name = "flags" if name == UNUSED_FLAGS else name
+        return f"{replica}:{name}" if len(self.plans) > 1 else name
+
+    def gradient(self, reduction: GradReduction) -> str:
+        place = reduction.tag.replica, reduction.tag.index
+        return self._gradients.get(place, f"gradient {place[1]} of module {place[0]}")
+
+    def mark(self, mark: MemberMark) -> str:
+        name = self._gradients.get((mark.replica, mark.index), f"gradient {mark.index} of module {mark.replica}")
+        return name if mark.rows is None else f"{name}[{mark.rows[0]}:{mark.rows[1]}]"
+
+    def member(self, replica: int, member: Member) -> str:
+        return self.of_replica(replica, UNUSED_FLAGS if member.gradient.name == UNUSED_FLAGS else member.label)
+
+    def unit(self, unit: str) -> str:
+        return unit if len(self.plans) > 1 else unit.partition(".")[2]
+
+    def bucket(self, unit: str) -> tuple[int, Bucket] | None:
+        """A bucket by the name that passes give it; `None` for what other passes make."""
+        replica, _, number = unit.partition(".")
+        if not (replica.isdigit() and number.isdigit() and int(replica) < len(self.plans)):
+            return None
+        buckets = self.plans[int(replica)].buckets
+        return (int(replica), buckets[int(number)]) if int(number) < len(buckets) else None
+
+
+def _position_in_launch(tensor: fx.Node) -> str:
+    """Which of the tensors of a grouped launch this is, as `/1`; nothing if it is launched alone."""
+    for user in tensor.users:
+        if is_launch(user.target) and isinstance(user.args[0], (list, tuple)):
+            return f"/{user.args[0].index(tensor)}"
+    return ""
+
+
+class _Naming:
+    """Names found so far, going through a graph from its start to its end."""
+
+    def __init__(self, plans: Sequence[BucketPlan]) -> None:
+        self.names: dict[fx.Node, str] = {}
+        self._words = _Words(plans)
+        self._lies_in: dict[fx.Node, tuple[Provenance, int]] = {}
+        """Tensors of buckets that came back: the bucket, and which of its tensors."""
+        self._pieces: dict[fx.Node, str] = {}
+        """The gradient that pieces, or all of them together, belong to."""
+
+    def look_at(self, node: fx.Node) -> None:
+        provenance = provenance_of(node)
+        if node.target is REDUCE_GRAD:
+            reduction = match(node)
+            if isinstance(reduction, GradReduction):
+                self._name_gradient(reduction.grad, self._words.gradient(reduction))
+                self.names[node] = f"reduced {self._words.gradient(reduction)}"
+        elif provenance is not None and self._words.bucket(provenance.unit) is not None:
+            self._look_at_bucket(node, provenance)
+
+    def _name_gradient(self, node: fx.Node, name: str) -> None:
+        # The flags and gradients of unused parameters are inputs.
+        self.names.setdefault(node, name if name.endswith("flags") else f"grad {name}")
+
+    def _look_at_bucket(self, node: fx.Node, provenance: Provenance) -> None:
+        unit = self._words.unit(provenance.unit)
+        if node.target is FLAT_BUCKET:
+            self._name_members(node, provenance)
+            self.names[node] = f"bucket {unit}{_position_in_launch(node)}"
+        elif is_launch(node.target):
+            self.names[node] = f"launch {unit}"
+        elif node.target is operator.getitem:
+            self.names[node] = f"launch {unit}/{node.args[1]}"
+        elif is_wait(node):
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            _, grouped, tensor = self.names.get(source, "").partition("/")
+            self.names[node] = f"wait {unit}{grouped}{tensor}"
+            self._lies_in[node] = provenance, int(tensor or 0)
+        elif node.target is ASSEMBLE:
+            self._name_assembled(node)
+        elif node.target is aten.as_strided.default:
+            self._name_view(node)
+
+    def _name_members(self, node: fx.Node, provenance: Provenance) -> None:
+        found, sources = self._words.bucket(provenance.unit), node.args[0]
+        assert found is not None
+        assert isinstance(sources, (list, tuple))
+        for number, source in zip(provenance.members, sources, strict=True):
+            assert isinstance(source, fx.Node)
+            self._name_gradient(source, self._words.member(found[0], found[1].members[int(number)]))
+
+    def _member_of(self, wait: fx.Node, offset: int, numel: int) -> tuple[int, Member] | None:
+        provenance, tensor = self._lies_in[wait]
+        found = self._words.bucket(provenance.unit)
+        assert found is not None
+        replica, bucket = found
+        for member, place in zip(bucket.members, bucket.places(), strict=True):
+            if place == (tensor, offset) and member.numel == numel:
+                return replica, member
+        return None
+
+    def _name_view(self, node: fx.Node) -> None:
+        source, offset = node.args[0], int(str(node.args[3])) if len(node.args) > 3 else 0
+        assert isinstance(source, fx.Node)
+        if source in self._pieces:
+            self.names[node] = f"reduced {self._pieces[source]}"
+        elif source in self._lies_in:
+            found = self._member_of(source, offset, node.meta["val"].numel())
+            if found is not None:
+                self.names[node] = f"reduced {self._words.member(*found)}"
+                self._pieces[node] = self._words.of_replica(found[0], found[1].gradient.name)
+
+    def _name_assembled(self, node: fx.Node) -> None:
+        for source in node.all_input_nodes:
+            if source in self._lies_in:
+                found = self._member_of(source, 0, source.meta["val"].numel())
+                name = None if found is None else self._words.of_replica(found[0], found[1].gradient.name)
+            else:
+                name = self._pieces.get(source)
+            if name is not None:
+                self._pieces[node] = name
+                self.names[node] = f"assembled {name}"

@@ -1,0 +1,111 @@
+"""Measure some steps of a replicated module: when each bucket is launched, how long is waited for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.engine.replica import Replica
+from dp_compile.errors import ModuleError
+from dp_compile.insight.launch_clock import LaunchClock, Recording
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.words import count
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class Measurement:
+    """What `measure` saw; complete when its block is left.
+
+    `step`: the one with the median backward, `None` if none was measured. `backwards`: each of them, in order.
+    `not_measured`: why synchronised backwards inside the block were not measured, and how many.
+    """
+
+    step: MeasuredStep | None = None
+    backwards: tuple[MeasuredStep, ...] = ()
+    not_measured: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def why_not(self) -> str:
+        """Why some backwards were not measured, in words; empty if all were."""
+        reasons = [f"{count(times, 'backward')}: {reason}" for reason, times in self.not_measured.items()]
+        if not reasons and self.step is None:
+            return "no synchronised backward has ended inside the block"
+        return "; ".join(reasons)
+
+    def __str__(self) -> str:
+        if self.step is None:
+            return f"nothing was measured: {self.why_not}"
+        left_out = f"; not measured: {self.why_not}" if self.why_not else ""
+        step, buckets = self.step, count(len(self.step.buckets), "bucket")
+        times = f"backward {step.backward_s * 1e3:.3g} ms, of which {step.exposed_s * 1e3:.3g} ms waited for {buckets}"
+        return f"{step.source}: {times}{left_out}"
+
+
+@contextlib.contextmanager
+def measure(module: nn.Module) -> Iterator[Measurement]:
+    """Measure this rank's synchronised backwards inside; train a few steps there, five say.
+
+    Before → after: `step_of(module).measured` is the one with the median backward. Times are the host's where
+    parameters are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so
+    one rank may measure alone. Measured are backwards that are captured and compiled already, and those that hooks
+    reduce eagerly. If none is measured that is a warning with the reason, and `step_of(module).measured` stays.
+
+    Raises:
+        ModuleError: the module is not replicated, or is being measured already.
+    """
+    replica = replica_of(module)
+    if replica.recording is not None:
+        raise ModuleError("this module is being measured already. Leave the other measure() block first.")
+    replica.recording = Recording()
+    measurement = Measurement()
+    try:
+        yield measurement
+    finally:
+        recording, replica.recording = replica.recording, None
+        _conclude(measurement, replica, recording)
+
+
+def _conclude(measurement: Measurement, replica: Replica, recording: Recording) -> None:
+    measurement.not_measured += recording.skipped
+    clocks = [clock for plan, clock in recording.clocks if plan == replica.plan]
+    measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
+    steps = _steps(clocks, replica.plan)
+    measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(clocks) - len(steps)
+    measurement.not_measured = +measurement.not_measured
+    if not steps:
+        logger.warning("%s", measurement)
+        return
+    measurement.backwards = tuple(steps)
+    measurement.step = replica.measured = typical_step(steps)
+    logger.info("%s", measurement)
+
+
+def _steps(clocks: Sequence[LaunchClock], plan: BucketPlan) -> list[MeasuredStep]:
+    starts = [clock.start_s_after(clocks[0]) for clock in clocks]
+    lasted = [*(after - before for before, after in pairwise(starts)), None]
+    steps = [_step(clock, plan) for clock in clocks]
+    source = f"measured by dp_compile.measure(), median of {count(sum(step is not None for step in steps), 'backward')}"
+    return [
+        replace(step, source=source, step_s=step_s)
+        for step, step_s in zip(steps, lasted[: len(steps)], strict=True)
+        if step is not None
+    ]
+
+
+def _step(clock: LaunchClock, plan: BucketPlan) -> MeasuredStep | None:
+    timed = clock.buckets(len(plan.buckets))
+    if timed is None:
+        return None
+    buckets = tuple(MeasuredBucket(each.launch_s, each.finish_s, each.waited_s, wait_s=each.wait_s) for each in timed)
+    return MeasuredStep(clock.backward_s(), buckets, "", dist.get_rank())

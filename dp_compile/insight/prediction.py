@@ -1,0 +1,389 @@
+"""What a step would take if something were different: ranks, link, gradients' dtype, buckets, batch. Pure numbers.
+
+The model is that of `timeline`: one network that carries one bucket at a time, in the plan's order. Nothing here is
+measured; what is not known is said in `Prediction.basis`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Final
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.errors import ConfigError
+from dp_compile.insight.step import PlannedBucket, Step, planned_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout, Member
+from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
+from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula, check_number, release_time_bound
+from dp_compile.plan.links import link
+from dp_compile.plan.ready_times import MEASURED, ReadyTimes
+from dp_compile.plan.strategies import RANKS_OF_A_NODE, plan_coalesced, plan_fixed, plan_optimal
+from dp_compile.plan.words import count
+
+AS_PLANNED: Final = "as planned"
+STRATEGIES: Final = (AS_PLANNED, "optimal", "coalesced", "fixed")
+"""Where buckets can end in a prediction."""
+
+_NOT_FROM_A_STEP: Final = {
+    "ddp": "torch's rule needs the parameters themselves; 'fixed' closes buckets at the same sizes",
+    "per_module": "a policy needs the module",
+    "explicit": "it needs a plan file; put that plan into the step and ask for 'as planned'",
+}
+DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""What gradients can be predicted in, with the bytes of an element."""
+
+_FLOATING: Final = frozenset({*DTYPES, "float64"})
+LAUNCH_S: Final = 8.4e-6
+"""What of a collective's latency does not grow with the ranks: as in `Link.cost`."""
+
+_ALGORITHMS: Final = f"a ring up to {RANKS_OF_A_NODE} ranks and a double binary tree beyond"
+
+NO_COST: Final = AllReduceCost(0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """What is different from the step. What is `None` is as in the step.
+
+    Args:
+        world_size: ranks.
+        link: what every hop between ranks is: a name of `links.LINKS`.
+        cost: what one collective costs on the group of `world_size` ranks.
+        latency_us: of one collective, whatever its size, in microseconds: `AllReduceCost.alpha_s`.
+        busbw_gb_s: 1e9 bytes per second, in the meaning of nccl-tests.
+        strategy: `optimal`, `coalesced` or `fixed` plan anew; `as planned`, as without it, keeps the buckets.
+        bucket_cap_mb: MiB, for `fixed`, and asks for it.
+        gradient_dtype: `bfloat16`, `float16` or `float32`: of every floating gradient. Compute stays as long.
+        compute_scale: forward and backward take so many times as long: a larger batch, a slower device.
+        label: for people; without it the wishes.
+
+    Raises:
+        ConfigError: a value is not allowed, or two of them contradict each other.
+    """
+
+    world_size: int | None = None
+    link: str | None = None
+    cost: AllReduceCost | None = None
+    latency_us: float | None = None
+    busbw_gb_s: float | None = None
+    strategy: str | None = None
+    bucket_cap_mb: float | None = None
+    gradient_dtype: str | None = None
+    compute_scale: float = 1.0
+    label: str = ""
+
+    def __post_init__(self) -> None:
+        size = self.world_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise ConfigError(f"Scenario.world_size must be an integer >= 1, got {size!r}.")
+        if self.link is not None:
+            link(self.link)
+        for name, zero_allowed in (("latency_us", True), ("busbw_gb_s", False), ("compute_scale", False)):
+            if getattr(self, name) is not None:
+                check_number(f"Scenario.{name}", getattr(self, name), zero_allowed=zero_allowed)
+        if self.gradient_dtype is not None and self.gradient_dtype not in DTYPES:
+            raise ConfigError(
+                f"Scenario.gradient_dtype must be one of {', '.join(DTYPES)}, got {self.gradient_dtype!r}."
+            )
+        self._check_cost()
+        self._check_strategy()
+
+    def _check_cost(self) -> None:
+        if self.cost is None:
+            return
+        if not isinstance(self.cost, AllReduceCost):
+            raise ConfigError(f"Scenario.cost must be an AllReduceCost, got {type(self.cost).__name__}.")
+        others = [name for name in ("link", "latency_us", "busbw_gb_s") if getattr(self, name) is not None]
+        if others:
+            raise ConfigError(
+                f"Scenario.cost says all of a collective's cost; give it or Scenario.{others[0]}, not both."
+            )
+
+    def _check_strategy(self) -> None:
+        if self.strategy in _NOT_FROM_A_STEP:
+            raise ConfigError(
+                f"Scenario.strategy '{self.strategy}' cannot be planned from a step alone: "
+                f"{_NOT_FROM_A_STEP[self.strategy]}. Possible are {', '.join(STRATEGIES)}."
+            )
+        if self.strategy is not None and self.strategy not in STRATEGIES:
+            raise ConfigError(f"Scenario.strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}.")
+        if self.bucket_cap_mb is None:
+            return
+        if self.strategy not in (None, "fixed"):
+            raise ConfigError(f"Scenario.bucket_cap_mb belongs to strategy 'fixed', but that is '{self.strategy}'.")
+        ReplicateConfig(bucket_cap_mb=self.bucket_cap_mb)
+
+    @property
+    def chosen_strategy(self) -> str:
+        return self.strategy or (AS_PLANNED if self.bucket_cap_mb is None else "fixed")
+
+    def __str__(self) -> str:
+        if self.label:
+            return self.label
+        defaults = {field.name: field.default for field in fields(self)}
+        given = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
+        return ", ".join(f"{name} {value}" for name, value in given.items()) or "as it is"
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a step would take. Times in seconds, of the backward if nothing else is said.
+
+    Args:
+        scenario: what was asked.
+        world_size: ranks.
+        cost: what one collective costs.
+        cost_basis: where `cost` is from, for people.
+        backward_basis: where the backward's length is from.
+        strategy: where buckets end.
+        plan: the buckets. Factors before the reduction are the step's: they follow from its ranks.
+        buckets: the timeline of each.
+        backward_s: how long it computes.
+        communication_s: how long the network carries the buckets.
+        makespan_s: when both are over.
+        bound_s: no plan can end earlier (`release_time_bound`).
+        gradient_nbytes: of all gradients.
+        padding_nbytes: gaps in the buckets and the unused-parameter flags: what buckets need on top of the gradients,
+            that are parts of them.
+        step_s: forward and optimizer too; `None` if the step does not know how long they take.
+    """
+
+    scenario: Scenario
+    world_size: int
+    cost: AllReduceCost
+    cost_basis: str
+    backward_basis: str
+    strategy: str
+    plan: BucketPlan
+    buckets: tuple[PlannedBucket, ...]
+    backward_s: float
+    communication_s: float
+    makespan_s: float
+    bound_s: float
+    gradient_nbytes: int
+    padding_nbytes: int
+    step_s: float | None
+
+    @property
+    def basis(self) -> str:
+        """What the prediction rests on, for people."""
+        return f"{self.cost_basis}; {self.backward_basis}"
+
+    @property
+    def exposed_s(self) -> float:
+        """How long the step stands still for communication behind the end of all compute."""
+        return self.makespan_s - self.backward_s
+
+    @property
+    def ratio(self) -> float:
+        """Makespan over bound; 1 is the best that any plan can do."""
+        return self.makespan_s / self.bound_s if self.bound_s else 1.0
+
+
+def predict(step: Step, scenario: Scenario) -> Prediction:
+    """What `step` would take if it were as `scenario` says.
+
+    How long the backward computes is what it was for the step, times `compute_scale`. Also if nobody measured it and
+    it was assumed to be as long as the communication: it does not become shorter because the network is faster.
+    Copies of gradients that are in pieces are not counted. The bound is that for the plan's pieces.
+
+    Raises:
+        ConfigError: the ranks change, and nothing is known of the link, for the step ran on one rank.
+    """
+    cost, where_from = cost_for(step, scenario)
+    backward_s = step.backward_s * scenario.compute_scale
+    ready = replace(step.ready, backward_s=backward_s)
+    plan = _plan(step, scenario, cost, ready)
+    world_size = scenario.world_size or step.world_size
+    other = replace(step, plan=plan, cost=cost, ready=ready, world_size=world_size)
+    buckets = tuple(planned_buckets(other))
+    makespan_s = max([backward_s, *(bucket.finish_s for bucket in buckets)])
+    gradient_nbytes = sum(gradient.nbytes for gradient in plan.gradients if gradient.name != UNUSED_FLAGS)
+    return Prediction(
+        scenario=scenario,
+        world_size=world_size,
+        cost=cost,
+        cost_basis=where_from,
+        backward_basis=_backward_basis(step, scenario),
+        strategy=step.strategy if scenario.chosen_strategy == AS_PLANNED else scenario.chosen_strategy,
+        plan=plan,
+        buckets=buckets,
+        backward_s=backward_s,
+        communication_s=other.communication_s,
+        makespan_s=makespan_s,
+        bound_s=_bound(other),
+        gradient_nbytes=gradient_nbytes,
+        padding_nbytes=sum(bucket.nbytes + bucket.padding_nbytes for bucket in plan.buckets) - gradient_nbytes,
+        step_s=_step_s(step, scenario, makespan_s),
+    )
+
+
+# --- what a collective costs ----------------------------------------------------------------------------------------
+
+
+def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
+    """What a collective costs in a scenario, and where that is from.
+
+    Raises:
+        ConfigError: as in `predict`.
+    """
+    ranks = scenario.world_size or step.world_size
+    if ranks == 1:
+        return NO_COST, "one rank reduces nothing"
+    if scenario.cost is not None:
+        return scenario.cost, "the cost is given"
+    if scenario.link is not None:
+        cost = link(scenario.link).cost(ranks, formula=formula_for(ranks))
+        where_from = f"{scenario.link}, nominal, not measured, as {_ALGORITHMS}"
+    elif ranks == step.world_size:
+        cost, where_from = step.cost, f"the step's cost, {step.cost_source}"
+    else:
+        cost = _extrapolated_or_given(step, scenario, ranks)
+        where_from = (
+            f"the step's cost on {count(step.world_size, 'rank')}, {step.cost_source}, taken to other ranks as if it "
+            f"were {_ALGORITHMS}, all hops alike"
+        )
+    return _changed(cost, where_from, scenario, ranks)
+
+
+def _changed(cost: AllReduceCost, where_from: str, scenario: Scenario, ranks: int) -> tuple[AllReduceCost, str]:
+    """With the latency and the bandwidth that are given."""
+    given = []
+    if scenario.latency_us is not None:
+        cost = replace(cost, alpha_s=scenario.latency_us * 1e-6)
+        given.append(f"latency {scenario.latency_us:g} us")
+    if scenario.busbw_gb_s is not None:
+        cost = replace(cost, beta_s_per_byte=_units(ranks).beta_s_per_byte / (scenario.busbw_gb_s * 1e9))
+        given.append(f"bus bandwidth {scenario.busbw_gb_s:g} GB/s")
+    if len(given) == 2:
+        return cost, f"{' and '.join(given)}, given"
+    return cost, f"{where_from}, but {given[0]}" if given else where_from
+
+
+def _extrapolated_or_given(step: Step, scenario: Scenario, ranks: int) -> AllReduceCost:
+    if None not in (scenario.latency_us, scenario.busbw_gb_s):
+        return NO_COST
+    if step.world_size == 1:
+        raise ConfigError(
+            f"Scenario.world_size is {ranks}, but the step ran on 1 rank, so nothing is known of its link. Give "
+            "Scenario.link or Scenario.cost."
+        )
+    return extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks)
+
+
+def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int) -> AllReduceCost:
+    """What a collective costs on more or fewer ranks of the same link.
+
+    From a straight line for one group, latency of a hop and bus bandwidth follow by `formula_for`; `LAUNCH_S` of the
+    latency, if it is as long, is not of hops. All hops are taken to be alike, those between nodes too.
+
+    Raises:
+        ConfigError: `from_ranks` is less than 2: one rank has no link.
+    """
+    if from_ranks < 2:
+        raise ConfigError(f"from_ranks must be >= 2, got {from_ranks!r}.")
+    if to_ranks == 1:
+        return NO_COST
+    known, wanted = _units(from_ranks), _units(to_ranks)
+    launch_s = min(LAUNCH_S, cost.alpha_s)
+    return AllReduceCost(
+        launch_s + (cost.alpha_s - launch_s) * wanted.alpha_s / known.alpha_s,
+        cost.beta_s_per_byte * wanted.beta_s_per_byte / known.beta_s_per_byte,
+    )
+
+
+def formula_for(ranks: int) -> Formula:
+    """A ring inside a node, a tree beyond, as in `strategies.nominal_cost`."""
+    return RING if ranks <= RANKS_OF_A_NODE else TREE
+
+
+def _units(ranks: int) -> AllReduceCost:
+    """How many latencies of a hop a collective takes, and how often a byte passes the bus."""
+    line = formula_for(ranks).cost(alpha_0=1.0, alpha_hop=1.0, busbw=1.0, n=ranks)
+    return replace(line, alpha_s=line.alpha_s - 1.0)
+
+
+# --- buckets --------------------------------------------------------------------------------------------------------
+
+
+def _plan(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes) -> BucketPlan:
+    change = _to_dtype(scenario.gradient_dtype)
+    members = [member for bucket in step.plan.buckets for member in bucket.members]
+    apart = frozenset(member.gradient.name for member in members if member.offset is None)
+    layout = Layout(ReplicateConfig().alignment_bytes if step.plan.folds_scale else 1, apart)
+    strategy = scenario.chosen_strategy
+    if strategy == AS_PLANNED:
+        return step.plan if scenario.gradient_dtype is None else _same_buckets(step.plan, change, layout)
+    gradients = [change(gradient) for gradient in in_plan_order(step.plan.gradients)]
+    if strategy == "fixed":
+        return plan_fixed(gradients, ReplicateConfig(bucket_cap_mb=scenario.bucket_cap_mb).caps_mb(), layout).plan
+    make = plan_coalesced if strategy == "coalesced" else plan_optimal
+    return make(gradients, cost, ready, _together(step, layout), band=band_for(step)).plan
+
+
+def _together(step: Step, layout: Layout) -> Layout:
+    """Members are apart in `coalesced` because of the strategy, elsewhere because of the gradient."""
+    return replace(layout, apart=frozenset()) if step.strategy == "coalesced" else layout
+
+
+def band_for(step: Step) -> tuple[float, ...]:
+    """How far off the speeds of a step may be that `optimal` and `coalesced` plan for."""
+    return MEASURED_BAND if step.ready.basis == MEASURED else ERROR_BAND
+
+
+def in_plan_order(gradients: Sequence[GradientSpec]) -> list[GradientSpec]:
+    """As plans are made: from the last parameter to the first, the flags at the end."""
+    return sorted(gradients, key=lambda gradient: (gradient.name == UNUSED_FLAGS, -gradient.index))
+
+
+def _to_dtype(dtype: str | None) -> Callable[[GradientSpec], GradientSpec]:
+    def change(gradient: GradientSpec) -> GradientSpec:
+        if dtype is None or gradient.key.dtype not in _FLOATING:
+            return gradient
+        return replace(gradient, itemsize=DTYPES[dtype], key=gradient.key._replace(dtype=dtype))
+
+    return change
+
+
+def _same_buckets(plan: BucketPlan, change: Callable[[GradientSpec], GradientSpec], layout: Layout) -> BucketPlan:
+    """The plan's buckets with gradients of another dtype."""
+    return replace(plan, buckets=tuple(_same_bucket(bucket.members, bucket, change, layout) for bucket in plan.buckets))
+
+
+def _same_bucket(
+    members: Sequence[Member], bucket: Bucket, change: Callable[[GradientSpec], GradientSpec], layout: Layout
+) -> Bucket:
+    gradients = [change(member.gradient) for member in members]
+    rows = {place: member.rows for place, member in enumerate(members) if member.rows is not None}
+    return layout.bucket(gradients[0].key, gradients, bucket.reason, rows)
+
+
+# --- times ----------------------------------------------------------------------------------------------------------
+
+
+def _bound(step: Step) -> float:
+    members = [(bucket.key, member) for bucket in step.plan.buckets for member in bucket.members]
+    return release_time_bound(
+        [ready_s for bucket in step.ready_members() for ready_s in bucket],
+        [member.nbytes for _, member in members],
+        cost=step.cost,
+        backward_s=step.backward_s,
+        keys=[key for key, _ in members],
+    )
+
+
+def _backward_basis(step: Step, scenario: Scenario) -> str:
+    text = f"backward: {step.ready.basis}"
+    if step.ready.backward_s is None:
+        text = "the backward as long as the step's communication, assumed"
+    elif step.measured is not None and step.ready.basis != MEASURED:
+        text = f"the backward as measured on rank {step.measured.rank}"
+    return text if scenario.compute_scale == 1.0 else f"{text}, times {scenario.compute_scale:g}"
+
+
+def _step_s(step: Step, scenario: Scenario, makespan_s: float) -> float | None:
+    measured = step.measured
+    if measured is None or measured.forward_s is None or measured.optimizer_s is None:
+        return None
+    return measured.forward_s * scenario.compute_scale + makespan_s + measured.optimizer_s

@@ -1,0 +1,46 @@
+"""A replica's step as data: all that explains it."""
+
+from __future__ import annotations
+
+from dp_compile.engine.record import CaptureRecord
+from dp_compile.engine.replica import Replica
+from dp_compile.insight.step import Step
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import MEASURED
+from dp_compile.plan.strategies import nominal_cost
+
+
+def step_of_replica(replica: Replica) -> Step:
+    """What was planned, from what, what came of it so far, and what was measured."""
+    captures = [record for record in replica.captures.values() if record.synced]
+    latest: CaptureRecord | None = captures[-1] if captures else None
+    cost, cost_source = _cost(replica)
+    return Step(
+        mode=replica.mode,
+        strategy=replica.strategy,
+        world_size=replica.group.world_size,
+        backend=replica.group.backend,
+        device=replica.device.type,
+        plan=replica.plan,
+        ready=replica.ready,
+        cost=cost,
+        cost_source=cost_source,
+        memory=latest.memory if latest else None,
+        placements=latest.placements if latest else (),
+        refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
+        backwards=tuple(replica.backwards.items()),
+        measured=replica.measured,
+        deferred=latest is not None and latest.deferred,
+    )
+
+
+def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
+    """What a collective costs, and where that is from."""
+    group = replica.group
+    nominal = nominal_cost(group.backend, group.world_size)
+    cost = replica.config.cost or (nominal if replica.certificate is None else replica.certificate.cost)
+    if replica.config.cost is not None:
+        return cost, "given in the config"
+    if cost != nominal and replica.ready.basis == MEASURED:
+        return cost, "measured on this group"
+    return cost, f"nominal for {group.backend}, not measured"

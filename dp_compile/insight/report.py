@@ -1,0 +1,34 @@
+"""What was done, what was left alone, and why: names and numbers only, never a node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dp_compile.engine.record import CaptureRecord
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.words import count
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state of one replicated module: its plan, what was captured, how many backwards took which way.
+
+    `promise`: what the plan was predicted to reach, if it was made from a cost.
+    """
+
+    mode: str
+    world_size: int
+    plan: BucketPlan
+    captures: tuple[CaptureRecord, ...]
+    backwards: Mapping[str, int] = field(default_factory=dict)
+    promise: str = ""
+
+    def __str__(self) -> str:
+        ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
+        lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
+        lines += [self.promise] if self.promise else []
+        lines.append(str(self.plan))
+        for number, record in enumerate(self.captures):
+            lines.append(f"captured backward {number}: {record}")
+        return "\n".join(lines)

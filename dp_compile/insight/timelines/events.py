@@ -1,0 +1,340 @@
+"""A step as lanes and events: pure data that the page, the trace and the picture draw.
+
+Two views of one step, both on the same axis, in seconds after the start of the backward: `planned` is the prediction
+of `step.planned_buckets`, `measured` what one rank saw. A measured bucket's launch and end are known, when it got the
+network is not: it is drawn from the end of the bucket before it in its lane. Compute is taken to stand still up to
+the end of the bucket that it waits for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+from typing import Final, NamedTuple
+
+from dp_compile.insight.explanation.exposure import with_measured_backward
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
+from dp_compile.plan.cost import release_time_bound
+from dp_compile.plan.ready_times import MEASURED as MEASURED_TIMES
+from dp_compile.plan.words import count, format_bytes
+
+PLANNED: Final = "planned"
+MEASURED: Final = "measured"
+
+
+class Interval(NamedTuple):
+    """From when to when, in seconds after the start of the backward."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One bucket in one view; times in seconds after the start of the backward.
+
+    Args:
+        bucket: its number in the plan.
+        lane: which of the timeline's network lanes it is in.
+        launch_s: when its last member was ready and it was launched.
+        start_s: when it got the network.
+        finish_s: when it was over, `None` if the source cannot tell.
+        exposed_s: how long compute stood still for it.
+        row: where it waits for the network: two that wait at the same time are in different rows.
+        critical: it is on the critical path.
+    """
+
+    bucket: int
+    lane: int
+    launch_s: float
+    start_s: float
+    finish_s: float | None
+    exposed_s: float
+    row: int = 0
+    critical: bool = False
+
+    @property
+    def exposed(self) -> Interval | None:
+        """When compute stood still for it; `None` if it did not, or nobody knows when."""
+        if self.finish_s is None or not self.exposed_s:
+            return None
+        return Interval(self.finish_s - self.exposed_s, self.finish_s)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """The step as planned, or as measured.
+
+    Args:
+        name: `PLANNED` or `MEASURED`.
+        source: where the times are from, for people.
+        backward_s: when compute of the backward ends; in a measured view waiting is part of it.
+        transfers: the buckets in the plan's order.
+        critical: what of compute is on the critical path.
+        critical_member: the gradient with which compute ends and the network takes over; `None`: compute alone
+            decides, or the times do not tell.
+        forward_s: how long the forward before it took, `None` if not known.
+        optimizer_s: the same of the optimizer after it.
+    """
+
+    name: str
+    source: str
+    backward_s: float
+    transfers: tuple[Transfer, ...]
+    critical: Interval | None = None
+    critical_member: str | None = None
+    forward_s: float | None = None
+    optimizer_s: float | None = None
+
+    @property
+    def end_s(self) -> float:
+        """When the backward and all its buckets are over."""
+        return max([self.backward_s, *(each.finish_s for each in self.transfers if each.finish_s is not None)])
+
+    @property
+    def exposed_s(self) -> float:
+        return sum(transfer.exposed_s for transfer in self.transfers)
+
+    @property
+    def exposed(self) -> list[Interval]:
+        """When compute stands still, in order; intervals that touch are one."""
+        joined: list[Interval] = []
+        for each in sorted(transfer.exposed for transfer in self.transfers if transfer.exposed is not None):
+            if joined and each.start_s <= joined[-1].end_s + 1e-12:
+                joined[-1] = Interval(joined[-1].start_s, max(joined[-1].end_s, each.end_s))
+            else:
+                joined.append(each)
+        return joined
+
+    @property
+    def backward_name(self) -> str:
+        """What to call compute of the backward; waits that nobody saw the place of cannot be taken out of it."""
+        return "backward, waits included" if self.exposed_s and not self.exposed else "backward"
+
+    @property
+    def rows(self) -> int:
+        """How many buckets wait for the network at the same time, at most."""
+        return max((each.row + 1 for each in self.transfers if each.start_s > each.launch_s), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All views of a step. `lanes`: a name for each network lane, one for each key of the plan's buckets."""
+
+    step: Step
+    lanes: tuple[str, ...]
+    views: tuple[View, ...]
+
+    @property
+    def start_s(self) -> float:
+        return min(-(view.forward_s or 0.0) for view in self.views)
+
+    @property
+    def end_s(self) -> float:
+        return max(view.end_s + (view.optimizer_s or 0.0) for view in self.views)
+
+
+class Fact(NamedTuple):
+    """A line of the header."""
+
+    label: str
+    value: str
+
+
+def timeline_of(step: Step) -> Timeline:
+    """The planned view, and the measured one if the step was measured."""
+    step = with_measured_backward(step)
+    lanes = _lane_names([bucket.key[1:] for bucket in step.plan.buckets])
+    numbers = {key: number for number, key in enumerate(dict.fromkeys(bucket.key for bucket in step.plan.buckets))}
+    lane_of = [numbers[bucket.key] for bucket in step.plan.buckets]
+    views = [_planned(step, lane_of)]
+    if step.measured is not None:
+        views.append(_measured(step, step.measured, lane_of))
+    return Timeline(step, lanes, tuple(views))
+
+
+def _lane_names(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """`network` alone, else with what a lane's key has that others have not."""
+    distinct = list(dict.fromkeys(keys))
+    if len(distinct) <= 1:
+        return ("network",) * len(distinct)
+    differing = [place for place, values in enumerate(zip(*distinct, strict=True)) if len(set(values)) > 1]
+    return tuple("network " + " ".join(key[place] for place in differing) for key in distinct)
+
+
+# --- planned ----------------------------------------------------------------------------------------------------
+
+
+def _planned(step: Step, lane_of: Sequence[int]) -> View:
+    transfers = [
+        Transfer(number, lane, each.ready_s, each.start_s, each.finish_s, each.exposed_s)
+        for number, (lane, each) in enumerate(zip(lane_of, planned_buckets(step), strict=True))
+    ]
+    view = View(PLANNED, f"predicted; {_basis(step)}", step.backward_s, tuple(_in_rows(transfers)))
+    return _with_critical_path(view, step, [None, *range(len(transfers) - 1)])
+
+
+def _basis(step: Step) -> str:
+    """Where the length of the backward is from."""
+    if step.measured is None or step.ready.basis == MEASURED_TIMES:
+        return step.ready.basis
+    return f"the backward as measured on rank {step.measured.rank}"
+
+
+# --- measured ---------------------------------------------------------------------------------------------------
+
+
+def _measured(step: Step, measured: MeasuredStep, lane_of: Sequence[int]) -> View:
+    holders: list[int | None] = []
+    transfers: list[Transfer] = []
+    latest: dict[int, Transfer] = {}
+    for number, (lane, seen) in enumerate(zip(lane_of, measured.buckets, strict=False)):
+        holder = latest.get(lane)
+        holders.append(None if holder is None else holder.bucket)
+        transfers.append(_transfer(number, lane, seen, -math.inf if holder is None else _end_s(holder)))
+        if holder is None or _end_s(transfers[-1]) >= _end_s(holder):
+            latest[lane] = transfers[-1]
+    view = View(
+        MEASURED,
+        f"rank {measured.rank}; {measured.source}",
+        measured.backward_s,
+        tuple(_in_rows(transfers)),
+        forward_s=measured.forward_s,
+        optimizer_s=measured.optimizer_s,
+    )
+    return _with_critical_path(view, step, holders)
+
+
+def _end_s(transfer: Transfer) -> float:
+    return transfer.launch_s if transfer.finish_s is None else transfer.finish_s
+
+
+def _transfer(number: int, lane: int, seen: MeasuredBucket, free_s: float) -> Transfer:
+    if seen.finish_s is None:
+        return Transfer(number, lane, seen.launch_s, seen.launch_s, None, seen.waited_s)
+    start_s = min(max(seen.launch_s, free_s), max(seen.launch_s, seen.finish_s))
+    return Transfer(number, lane, seen.launch_s, start_s, max(start_s, seen.finish_s), seen.waited_s)
+
+
+# --- both -------------------------------------------------------------------------------------------------------
+
+
+def _in_rows(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """With rows for those that wait: each in the lowest row that is free."""
+    placed: list[Transfer] = []
+    ending: list[tuple[float, int]] = []
+    free: list[int] = []
+    rows = 0
+    for each in sorted(transfers, key=lambda transfer: (transfer.launch_s, transfer.bucket)):
+        if each.start_s <= each.launch_s:
+            placed.append(each)
+            continue
+        while ending and ending[0][0] <= each.launch_s:
+            heappush(free, heappop(ending)[1])
+        row = heappop(free) if free else rows
+        rows = max(rows, row + 1)
+        heappush(ending, (each.start_s, row))
+        placed.append(replace(each, row=row))
+    return sorted(placed, key=lambda transfer: transfer.bucket)
+
+
+def _with_critical_path(view: View, step: Step, holders: Sequence[int | None]) -> View:
+    """Walk back from the end: a bucket that had to wait for the network hands on to the one that held it.
+
+    Args:
+        view: without a critical path.
+        step: whose members are named.
+        holders: for each bucket, which one had the network before it, if any.
+    """
+    waited_for = [each for each in view.transfers if each.exposed is not None]
+    if not waited_for:
+        whole = Interval(0.0, view.backward_s) if not view.exposed_s else None
+        return replace(view, critical=whole)
+    current = max(waited_for, key=_end_s)
+    path = {current.bucket}
+    while current.start_s > current.launch_s and (holder := holders[current.bucket]) is not None:
+        current = view.transfers[holder]
+        path.add(current.bucket)
+    return replace(
+        view,
+        transfers=tuple(replace(each, critical=each.bucket in path) for each in view.transfers),
+        critical=Interval(0.0, current.launch_s),
+        critical_member=_last_ready(step, current.bucket),
+    )
+
+
+def _last_ready(step: Step, number: int) -> str:
+    """The gradient of a bucket that is ready last; the flags count only where they are alone."""
+    members = step.plan.buckets[number].members
+    gradients = [member for member in members if member.gradient.name != UNUSED_FLAGS] or list(members)
+    times = [step.ready.of_member(member) for member in gradients]
+    latest = max(range(len(times)), key=lambda position: (times[position], position))
+    return gradients[latest].label
+
+
+# --- words ------------------------------------------------------------------------------------------------------
+
+
+def format_time(seconds: float) -> str:
+    """Seconds for people, in ms with three significant digits: `12.0 ms`."""
+    milliseconds = seconds * 1e3
+    if not milliseconds:
+        return "0 ms"
+    digits = max(0, 2 - math.floor(math.log10(abs(milliseconds))))
+    return f"{milliseconds:,.{digits}f} ms"
+
+
+def span_of_members(bucket: Bucket) -> str:
+    """The first and the last member by name."""
+    labels = [member.label for member in bucket.members]
+    return " .. ".join(dict.fromkeys((labels[0], labels[-1])))
+
+
+def critical_path_text(view: View) -> str:
+    """The critical path in words."""
+    buckets = [each.bucket for each in view.transfers if each.critical]
+    if not buckets:
+        return "compute alone" if view.critical else "not known: the ends of the buckets were not seen"
+    numbers = str(buckets[0]) if len(buckets) == 1 else f"{buckets[0]} to {buckets[-1]}"
+    if len(buckets) > 2 and buckets[-1] - buckets[0] + 1 != len(buckets):
+        numbers = f"{buckets[0]} to {buckets[-1]}, {len(buckets)} of them"
+    noun = "bucket" if len(buckets) == 1 else "buckets"
+    assert view.critical is not None
+    return f"compute until {view.critical_member} ({format_time(view.critical.end_s)}), then {noun} {numbers}"
+
+
+def facts(timeline: Timeline) -> tuple[Fact, ...]:
+    """What stands above every form of the timeline."""
+    step = timeline.step
+    plan = step.plan
+    gradients = count(sum(gradient.name != UNUSED_FLAGS for gradient in plan.gradients), "gradient")
+    group = f"{count(step.world_size, 'rank')} ({step.backend}, {step.device}), strategy {step.strategy}"
+    size = f"{count(len(plan.buckets), 'bucket')}, {gradients}, {format_bytes(plan.nbytes)}"
+    found = [Fact("step", f"{group}; {size}"), Fact("an all-reduce", f"{step.cost} ({step.cost_source})")]
+    return (*found, *(_view_fact(timeline, view) for view in timeline.views))
+
+
+def _view_fact(timeline: Timeline, view: View) -> Fact:
+    text = summary(view)
+    bound_s = _bound_s(timeline.step)
+    if view.name == PLANNED and bound_s:
+        text += f"; {view.end_s / bound_s:.3f} times the bound of {format_time(bound_s)}"
+    return Fact(view.name, f"{text} ({view.source})")
+
+
+def summary(view: View) -> str:
+    """How long it takes, and how much of that is exposed."""
+    share = view.exposed_s / view.end_s if view.end_s else 0.0
+    exposed = f"{format_time(view.exposed_s)} of it exposed ({share:.1%})"
+    return f"backward with communication {format_time(view.end_s)}, {exposed}"
+
+
+def _bound_s(step: Step) -> float:
+    members = [member for bucket in step.plan.buckets for member in bucket.members]
+    ready = [ready_s for times in step.ready_members() for ready_s in times]
+    keys = [bucket.key for bucket in step.plan.buckets for _ in bucket.members]
+    nbytes = [member.nbytes for member in members]
+    return release_time_bound(ready, nbytes, cost=step.cost, backward_s=step.backward_s, keys=keys)

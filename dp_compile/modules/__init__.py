@@ -1,0 +1,1 @@
+"""The module's side: `replicate`, the wrapper class, selection, `no_sync`, `join`, `warmup`."""

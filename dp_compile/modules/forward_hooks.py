@@ -1,0 +1,137 @@
+"""What `replicate` puts in front of a module's forward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_compile._torch import autograd, compiler
+from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.module_names import class_name, fully_qualified
+from dp_compile.engine.replica import Group, Replica
+from dp_compile.errors import ConfigError, ModuleError
+
+
+class Installed:
+    """A forward pre-hook of ours. Copies and pickles of the module have one that does nothing in its place."""
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return (_Nothing, ())
+
+
+class _Nothing(Installed):
+    def __call__(self, *_: Any) -> None:
+        pass
+
+
+class ForwardCheck(Installed):
+    """Ties a replica's life to its module's, and refuses a tracing mode that would drop the gradients' hooks."""
+
+    def __init__(self, replica: Replica) -> None:
+        self.replica = replica
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        refuse_traced_backward()
+
+
+class InputMover(Installed):
+    """Moves the tensors among a module's inputs to a device, as torch's DDP does with `device_ids`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        moved: tuple[tuple[Any, ...], dict[str, Any]] = autograd.tree_map_only(
+            torch.Tensor, self._moved, (args, kwargs)
+        )
+        return moved
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device, non_blocking=True)
+
+
+class Pending(Installed):
+    """A module that was given to `replicate` before its parameters had values: it starts with its first forward.
+
+    Sits in front of the module and of each submodule that owns parameters, so that no part of it can run, and get
+    gradients that nobody reduces, before the start.
+    """
+
+    def __init__(self, root: nn.Module, group: Group, start: Callable[[nn.Module, Pending], None]) -> None:
+        self._root, self.group, self._start = weakref.ref(root), group, start
+        self._is_starting = False
+        self.sync = True
+        self.comm_hook: CommHook | None = None
+
+    @compiler.untraced(
+        "a module starts to be replicated with its first forward; run one forward before compiling fullgraph"
+    )
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        root = self._root()
+        if root is None or self._is_starting:
+            return
+        lazy = first_lazy(root)
+        if lazy is not None and module is not root:
+            raise ModuleError(
+                f"{lazy} is lazy and gets its shape with the first forward of the replicated "
+                f"{class_name(root)}. Call that one first, not a part of it."
+            )
+        self._is_starting = True
+        try:
+            if lazy is not None:
+                _run_dry(root, args, kwargs)
+            self._start(root, self)
+        finally:
+            self._is_starting = False
+
+
+def first_lazy(module: nn.Module) -> str | None:
+    """The name of a parameter or buffer that gets its shape from the first input, if there is one."""
+    named = (*module.named_parameters(), *module.named_buffers())
+    return next((fully_qualified(name) for name, tensor in named if nn.parameter.is_lazy(tensor)), None)
+
+
+def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> None:
+    """Take off what this package put in front of the module's forward, or only one of its hooks."""
+    for key, hook in list(module._forward_pre_hooks.items()):
+        if isinstance(hook, Installed) and only in (None, hook):
+            del module._forward_pre_hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def refuse_traced_backward() -> None:
+    """Refuse a mode of Dynamo in which no gradient would be reduced.
+
+    Raises:
+        ConfigError: it is on.
+    """
+    if compiler.trace_autograd_ops():
+        raise ConfigError(
+            "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
+            "gradient would be reduced. Switch it off and call backward() outside the compiled function."
+        )
+
+
+def _run_dry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the forward once for the shapes of lazy parameters: without gradients, statistics or dropout."""
+    with torch.no_grad(), _evaluating(module):
+        module.forward(*args, **kwargs)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [submodule for submodule in module.modules() if submodule.training]
+    for submodule in training:
+        submodule.training = False
+    try:
+        yield
+    finally:
+        for submodule in training:
+            submodule.training = True

@@ -1,0 +1,249 @@
+"""Uneven inputs: a rank that has no more batches takes part in the backwards of the others, with zeros.
+
+Built on torch's `torch.distributed.algorithms.join`, so other joinables, torch's `ZeroRedundancyOptimizer` for one,
+can be in the same context.
+
+    a rank with inputs                                  a rank without
+      Join.notify_join_context      <- all-reduce ->      Join's loop: is anybody left?
+      announce: who, which modules  <- all-reduce ->      main_hook: the same modules
+      plans that are due, buckets, buffers     ==         the same, with zeros
+
+The entry of the engine announces each synchronised backward before its first collective; accumulation inside
+`no_sync()` is nobody else's affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from dp_compile._torch import distributed
+from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
+from dp_compile.engine.hooks import ReductionRound
+from dp_compile.engine.monitor import Watched
+from dp_compile.engine.replica import Replica, owners
+from dp_compile.engine.settling import revise_if_due, settle
+from dp_compile.errors import ConfigError, DesyncError
+from dp_compile.modules.replicated_module import replica_of
+
+MOST_MODULES: Final = 16
+"""How many modules one backward may reach in a join context."""
+
+
+@contextlib.contextmanager
+def join(
+    *modules: nn.Module,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Train inside with a different number of batches on each rank, as in torch's `DistributedDataParallel.join`.
+
+    A rank that leaves the block takes part in the others' backwards with zeros until all have left; then parameters
+    and buffers of the last rank that had inputs (the highest of them) are copied to all. Each step costs two small
+    all-reduces more, for which the host waits.
+
+    Args:
+        modules: replicated modules of one process group. With several, each has one synchronised backward per step,
+            in this order, or they share one.
+        divide_by_initial_world_size: `True`: gradients are divided by the size of the group. `False`: by the number
+            of ranks that still have inputs.
+        enable: `False`: do nothing; for inputs that are known to be even.
+        throw_on_early_termination: `True`: all ranks raise in the step in which the first one has no inputs left.
+
+    Raises:
+        ModuleError: a module is not replicated.
+        ConfigError: a module is reduced by torch's C++ reducer, or a backward reaches a module outside `modules`.
+        RuntimeError: with `throw_on_early_termination`, on every rank.
+    """
+    members = [joinable(module) for module in modules]
+    if not enable:
+        yield
+        return
+    try:
+        with Join(
+            list(members),
+            throw_on_early_termination=throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        ):
+            yield
+    finally:
+        for member in members:
+            member.replica.uneven = None
+
+
+def joinable(module: nn.Module) -> ReplicaJoinable:
+    """A replicated module as a member of torch's `Join`: `with Join([dp_compile.joinable(model), optimizer]):`.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    return ReplicaJoinable(replica_of(module))
+
+
+class ReplicaJoinable(Joinable):
+    """One replicated module in a join context."""
+
+    def __init__(self, replica: Replica) -> None:
+        super().__init__()
+        self.replica = replica
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What this rank does once it has no inputs left; see `join` for `divide_by_initial_world_size`."""
+        return join_hook(self, self.replica, **kwargs)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.replica.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.replica.group.process_group
+
+
+def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
+    """The hook of a replica that torch's `Join` knows as `member`. Backwards announce themselves from now on.
+
+    Raises:
+        ConfigError: torch's C++ reducer reduces this module, by the user's wish or for a comm hook.
+    """
+    if not replica.config.uses_python_hook():
+        raise ConfigError(
+            "join() needs dp_compile's hooks, but ddp_python_hook is False. Use torch's DDP and its join()."
+        )
+    if replica.comm_hook is not None:
+        raise ConfigError(
+            "join() needs dp_compile's hooks, but the module has a comm hook, which torch's reducer calls."
+        )
+    replica.by_hooks = True  # also on ranks that have no inputs at all, and without asking them
+    divides_initially = bool(kwargs.get("divide_by_initial_world_size", True))
+    replica.uneven = membership = _Membership(member, replica, divides_initially)
+    return _ShadowHook(membership)
+
+
+class _Membership:
+    """A replica's part in a join context: announces its backwards, and knows who still has inputs."""
+
+    def __init__(self, member: Joinable, replica: Replica, divides_initially: bool) -> None:
+        self.replica = replica
+        self.is_shadowed = False
+        """The backward of another module has covered this one in the present step."""
+        self.active: tuple[int, ...] = ()
+        """The ranks of the group that had inputs in the latest backward."""
+        self._member, self._divides_initially = member, divides_initially
+
+    def announce(self, replicas: Sequence[Replica]) -> None:
+        """Tell joined ranks that this rank is about to reduce `replicas`, in this order.
+
+        Raises:
+            ConfigError: one of them is not in the join context.
+            RuntimeError: some rank has no inputs left and `throw_on_early_termination` is on.
+        """
+        if not distributed.join_is_on(self._member):
+            return
+        members = [replica.uneven for replica in replicas if isinstance(replica.uneven, _Membership)]
+        if len(members) < len(replicas) or len(replicas) > MOST_MODULES:
+            outside = [replica.names[0] for replica in replicas if replica.uneven is None]
+            raise ConfigError(
+                f"a backward inside join() reaches {len(replicas)} replicated modules (at most {MOST_MODULES}); not in "
+                f"the context: {', '.join(outside) or 'none'}. Give all modules to the same join()."
+            )
+        for member in members:
+            work = Join.notify_join_context(member._member)
+            if work is not None:
+                work.wait()
+        active, _ = _meet(self.replica, [_word(replica) for replica in replicas])
+        for member in members:
+            member.active = active
+
+    def rescale(self) -> None:
+        """From the average over the group to the average over the ranks with inputs, if that is wanted."""
+        world_size = self.replica.group.world_size
+        if self._divides_initially or not self.active or len(self.active) == world_size:
+            return
+        with torch.no_grad():
+            for index, parameter in enumerate(self.replica.parameters):
+                if parameter.grad is not None and index not in self.replica.untouched:
+                    parameter.grad.mul_(world_size / len(self.active))
+
+    @property
+    def source(self) -> int:
+        """The rank whose buffers count: the highest with inputs, as in torch's DDP inside `join()`."""
+        return max(self.active, default=0)
+
+
+class _ShadowHook(JoinHook):
+    """What a rank without inputs does in the place of a step."""
+
+    def __init__(self, membership: _Membership) -> None:
+        self._membership = membership
+
+    def main_hook(self) -> None:
+        if self._membership.is_shadowed:
+            self._membership.is_shadowed = False
+            return
+        active, words = _meet(self._membership.replica, [])
+        replicas = [replica for word in words for replica in owners if _word(replica) == word]
+        for replica in replicas:
+            if isinstance(replica.uneven, _Membership):
+                replica.uneven.active = active
+                replica.uneven.is_shadowed = replica is not self._membership.replica
+        _shadow(replicas)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        replica = self._membership.replica
+        process_group = replica.group.process_group
+        own = dist.get_rank(process_group) if is_last_joiner else -1
+        source = torch.tensor([own], device=replica.device)
+        dist.all_reduce(source, op=dist.ReduceOp.MAX, group=process_group)
+        state = (*replica.parameters, *(parameter for _, parameter in replica.frozen))
+        buffers = replica.buffers if replica.config.broadcast_buffers else ()
+        tensors = [tensor.detach() for tensor in (*state, *buffers)]
+        distributed.broadcast_state(tensors, process_group, BROADCAST_BYTES, int(source.item()))
+        replica.uneven = None
+
+
+def _shadow(replicas: Sequence[Replica]) -> None:
+    """Take part in one backward of the other ranks: the same plans, the same collectives, nothing of our own."""
+    with Watched(replicas) as watched:
+        for replica in replicas:
+            revise_if_due(replica)
+        settle(replicas)
+        watched.count_from_here()
+        rounds = [ReductionRound(replica, absent=True) for replica in replicas]
+        for reduction_round in rounds:
+            reduction_round.finish()
+        for replica, reduction_round in zip(replicas, rounds, strict=True):
+            averages = {name: reduction_round.averages[index] for index, name in enumerate(replica.names)}
+            complete_backward(replica, averages)
+
+
+def _meet(replica: Replica, words: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
+    """Who has inputs, and what they are about to reduce. A rank without inputs has nothing to say.
+
+    One all-reduce: a one for each rank with inputs, then the sum of what they say, which is the same for all of them.
+    """
+    world_size, process_group = replica.group.world_size, replica.group.process_group
+    table = torch.zeros(world_size + MOST_MODULES, dtype=torch.int64)
+    if words:
+        table[dist.get_rank(process_group)] = 1
+        table[world_size : world_size + len(words)] = torch.tensor(words)
+    table = table.to(replica.device)
+    dist.all_reduce(table, group=process_group)
+    present, said = table[:world_size].tolist(), table[world_size:].tolist()
+    active = tuple(rank for rank, is_active in enumerate(present) if is_active)
+    if any(total % len(active) for total in said if active):
+        raise DesyncError("in join(): the backwards of two ranks reach different modules. All have to reach the same.")
+    return active, [total // len(active) for total in said if total]
+
+
+def _word(replica: Replica) -> int:
+    """A number for a replica that all ranks know."""
+    return zlib.crc32(replica.topic.encode()) or 1

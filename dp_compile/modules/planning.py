@@ -1,0 +1,186 @@
+"""From a user's wishes and a module to a plan: which strategy, which units, which file."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from torch import nn
+
+from dp_compile._torch import distributed
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.module_names import fully_qualified
+from dp_compile.engine.replica import Group, Revision
+from dp_compile.errors import ConfigError
+from dp_compile.plan.backends import LIKE_NCCL
+from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_single
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import ReadyTimes, assumed_times, in_ready_order
+from dp_compile.plan.strategies import (
+    Planned,
+    check_grouped,
+    nominal_cost,
+    plan_coalesced,
+    plan_ddp,
+    plan_explicit,
+    plan_fixed,
+    plan_optimal,
+    plan_per_module,
+    plan_to_json,
+)
+from dp_compile.plan.words import BYTES_PER_MB
+
+DDP_FIRST_BYTES: Final = 2**20
+"""The cap of torch's first bucket (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`)."""
+
+BucketPolicy = Callable[[str, nn.Module], bool] | Collection[type[nn.Module]]
+"""Which modules are units of buckets, as FSDP's wrap policies: a function of name and module, or a set of classes."""
+
+CONVOLUTIONS: Final = (
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+)  # fmt: skip
+"""Modules whose weight's gradient comes out of a kernel that allocates its result itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What the user said about the plan. `bucketed`: whether any pass will make buckets."""
+
+    config: ReplicateConfig
+    bucket_policy: BucketPolicy | None
+    plan: BucketPlan | str | os.PathLike[str] | None
+    bucketed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """A plan, and how to make it anew when more is known.
+
+    `revise` makes a plan from ready times and, if it was measured, what a collective costs; it is pure. `revisions`
+    are the occasions for it, in their order. `strategy`: a name of `config.STRATEGIES`, or `single`: no pass makes
+    buckets, each gradient is reduced for itself.
+    """
+
+    strategy: str
+    planned: Planned
+    ready: ReadyTimes
+    revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
+    revisions: tuple[Revision, ...] = ()
+
+
+def make_plan(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[GradientSpec],
+    group: Group,
+    request: PlanRequest,
+) -> Planning:
+    """The plan of a module, as far as it can be known before the first backward.
+
+    Raises:
+        ConfigError: options contradict each other, the policy returns something else than documented, or the plan
+            file does not fit the module, or the group's backend lacks a collective that the plan needs.
+    """
+    planning = _plan(module, parameters, gradients, group, request)
+    check_grouped(planning.planned.plan, group.backend)
+    return planning
+
+
+def _plan(
+    module: nn.Module,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[GradientSpec],
+    group: Group,
+    request: PlanRequest,
+) -> Planning:
+    config, ready = request.config, assumed_times(gradients)
+    strategy = config.chosen_strategy(has_policy=request.bucket_policy is not None, has_plan=request.plan is not None)
+    if not request.bucketed:
+        return Planning("single", Planned(plan_single(gradients)), ready)
+    if strategy == "ddp":
+        return _as_ddp(parameters, gradients, config, ready)
+    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend in LIKE_NCCL else frozenset())
+    if request.bucket_policy is not None:
+        return Planning(strategy, plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
+    if request.plan is not None:
+        return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)
+    if strategy == "fixed":
+        return Planning(strategy, plan_fixed(gradients, config.caps_mb(), layout), ready)
+    make = plan_coalesced if strategy == "coalesced" else plan_optimal
+
+    def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
+        cost = config.cost or measured or nominal_cost(group.backend, group.world_size)
+        return make(gradients, cost, times, layout)
+
+    later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
+    return Planning(strategy, revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
+
+
+def _as_ddp(
+    parameters: Sequence[nn.Parameter], gradients: Sequence[GradientSpec], config: ReplicateConfig, ready: ReadyTimes
+) -> Planning:
+    """torch's DDP: one bucket for each key at first, then buckets in the order in which gradients arrived.
+
+    If it finds unused parameters it fills buckets in the parameters' order, and keeps them.
+    Source: torch's `DistributedDataParallel._ddp_init_helper` and `Reducer::rebuild_buckets`.
+    """
+    cap_bytes = int(config.caps_mb()[0] * BYTES_PER_MB) if config.caps_mb()[0] < math.inf else sys.maxsize
+    caps_bytes = [min(DDP_FIRST_BYTES, cap_bytes), cap_bytes] if config.bucket_cap_mb is None else [cap_bytes]
+
+    def rebuilt(times: ReadyTimes, _: AllReduceCost | None) -> Planned:
+        order = [gradient.index for gradient in in_ready_order(gradients, times) if gradient.index < len(parameters)]
+        return plan_ddp(gradients, distributed.ddp_buckets([parameters[index] for index in order], caps_bytes, order))
+
+    at_first = caps_bytes if config.unused == "find" else [sys.maxsize]
+    planned = plan_ddp(gradients, distributed.ddp_buckets(parameters, at_first, [])[::-1])
+    if config.unused == "find":
+        return Planning("ddp", planned, ready)
+    return Planning("ddp", planned, ready, rebuilt, (Revision.FROM_ARRIVALS,))
+
+
+def _kept_apart(module: nn.Module) -> frozenset[str]:
+    """Parameters whose gradient would have to be copied into a bucket, by fully qualified name.
+
+    For NCCL only: gloo's grouped collective copies everything into a buffer of its own.
+    """
+    weights = {id(each.weight) for each in module.modules() if isinstance(each, CONVOLUTIONS)}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
+
+
+def _unit_of(module: nn.Module, policy: BucketPolicy) -> Callable[[str], str]:
+    """The innermost module that a policy names around a parameter, by fully qualified name."""
+    if not callable(policy):
+        kinds = tuple(policy)
+        if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+            raise ConfigError(f"bucket_policy must be a function or a set of module classes, got {policy!r}.")
+        units = {fully_qualified(name) for name, submodule in module.named_modules() if isinstance(submodule, kinds)}
+    else:
+        answers = {name: policy(fully_qualified(name), submodule) for name, submodule in module.named_modules()}
+        odd = [name for name, answer in answers.items() if not isinstance(answer, bool)]
+        if odd:
+            raise ConfigError(f"bucket_policy must return True or False, returned {answers[odd[0]]!r} for '{odd[0]}'.")
+        units = {fully_qualified(name) for name, answer in answers.items() if answer}
+
+    def unit_of(parameter: str) -> str:
+        around = parameter
+        while "." in around:
+            around = around.rpartition(".")[0]
+            if around in units:
+                return around
+        return ""
+
+    return unit_of
+
+
+def _plan_text(plan: BucketPlan | str | os.PathLike[str]) -> str:
+    if isinstance(plan, BucketPlan):
+        return plan_to_json(plan)
+    try:
+        return Path(plan).read_text()
+    except (OSError, TypeError) as error:
+        raise ConfigError(f"plan must be a BucketPlan or the path of a plan file, got {plan!r}: {error}.") from error

@@ -1,0 +1,452 @@
+"""`replicate()`: make a module data parallel, in place."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import version
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dp_compile._torch import compiler, distributed
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.agreement import Statement, agree
+from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
+from dp_compile.engine.hooks import install_hooks
+from dp_compile.engine.module_names import class_name
+from dp_compile.engine.monitor import unwatch, watch
+from dp_compile.engine.replica import Group, Reducer, Replica, gradient_specs, owners
+from dp_compile.engine.settling import describe_plan, table_of
+from dp_compile.errors import ConfigError, DPCompileError, ModuleError
+from dp_compile.modules.forward_hooks import (
+    ForwardCheck,
+    InputMover,
+    Pending,
+    refuse_traced_backward,
+    remove_forward_hooks,
+)
+from dp_compile.modules.planning import BucketPolicy, PlanRequest, make_plan
+from dp_compile.modules.replicated_module import (
+    forget_state,
+    is_pending,
+    replicated_class,
+    restore_class,
+    set_state,
+    state_of,
+    unwrap,
+)
+from dp_compile.modules.selection import (
+    Selection,
+    check_ignored,
+    check_not_managed,
+    check_selection,
+    device_of,
+    is_waiting,
+    owning_modules,
+    select,
+)
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.reduction import Averaging, averaging_for
+from dp_compile.passes.result import GraphPass
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.words import BYTES_PER_MB
+
+logger = logging.getLogger(__name__)
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_meetings: Counter[str] = Counter()
+
+
+def replicate(
+    module: ModuleT,
+    *,
+    ddp_python_hook: bool | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    device_id: int | torch.device | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    bucket_cap_mb: float | None = None,
+    find_unused_parameters: bool | None = None,
+    broadcast_buffers: bool | None = None,
+    check_reductions: bool | None = None,
+    passes: Iterable[GraphPass] | None = None,
+    bucket_policy: BucketPolicy | None = None,
+    plan: BucketPlan | str | os.PathLike[str] | None = None,
+    config: ReplicateConfig | None = None,
+) -> ModuleT:
+    """Average the gradients of `module` over a process group in every backward. Returns the same object.
+
+    Call it with or without `torch.compile`, before or after; the training loop stays as it is. Parameters and buffers
+    of the group's first rank are copied to all ranks, after the ranks have compared what they replicate. A module
+    that has lazy parameters, or parameters on the meta device, starts with its first forward instead; all that can be
+    checked before is checked now.
+
+    State dict keys, parameters and pickles do not change. The module's class `Net` becomes `DDPNet`, a subclass with
+    the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are left to it.
+
+    Args:
+        module: what to replicate; a module that `torch.compile` returned is fine too.
+        ddp_python_hook: `True`: hooks that are traced with the backward (the point of this package). `False`: torch's
+            C++ reducer. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then
+            `True`.
+        process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
+        device_mesh: a mesh with one dimension, also a slice of a larger one, in place of `process_group`.
+        device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
+            has to be there already. A CPU is allowed and moves nothing, as in torch.
+        ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
+        bucket_cap_mb: asks for buckets of a fixed size: MiB at which a bucket is closed.
+        find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
+        broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
+        check_reductions: check after each backward that every gradient was reduced exactly once.
+        passes: passes over the captured backward instead of the default ones; `()` for none.
+        bucket_policy: asks for buckets that end where modules end: a set of module classes, or a function of a module's
+            fully qualified name and the module that returns whether it is a unit.
+        plan: asks for exactly these buckets: a plan (`report(model).plan`), or the path of a plan file.
+        config: all options in one value; an argument given here wins over its field.
+
+    Raises:
+        ConfigError: an option has a value that is not allowed, or no process group is initialised.
+        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse or complex
+            gradients, already managed by this package, torch's DDP or FSDP.
+        DesyncError: the ranks built different modules or gave different options, or a rank is missing.
+    """
+    given: dict[str, Any] = {
+        "ddp_python_hook": ddp_python_hook,
+        "bucket_cap_mb": bucket_cap_mb,
+        "find_unused_parameters": find_unused_parameters,
+        "broadcast_buffers": broadcast_buffers,
+        "check_reductions": check_reductions,
+    }
+    group, inner = _resolve_group(process_group, device_mesh), unwrap(module)
+    with _telling_the_others(group):
+        options = _merge_options(config, given)
+        ignored = check_ignored(ignored_modules)
+        chosen, request = _requested(options, bucket_policy, plan, passes)
+        device = None if device_id is None else device_of(device_id, "device_id")
+        order = _Order(group, request, chosen, ignored, device)
+        check_not_managed(inner, ignored)
+        _check_not_pending(inner)
+        waiting = is_waiting(inner, ignored)
+        if waiting:
+            _wait_for_forward(inner, order)
+    if not waiting:
+        _start(inner, order)
+    return module
+
+
+def replicate_without_values(
+    module: ModuleT,
+    config: ReplicateConfig,
+    *,
+    passes: Iterable[GraphPass] | None = None,
+    bucket_policy: BucketPolicy | None = None,
+    plan: BucketPlan | str | os.PathLike[str] | None = None,
+) -> ModuleT:
+    """As `replicate`, for a module that may be on the meta device and stay there: its backwards compute nothing.
+
+    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there. Arguments as
+    of `replicate`.
+
+    Raises:
+        ConfigError, ModuleError: as in `replicate`.
+    """
+    chosen, request = _requested(config, bucket_policy, plan, passes)
+    order = _Order(_resolve_group(None, None), request, chosen, frozenset(), None, needs_values=False)
+    check_not_managed(module, order.ignored)
+    _start(module, order)
+    return module
+
+
+def unreplicate(module: ModuleT) -> ModuleT:
+    """Undo `replicate`: take off everything it installed. Parameters keep their values.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    inner = unwrap(module)
+    state = state_of(module)
+    if isinstance(state, Replica):
+        _release(state)
+    for submodule in inner.modules() if isinstance(state, Pending) else (inner,):
+        remove_forward_hooks(submodule)
+    restore_class(inner)
+    forget_state(inner)
+    return module
+
+
+# --- which group ------------------------------------------------------------------------------------------------
+
+
+def _resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> Group:
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("give process_group or device_mesh, not both.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "no process group is initialised. Call torch.distributed.init_process_group() before replicate()."
+        )
+    if device_mesh is not None:
+        if not isinstance(device_mesh, DeviceMesh):
+            raise ConfigError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}.")
+        if device_mesh.ndim != 1:
+            raise ConfigError(
+                f"device_mesh must have one dimension, got {device_mesh.ndim}. Take a slice: mesh['name']."
+            )
+        process_group = device_mesh.get_group()
+    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise ConfigError(f"process_group must be a ProcessGroup, got {type(process_group).__name__}.")
+    process_group = process_group if process_group is not None else dist.group.WORLD
+    if process_group is None or dist.get_rank(process_group) < 0:
+        raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
+    return _group_on(process_group, "cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
+    """A group with the facts that hold for tensors on one type of device: each type can have a backend of its own."""
+    world_size = dist.get_world_size(process_group)
+    backends = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
+    backend = backends.get(device_type) or next(iter(backends.values()))
+    return Group(
+        process_group, distributed.group_name(process_group), backend, world_size, averaging_for(backend, world_size)
+    )
+
+
+# --- what was asked for -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What the user asked for, checked as far as that needs no parameters."""
+
+    group: Group
+    request: PlanRequest
+    passes: tuple[GraphPass, ...]
+    ignored: frozenset[nn.Module]
+    device: torch.device | None
+    needs_values: bool = True
+
+
+def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
+    if config is not None and not isinstance(config, ReplicateConfig):
+        raise ConfigError(f"config must be a ReplicateConfig, got {type(config).__name__}.")
+    options = dataclasses.replace(
+        config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
+    )
+    if options.uses_python_hook():
+        refuse_traced_backward()
+    if compiler.python_reducer_mode():
+        raise ConfigError(
+            "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own beside "
+            "its reducer. Leave it at its default, True."
+        )
+    return options
+
+
+def _check_not_pending(module: nn.Module) -> None:
+    if is_pending(module):
+        raise ModuleError(
+            f"{class_name(module)} is replicated already, it starts with its first forward. "
+            "Call unreplicate() on it to give other options."
+        )
+
+
+def _requested(
+    config: ReplicateConfig,
+    bucket_policy: BucketPolicy | None,
+    plan: BucketPlan | str | os.PathLike[str] | None,
+    passes: Iterable[GraphPass] | None,
+) -> tuple[tuple[GraphPass, ...], PlanRequest]:
+    """The passes that run, and what is asked of the plan that they may realise."""
+    chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
+    return chosen, PlanRequest(config, bucket_policy, plan, any(each.realises_plan for each in chosen))
+
+
+def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
+    if not isinstance(passes, Iterable):
+        raise ConfigError(f"passes must be a tuple of graph passes, got {type(passes).__name__}.")
+    chosen = tuple(passes)
+    for graph_pass in chosen:
+        if not isinstance(graph_pass, GraphPass):
+            raise ConfigError(
+                f"passes must hold graph passes (name, realises_plan, __call__), got {type(graph_pass).__name__}."
+            )
+    return chosen
+
+
+# --- putting it together ----------------------------------------------------------------------------------------
+
+
+def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> None:
+    """Replicate a module whose parameters have values."""
+    with _telling_the_others(order.group):
+        target = select(module, order.ignored)
+        check_selection(target, order.device, needs_values=order.needs_values)
+        swapped = replicated_class(type(module))
+        replica = _make_replica(target, order)
+    replica.topic = _compare(order.group, _statement(target, replica), timeout_s=replica.config.timeout_s)
+    _broadcast(replica)
+    if pending is None:
+        _move_inputs(module, order.device)
+    else:
+        replica.sync, replica.comm_hook = pending.sync, pending.comm_hook
+    _install(module, replica, swapped)
+
+
+def _make_replica(target: Selection, order: _Order) -> Replica:
+    config = order.request.config
+    parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
+    group = _group_on(order.group.process_group, parameters[0].device.type)
+    if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
+        group = dataclasses.replace(group, averaging=Averaging("sum", 1.0 / group.world_size))
+    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
+    replica = Replica(
+        parameters=parameters,
+        names=names,
+        frozen=tuple(target.frozen.items()),
+        buffer_places=target.buffer_places(),
+        parameter_places=target.parameter_places(),
+        group=group,
+        config=config,
+        plan=planning.planned.plan,
+        certificate=planning.planned.certificate,
+        ready=planning.ready,
+        strategy=planning.strategy,
+        outline=target.outline(),
+        revise=planning.revise,
+        revisions=planning.revisions,
+        passes=order.passes,
+        beside_shards=target.sharded,
+    )
+    replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
+    return replica
+
+
+def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
+    """torch's reducer for a replica, which must not hold its replica alive."""
+    replica = of()
+    assert replica is not None
+    reducer = distributed.TorchReducer(
+        dict(zip(replica.names, replica.parameters, strict=True)),
+        process_group=replica.group.process_group,
+        # torch's DDP takes no math.inf
+        bucket_cap_mb=min(replica.config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),
+        find_unused_parameters=replica.config.unused != "error",
+    )
+    if replica.comm_hook is not None:
+        _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
+        reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
+    return reducer
+
+
+def _statement(target: Selection, replica: Replica) -> Statement:
+    def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+        return [
+            f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
+            for name, tensor in tensors.items()
+        ]
+
+    return {
+        "dp_compile": version("dp_compile"),
+        "torch": torch.__version__,
+        "trainable parameters": describe(target.trainable),
+        "frozen parameters": describe(target.frozen),
+        "buffers": describe(target.buffers),
+        "options": _compared_options(replica.config),
+        "passes": [repr(graph_pass) for graph_pass in replica.passes],
+        "plan": replica.plan.signature(),
+    }
+
+
+def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
+    """All options but those that are a rank's own affair."""
+    options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
+    del options["dump_dir"]
+    return options
+
+
+def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None) -> str:
+    """Compare with the other ranks; a rank that found an error itself only tells the others and raises its own.
+
+    Returns the topic of the meeting, which no other call of `replicate` has.
+    """
+    _meetings[group.name] += 1
+    topic = f"dp_compile.replicate/{group.name}/{_meetings[group.name]}"
+    table = table_of(group, timeout_s)
+    if table is None:
+        return topic
+    try:
+        agree(table, topic, statement)
+    except DPCompileError:
+        if own_error is None:
+            raise
+    return topic
+
+
+@contextlib.contextmanager
+def _telling_the_others(group: Group) -> Iterator[None]:
+    """An error inside reaches the other ranks too, which wait for this one."""
+    try:
+        yield
+    except DPCompileError as error:
+        _compare(group, {"error": str(error)}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
+        raise
+
+
+def _broadcast(replica: Replica) -> None:
+    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *replica.buffers)]
+    if replica.group.world_size > 1:
+        distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
+
+
+def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> None:
+    owners.add(replica)
+    if replica.config.uses_python_hook() and replica.comm_hook is None:
+        replica.hooks = install_hooks(replica)
+    set_state(module, replica)
+    module.register_forward_pre_hook(ForwardCheck(replica))
+    module.__class__ = swapped
+    install_entry()
+    watch(replica)
+    logger.info("the plan: %s", describe_plan(replica))
+
+
+def _release(replica: Replica) -> None:
+    if replica.hooks is not None:
+        replica.hooks.remove()
+    if replica.reducer is not None:
+        replica.reducer.close()
+    replica.hooks = replica.reducer = replica.make_reducer = None
+    owners.remove(replica)
+    unwatch(replica)
+
+
+def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
+    if device is not None and device.type != "cpu":
+        module.register_forward_pre_hook(InputMover(device), with_kwargs=True)
+
+
+def _wait_for_forward(module: nn.Module, order: _Order) -> None:
+    """Start with the first forward, when every parameter has a value."""
+
+    def start(root: nn.Module, pending: Pending) -> None:
+        _start(root, order, pending)
+        for submodule in root.modules():
+            remove_forward_hooks(submodule, only=pending)
+
+    pending = Pending(module, order.group, start)
+    swapped = replicated_class(type(module), waiting=True)
+    _move_inputs(module, order.device)
+    for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
+        owner.register_forward_pre_hook(pending, with_kwargs=True)
+    set_state(module, pending)
+    module.__class__ = swapped

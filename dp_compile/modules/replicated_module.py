@@ -1,0 +1,231 @@
+"""The class that a module has while it is replicated, and how its state is found again.
+
+As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNet`: a class made on the fly from
+`ReplicatedModule` and `Net`. Nothing else about the module changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar, NoReturn, SupportsIndex
+
+from torch import nn
+
+from dp_compile.engine.comm_hook import HookFunction, make_comm_hook
+from dp_compile.engine.module_names import class_name
+from dp_compile.engine.replica import Replica
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.modules.forward_hooks import Installed, Pending
+
+logger = logging.getLogger(__name__)
+
+_state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
+_classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+
+
+class ReplicatedModule:
+    """What a module can do while it is replicated. The module's own class comes next in the order of resolution."""
+
+    _dp_compile_original: ClassVar[type[nn.Module]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A plain module: containers make their slices with `type(self)(...)`, and a slice is not replicated."""
+        return cls._dp_compile_original(*args, **kwargs)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Whether backwards reduce gradients from now on; without, they accumulate locally, as in `no_sync()`.
+
+        Raises:
+            ConfigError: neither `True` nor `False` was given.
+        """
+        if not isinstance(requires_gradient_sync, bool):
+            raise ConfigError(f"requires_gradient_sync must be True or False, got {requires_gradient_sync!r}.")
+        state_of(_module(self)).sync = requires_gradient_sync
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
+        return no_sync(_module(self))
+
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+        """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.replicated_module.register_comm_hook`."""
+        register_comm_hook(_module(self), state, hook)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ModuleError(
+            f"a replicated {class_name(self)} cannot be deep-copied: nobody would reduce the gradients of the copy. "
+            "Copy before replicate(), or after unreplicate(); or build a second module and load this one's "
+            "state_dict()."
+        )
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Pickles hold the plain module, of its own class and without our hooks, and load without this package."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        rebuild, args, *rest = reduced
+        original = original_class(_module(self))
+        if rest and isinstance(rest[0], dict) and "_forward_pre_hooks" in rest[0]:
+            rest[0] = rest[0] | {
+                name: OrderedDict((key, value) for key, value in rest[0][name].items() if key not in _our_hooks(self))
+                for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+            }
+        args = tuple(original if value is type(self) else value for value in args)
+        if getattr(rebuild, "__name__", "") == "__newobj__":
+            # The pickler lets that function make nothing but the class that the object has at present.
+            rebuild = original.__new__
+        return (rebuild, args, *rest)
+
+
+class _Waiting(ReplicatedModule):
+    """Before the first forward. A class of its own, so that code compiled until then is not used afterwards."""
+
+
+def replicated_class(kind: type[nn.Module], *, waiting: bool = False) -> type[nn.Module]:
+    """`DDP<Name>` for a module class `<Name>`; the same one each time, so that modules can share compiled code.
+
+    Raises:
+        ModuleError: the class does not allow subclasses.
+    """
+    kind = _plain(kind)
+    mixin = _Waiting if waiting else ReplicatedModule
+    found = _classes.get((kind, mixin))
+    if found is not None:
+        return found
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
+    try:
+        made = types.new_class(f"DDP{kind.__name__}", (mixin, kind), {}, lambda namespace: namespace.update(body))
+    except Exception as error:
+        raise ModuleError(f"{kind.__name__} cannot be replicated, it refuses a subclass: {error}") from error
+    _classes[kind, mixin] = made
+    return made
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class that the module's author gave it."""
+    return _plain(type(module))
+
+
+def restore_class(module: nn.Module) -> None:
+    module.__class__ = original_class(module)
+
+
+def set_state(module: nn.Module, state: Replica | Pending) -> None:
+    """Let the functions below find the state of a module, without holding it alive."""
+    _state_of[module] = weakref.ref(state)
+
+
+def forget_state(module: nn.Module) -> None:
+    _state_of.pop(module, None)
+
+
+def share_replica(outer: nn.Module, inner: nn.Module) -> None:
+    """Let `report`, `no_sync` and `unreplicate` find the replica of `inner` through a module that wraps it."""
+    set_state(outer, replica_of(inner))
+
+
+def state_of(module: nn.Module) -> Replica | Pending:
+    """The state behind a replicated module, whether it has started or not.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    module = unwrap(module)
+    found = _state_of.get(module)
+    state = found() if found else None
+    if state is None:
+        raise ModuleError(f"{class_name(module)} is not replicated. Call dp_compile.replicate(module) first.")
+    return state
+
+
+def replica_of(module: nn.Module) -> Replica:
+    """The replica behind a replicated module.
+
+    Raises:
+        ModuleError: the module is not replicated, or waits for its first forward.
+    """
+    state = state_of(module)
+    if isinstance(state, Pending):
+        name = class_name(unwrap(module))
+        raise ModuleError(
+            f"{name} is not replicated yet: it has parameters without values and starts with its forward."
+        )
+    return state
+
+
+def is_pending(module: nn.Module) -> bool:
+    """Whether the module was replicated and waits for its first forward."""
+    found = _state_of.get(module)
+    return found is not None and isinstance(found(), Pending)
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The module inside what `torch.compile(module)` returned, or the module itself."""
+    inner = getattr(module, "_orig_mod", module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+@contextlib.contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    state = state_of(module)
+    before, state.sync = state.sync, False
+    try:
+        yield
+    finally:
+        state_of(module).sync = before  # the module may have started meanwhile
+
+
+def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
+    """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
+
+    Any such hook works. It is called by torch's C++ reducer, which from then on reduces every backward of the module;
+    what torch compiled is used as before, but no backward is captured. Register the same hook on every rank.
+
+    Args:
+        state: handed to the hook as its first argument.
+        hook: `hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`, as in
+            `torch.distributed.algorithms.ddp_comm_hooks`.
+
+    Raises:
+        ModuleError: the module is not replicated, has a hook already, or has run a backward already.
+        ConfigError: see `make_comm_hook`.
+    """
+    owner = state_of(module)
+    name = class_name(unwrap(module))
+    if owner.comm_hook is not None:
+        raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
+    if isinstance(owner, Replica) and owner.backwards.total():
+        raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
+    owner.comm_hook = make_comm_hook(state, hook, owner.group.backend)
+    if isinstance(owner, Replica) and owner.hooks is not None:
+        owner.hooks.remove()
+        owner.hooks = None
+    logger.warning(
+        "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured.",
+        name,
+        owner.comm_hook.name,
+    )
+
+
+def _plain(kind: type[nn.Module]) -> type[nn.Module]:
+    return kind._dp_compile_original if issubclass(kind, ReplicatedModule) else kind
+
+
+def _module(replicated: ReplicatedModule) -> nn.Module:
+    assert isinstance(replicated, nn.Module)
+    return replicated
+
+
+def _our_hooks(replicated: ReplicatedModule) -> set[int]:
+    hooks = _module(replicated)._forward_pre_hooks
+    return {key for key, hook in hooks.items() if isinstance(hook, Installed)}

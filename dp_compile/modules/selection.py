@@ -1,0 +1,242 @@
+"""Which parameters and buffers of a module are replicated, by fully qualified name, and which are refused.
+
+What torch's composable `replicate` leaves alone is left alone here: ignored modules and submodules that `fully_shard`
+manages, each with all below them, and their tensors wherever else they appear.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dp_compile._torch import distributed
+from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
+from dp_compile.engine.replica import BufferPlace, Outline, ParameterPlace, owners
+from dp_compile.errors import ConfigError, ModuleError
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What of a module is replicated, by fully qualified name."""
+
+    module: nn.Module
+    trainable: dict[str, nn.Parameter]
+    frozen: dict[str, nn.Parameter]
+    buffers: dict[str, torch.Tensor]
+    left_alone: frozenset[nn.Module]
+    """What is ignored or left to `fully_shard`, each with everything below it."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether parts of the module were left to `fully_shard`."""
+        return any(_is_fully_sharded(each) for each in self.left_alone)
+
+    def outline(self) -> Outline:
+        names = frozenset(fully_qualified(name) for name, _ in self.module.named_parameters(remove_duplicate=False))
+        return Outline(weakref.ref(self.module), names, weakref.WeakSet(self.left_alone))
+
+    def buffer_places(self) -> tuple[BufferPlace, ...]:
+        chosen = {id(buffer) for buffer in self.buffers.values()}
+        return tuple(
+            BufferPlace(weakref.ref(owner), name)
+            for owner in self.module.modules()
+            for name, buffer in owner.named_buffers(recurse=False)
+            if id(buffer) in chosen
+        )
+
+    def parameter_places(self) -> tuple[ParameterPlace, ...]:
+        """Every place of every parameter: tied ones have several."""
+        chosen = {id(parameter) for parameter in (*self.trainable.values(), *self.frozen.values())}
+        return tuple(
+            ParameterPlace(weakref.ref(owner), name, fully_qualified(f"{prefix}.{name}" if prefix else name))
+            for prefix, owner in self.module.named_modules()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if id(parameter) in chosen
+        )
+
+
+def check_ignored(ignored_modules: Iterable[nn.Module] | None) -> frozenset[nn.Module]:
+    """The ignored modules as a set.
+
+    Raises:
+        ConfigError: not several modules.
+    """
+    if ignored_modules is None:
+        return frozenset()
+    if isinstance(ignored_modules, nn.Module) or not isinstance(ignored_modules, Iterable):
+        raise ConfigError(
+            f"ignored_modules must hold modules, got {type(ignored_modules).__name__}. Pass a list: [module]."
+        )
+    ignored = list(ignored_modules)
+    foreign = [each for each in ignored if not isinstance(each, nn.Module)]
+    if foreign:
+        raise ConfigError(f"ignored_modules must hold modules, got {type(foreign[0]).__name__}.")
+    return frozenset(ignored)
+
+
+def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module]) -> None:
+    """Refuse a module that something else keeps in step already.
+
+    Raises:
+        ModuleError: it, or a submodule that is not ignored, is managed by torch's DDP, FSDP or `replicate`; or the
+            module itself is managed by `fully_shard`.
+    """
+    if not isinstance(module, nn.Module):
+        raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
+    for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
+        place = f"submodule {fully_qualified(name)}" if name else class_name(module)
+        manager = _manager(submodule)
+        if manager is not None:
+            raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
+
+
+def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
+    """Whether the module has parameters or buffers without values: lazy ones, or ones on the meta device."""
+    return any(nn.parameter.is_lazy(tensor) or tensor.is_meta for _, tensor in _tensors(module, ignored))
+
+
+def owning_modules(module: nn.Module, ignored: frozenset[nn.Module]) -> list[nn.Module]:
+    """The modules, the outermost one and those below it, that own parameters which are not left alone."""
+    walked = _walk(module, _left_alone(module, ignored))
+    return [each for _, each in walked if next(each.parameters(recurse=False), None) is not None]
+
+
+def select(module: nn.Module, ignored: frozenset[nn.Module]) -> Selection:
+    """Everything of the module that is not left alone, in the order of `named_parameters`."""
+    named = by_qualified_name(_tensors(module, ignored))
+    parameters = {name: tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter)}
+    return Selection(
+        module,
+        {name: parameter for name, parameter in parameters.items() if parameter.requires_grad},
+        {name: parameter for name, parameter in parameters.items() if not parameter.requires_grad},
+        {name: tensor for name, tensor in named.items() if not isinstance(tensor, nn.Parameter)},
+        _left_alone(module, ignored),
+    )
+
+
+def check_selection(target: Selection, device: torch.device | None, *, needs_values: bool = True) -> None:
+    """Refuse what cannot be replicated.
+
+    Args:
+        needs_values: refuse the meta device too.
+        device: where the user says that the parameters are, if the user said it.
+
+    Raises:
+        ModuleError: nothing to reduce, no values yet, several devices, or gradients of a kind that is not supported.
+        ConfigError: the parameters are not on `device`.
+    """
+    if not target.trainable:
+        raise ModuleError(
+            f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules and "
+            "fully_shard); there is nothing to reduce."
+        )
+    if needs_values:
+        _check_values(target)
+    _check_devices(target, device)
+    _check_kinds(target)
+
+
+def device_of(given: int | torch.device, option: str) -> torch.device:
+    """A device that was given as torch's DDP takes them: a number means that GPU.
+
+    Raises:
+        ConfigError: something else was given.
+    """
+    if isinstance(given, bool) or not isinstance(given, (int, torch.device)) or (isinstance(given, int) and given < 0):
+        raise ConfigError(f"{option} must be the number of a GPU or a torch.device, got {given!r}.")
+    if isinstance(given, int):
+        return torch.device("cuda", given)
+    if given.type == "cuda" and given.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return given
+
+
+def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
+    return ignored | {submodule for submodule in module.modules() if _is_fully_sharded(submodule)}
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    return "fully_shard" in distributed.composable_apis(module)
+
+
+def _manager(module: nn.Module) -> str | None:
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        return "torch's DistributedDataParallel"
+    if distributed.is_fsdp_module(module):
+        return "FullyShardedDataParallel"
+    managers = {"fully_shard": "fully_shard", "replicate": "torch's replicate"}
+    return next((managers[api] for api in distributed.composable_apis(module) if api in managers), None)
+
+
+def _walk(module: nn.Module, left_alone: frozenset[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """`named_modules`, but not into what is left alone."""
+    seen: set[nn.Module] = set()
+    stack = [("", module)]
+    while stack:
+        name, current = stack.pop()
+        if current in left_alone or current in seen:
+            continue
+        seen.add(current)
+        yield name, current
+        children = list(current.named_children())
+        stack.extend((f"{name}.{child_name}" if name else child_name, child) for child_name, child in children[::-1])
+
+
+def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer that is not left alone, once, with its name as the module has it."""
+    left_alone = _left_alone(module, ignored)
+    seen = {id(tensor) for each in left_alone for tensor in (*each.parameters(), *each.buffers())}
+    for prefix, submodule in _walk(module, left_alone):
+        own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
+        for name, tensor in own:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _check_values(target: Selection) -> None:
+    for name, tensor in {**target.trainable, **target.frozen, **target.buffers}.items():
+        if nn.parameter.is_lazy(tensor):
+            raise ModuleError(f"{name} is lazy. Run one forward with an example input before.")
+        if tensor.is_meta:
+            raise ModuleError(
+                f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "
+                "initialise it."
+            )
+
+
+def _check_devices(target: Selection, device: torch.device | None) -> None:
+    devices = {name: parameter.device for name, parameter in {**target.trainable, **target.frozen}.items()}
+    first_name, first = next(iter(devices.items()))
+    for name, found in devices.items():
+        if device is not None and found != device:
+            raise ConfigError(f"{name} is on {found}, device_id says {device}. Call module.to('{device}').")
+        if found != first:
+            raise ModuleError(
+                f"parameters are on several devices: {first_name} on {first}, {name} on {found}. "
+                "Move the module to one device: module.to(device)."
+            )
+
+
+def _check_kinds(target: Selection) -> None:
+    for name, parameter in target.trainable.items():
+        if type(parameter.data) is not torch.Tensor and not isinstance(parameter.data, nn.Parameter):
+            raise ModuleError(f"{name} is a {type(parameter.data).__name__}; only plain tensors are supported.")
+        if not parameter.is_floating_point():
+            raise ModuleError(f"{name} is {parameter.dtype}; gradients of real floating dtypes are supported.")
+        if owners.find(parameter) is not None:
+            raise ModuleError(
+                f"parameter {name} is replicated already. Call replicate() once, on the outermost module, or name the "
+                "module that owns it in ignored_modules."
+            )
+    reduced = {id(parameter) for parameter in target.trainable.values()}
+    for name, submodule in target.module.named_modules():
+        sparse = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse
+        if sparse and id(submodule.weight) in reduced:
+            raise ModuleError(
+                f"{fully_qualified(name) or 'the module'} makes sparse gradients. Build it with sparse=False."
+            )

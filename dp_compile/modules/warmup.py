@@ -1,0 +1,203 @@
+"""Compile everything that training will need before it starts, on all ranks, and leave no trace.
+
+    for each batch: { reduced, inside no_sync() } x { gradients None, kept from a reduction, kept from no_sync() }
+
+Shapes are compiled as they come: torch makes a size dynamic when it sees a second value of it. So pass batches of two
+different lengths if lengths vary, and the last, smaller batch if the loader keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile._torch import autograd, compiler
+from dp_compile.engine.agreement import Statement, agree
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import table_of
+from dp_compile.errors import ConfigError
+from dp_compile.modules.replicated_module import no_sync, replica_of, unwrap
+from dp_compile.plan.words import count
+
+BatchT = TypeVar("BatchT")
+MOST_ROUNDS: Final = 8
+"""Each dynamic size that torch finds takes up to two rounds."""
+
+_calls: Counter[str] = Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class WarmupRecord:
+    """What a warm-up compiled on this rank.
+
+    `captures` are graphs of compiled autograd, `graphs` what Dynamo handed to a compiler, forward and backward, in
+    `backwards` backwards. `settled`: the last round over all batches compiled nothing.
+    """
+
+    backwards: int
+    captures: int
+    graphs: int
+    settled: bool
+
+    def __str__(self) -> str:
+        made = f"{count(self.captures, 'capture')}, {count(self.graphs, 'compiled graph')}"
+        unsettled = "" if self.settled else "; something is still compiled in each round"
+        return f"warm-up: {count(self.backwards, 'backward')}, {made}{unsettled}"
+
+
+def warmup(
+    module: nn.Module,
+    batches: Iterable[BatchT],
+    loss: Callable[[BatchT], torch.Tensor],
+    *,
+    accumulation: bool = True,
+    gradients_kept: bool = True,
+) -> WarmupRecord:
+    """Compile forward and backward for these batches before training. Every rank has to call it.
+
+    Runs `loss(batch).backward()` for each batch in each variant, collectives included, and all again until nothing is
+    compiled on any rank. Parameters, gradients, buffers and torch's random numbers are afterwards what they were, and
+    the optimizer is not involved. No backward counts as a step: `replan_after` measures none of them. The plan is
+    settled as in a first backward. Returns when all ranks are done.
+
+    Args:
+        module: the replicated module, or what `torch.compile` returned for it.
+        batches: an example of each shape, the same number on every rank. Two values of a size make it dynamic.
+        loss: computes the loss of a batch exactly as the training loop does, autocast included:
+            `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled anew.
+        accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
+        gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
+
+    Raises:
+        ModuleError: the module is not replicated.
+        ConfigError: no batch was given, or `loss` changed a parameter.
+        DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
+    """
+    replica, examples = replica_of(module), list(batches)
+    if not examples:
+        raise ConfigError("warmup() needs at least one batch, got none.")
+    kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
+    done = _meet(replica, {"batches": len(examples), "backwards": kinds})
+    made = [_made()]
+    with _without_a_trace(unwrap(module), replica):
+        versions = _versions(module)
+        while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
+            for batch, (synced, kept) in itertools.product(examples, kinds):
+                _prepare(replica, kept=kept)
+                with contextlib.nullcontext() if synced else no_sync(module):
+                    value = loss(batch)
+                    _check_same(versions, _versions(module))
+                    value.backward()
+            made.append(_made())
+    done()
+    settled = made[-1] == made[-2]
+    captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
+    backwards = (len(made) - 1) * len(examples) * len(kinds)
+    return WarmupRecord(backwards, captures, graphs, settled)
+
+
+def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:
+    """Whether each backward reduces, and whether it adds to the gradients of the one before.
+
+    Gradients from a reduction are parts of one bucket, others have memory of their own: code differs.
+    """
+    kinds = [(True, False)]
+    if gradients_kept:
+        kinds += [(True, True), (False, True)] if accumulation else [(True, True)]
+    if accumulation:
+        kinds += [(False, False), (False, True), (True, True)]
+    return kinds
+
+
+def _is_settled(replica: Replica, made: Sequence[tuple[int, int]]) -> bool:
+    """Whether the last round compiled nothing on any rank."""
+    is_new = torch.tensor([float(made[-1] != made[-2])] if len(made) > 1 else [1.0], device=replica.device)
+    dist.all_reduce(is_new, op=dist.ReduceOp.MAX, group=replica.group.process_group)
+    return not bool(is_new.item())
+
+
+def _meet(replica: Replica, statement: Statement) -> Callable[[], None]:
+    """Wait until all ranks say the same; returns what waits until all ranks are through."""
+    _calls[replica.topic] += 1
+    topic = f"{replica.topic}/warmup/{_calls[replica.topic]}"
+    table = table_of(replica.group, replica.config.timeout_s)
+    if table is None:
+        return lambda: None
+    agree(table, topic, statement)
+    return lambda: agree(table, f"{topic}/done", {})
+
+
+def _prepare(replica: Replica, *, kept: bool) -> None:
+    if not kept:
+        for parameter in replica.parameters:
+            parameter.grad = None
+    # A plan that waits for the second backward is made here, one that waits for measurements is not.
+    replica.synced_backwards = min(replica.synced_backwards, 1)
+
+
+def _versions(module: nn.Module) -> dict[str, int]:
+    return {name: autograd.version_of(parameter) for name, parameter in unwrap(module).named_parameters()}
+
+
+def _check_same(before: dict[str, int], after: dict[str, int]) -> None:
+    """Before the backward: nothing is reduced then, and no other guard speaks of another cause."""
+    changed = [name for name, version in after.items() if before.get(name) != version]
+    if changed:
+        raise ConfigError(
+            f"the loss given to warmup() changed {changed[0]}. It may only compute the loss; no optimizer step."
+        )
+
+
+def _made() -> tuple[int, int]:
+    return compiler.captures(), compiler.compiled_graphs()
+
+
+@contextlib.contextmanager
+def _without_a_trace(module: nn.Module, replica: Replica) -> Iterator[None]:
+    """Put back gradients, buffers, random numbers and counters."""
+    device = replica.device
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
+        with _same_counts(replica), _same_tensors(module):
+            yield
+
+
+@contextlib.contextmanager
+def _same_counts(replica: Replica) -> Iterator[None]:
+    steps, backwards = replica.synced_backwards, replica.backwards.copy()
+    launches, used = list(replica.seen_launches), set(replica.used_without_sync)
+    version = replica.version_without_sync
+    try:
+        yield
+    finally:
+        replica.version_without_sync = version
+        replica.synced_backwards, replica.backwards = steps, backwards
+        replica.seen_launches, replica.used_without_sync = launches, used
+
+
+@contextlib.contextmanager
+def _same_tensors(module: nn.Module) -> Iterator[None]:
+    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    owners = [
+        (owner, name, buffer) for owner in module.modules() for name, buffer in owner.named_buffers(recurse=False)
+    ]
+    values = [buffer.clone() for _, _, buffer in owners]
+    try:
+        yield
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for (owner, name, buffer), value in zip(owners, values, strict=True):
+                buffer.copy_(value)
+                setattr(owner, name, buffer)  # the forward may have put another tensor in its place

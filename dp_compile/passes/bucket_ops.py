@@ -1,0 +1,81 @@
+"""The ops that make buckets: what they are in a graph, and what they do where nothing is compiled.
+
+    flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
+                                                              offsets, each in its memory order
+    assemble([a, b])                                      ->  one flat tensor, a and then b
+
+`lowering.py` says what compiled code makes of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define("flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel) -> Tensor")
+
+_library.define("assemble(Tensor[] pieces) -> Tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class MemberPlace:
+    """Where a member lies in its bucket."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    numel: int
+
+
+def places_of(shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: Sequence[int]) -> list[MemberPlace]:
+    """The members' places. `strides` of all members in one list."""
+    places: list[MemberPlace] = []
+    first = 0
+    for each, offset in zip(shapes, offsets, strict=True):
+        shape = tuple(int(size) for size in each)
+        places.append(MemberPlace(shape, tuple(strides[first : first + len(shape)]), offset, math.prod(shape)))
+        first += len(shape)
+    return places
+
+
+def _fill(
+    gradients: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+) -> torch.Tensor:
+    bucket = gradients[0].new_zeros(numel)
+    places = places_of([gradient.shape for gradient in gradients], strides, offsets)
+    for gradient, scale, place in zip(gradients, scales, places, strict=True):
+        part = bucket.as_strided(place.shape, place.stride, place.offset)
+        if scale == 1.0:
+            part.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=part)
+    return bucket
+
+
+def _shape_of_bucket(
+    gradients: Sequence[torch.Tensor],
+    scales: Sequence[float],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+) -> torch.Tensor:
+    return gradients[0].new_empty(numel)
+
+
+_library.impl("flat_bucket", _fill, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::flat_bucket", _shape_of_bucket, lib=_library)
+
+FLAT_BUCKET = torch.ops.dp_compile.flat_bucket.default
+
+_library.impl("assemble", torch.cat, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::assemble", torch.cat, lib=_library)
+
+ASSEMBLE = torch.ops.dp_compile.assemble.default

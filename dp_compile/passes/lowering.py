@@ -1,0 +1,244 @@
+"""The op that fills a bucket, and how Inductor turns it into memory that producers write into.
+
+    flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
+                                                              offsets, each in its memory order
+
+In eager mode the op copies. Compiled, the bucket is allocated before its members are computed: a matrix product gets
+its part of the bucket as `out=`, generated code stores there, the factor included. Nothing is left to be copied, but
+for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why. If such a
+gradient has the whole bucket for itself, its own memory becomes the bucket.
+
+    assemble([a, b])  ->  one flat tensor, a and then b
+
+puts the reduced pieces of a gradient together. Compiled, buckets that hold one piece each are allocated side by side in
+that tensor: the collectives run there, and nothing is copied.
+
+What lies in the gaps between members is not defined: the collective adds it up, but nobody looks at it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from dp_compile._torch import inductor
+from dp_compile.fx import edit
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, places_of
+
+ir = inductor.ir
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """How compiled code fills the place of one member of a bucket.
+
+    `unit` names the bucket, `position` is the member's place among the bucket's members. `copied` says why it costs a
+    pass of its own, else `None`.
+    """
+
+    unit: str
+    position: int
+    copied: str | None
+
+
+Observer = Callable[[Written], None]
+_observer: ContextVar[Observer | None] = ContextVar("dp_compile_observer", default=None)
+
+
+@contextlib.contextmanager
+def observing(observer: Observer) -> Iterator[None]:
+    """Tell `observer` of every member of every bucket that is lowered inside, in this thread."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def _lower(
+    gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[int], offsets: Sequence[int], numel: int
+) -> Any:
+    places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
+    node = inductor.graph_being_lowered().current_node
+    if len(gradients) == 1 and scales[0] == 1.0 and places[0].numel == numel:
+        whole = _own_memory(node, gradients[0], places[0])
+        if whole is not None:
+            _tell(node, 0, None)
+            return whole
+    device, dtype = gradients[0].get_device(), gradients[0].get_dtype()
+    bucket = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
+    storage = ir.StorageBox(bucket)
+    for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
+        if place.numel:
+            layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
+            part = ir.ReinterpretView(data=storage, layout=layout)
+            own = _is_own(node, position, _storage_of(gradient))
+            if scale == 1.0 and own and _can_be_moved(gradient, part):
+                bucket.inputs.append(_move(gradient, part))
+                _tell(node, position, None)
+            else:
+                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale), part))
+                _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1))
+    bucket.name = inductor.graph_being_lowered().register_buffer(bucket)
+    bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
+    inductor.graph_being_lowered().register_operation(bucket)
+    return ir.TensorBox(storage)
+
+
+inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
+
+
+def _lower_assembly(pieces: Sequence[Any]) -> Any:
+    graph = inductor.graph_being_lowered()
+    node = graph.current_node
+    sizes = [int(piece.get_size()[0]) for piece in pieces]
+    device, dtype = pieces[0].get_device(), pieces[0].get_dtype()
+    whole = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [sum(sizes)], [1]), inputs=[])
+    storage = ir.StorageBox(whole)
+    for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+        layout = ir.FixedLayout(device, dtype, [size], [1], sum(sizes[:number]))
+        part = ir.ReinterpretView(data=storage, layout=layout)
+        fits = _is_a_bucket(piece, size) and set(node.args[0][number].users) == {node}
+        whole.inputs.append(_move(piece, part) if fits else ir.ConcatKernel.realize_into(_scaled(piece, 1.0), part))
+    whole.name = graph.register_buffer(whole)
+    whole.inputs = ir.ConcatKernel.unwrap_storage(whole.inputs)
+    graph.register_operation(whole)
+    return ir.TensorBox(storage)
+
+
+inductor.register_lowering(ASSEMBLE, type_promotion_kind=None)(_lower_assembly)
+
+
+def _is_a_bucket(piece: Any, numel: int) -> bool:
+    """Whether a piece is all of a bucket that was allocated by `_lower`, and not moved anywhere yet."""
+    if not isinstance(piece.data, ir.StorageBox) or not isinstance(piece.data.data, ir.ConcatKernel):
+        return False
+    bucket = piece.data.data
+    return type(bucket.layout) is ir.FixedLayout and [int(size) for size in bucket.get_size()] == [numel]
+
+
+def _own_memory(bucket: fx.Node, gradient: Any, place: MemberPlace) -> Any:
+    """The memory of a gradient that has a bucket for itself and a kernel that allocates; `None` if it is not fit."""
+    storage = _storage_of(gradient)
+    if isinstance(gradient.data, ir.BaseView) or not isinstance(storage.data, (ir.ExternKernelAlloc, ir.MultiOutput)):
+        return None
+    if not _is_own(bucket, 0, storage) or _may_be_older(storage.data) or not _lies_as(storage.data, place.stride):
+        return None
+    layout = ir.FixedLayout(gradient.get_device(), gradient.get_dtype(), [place.numel], [1])
+    return ir.TensorBox(ir.ReinterpretView(data=storage, layout=layout))
+
+
+def _may_be_older(buffer: Any) -> bool:
+    """Whether a kernel's result may be memory that it was given."""
+    return bool(buffer.get_inputs_that_alias_output() or buffer.get_mutation_names())
+
+
+def _can_be_moved(gradient: Any, part: Any) -> bool:
+    """Whether what computes a gradient can be told to write it into its part of the bucket."""
+    if not isinstance(gradient.data, ir.StorageBox):
+        return False
+    gradient.realize()
+    return ir.ConcatKernel.can_realize_into_without_copy(gradient.data, part) or _writes_as_given(gradient, part)
+
+
+def _writes_as_given(gradient: Any, part: Any) -> bool:
+    """Whether a library's kernel has fixed strides that happen to be those of the part."""
+    return isinstance(gradient.data.data, ir.ExternKernelOut) and _lies_as(gradient.data.data, part.get_stride())
+
+
+def _lies_as(buffer: Any, stride: Sequence[Any]) -> bool:
+    """Whether a buffer has these strides for good; a dimension of size one may have any."""
+    if type(buffer.layout) is not ir.FixedLayout or buffer.layout.offset:
+        return False
+    strides = zip(buffer.get_size(), buffer.get_stride(), stride, strict=True)
+    return all(size == 1 or one == other for size, one, other in strides)
+
+
+def _move(gradient: Any, part: Any) -> Any:
+    gradient.data.data.layout = ir.NonOwningLayout(part)
+    return gradient.data.data
+
+
+def _scaled(gradient: Any, scale: float) -> Any:
+    """A gradient times `scale`, computed by whoever reads it."""
+    if scale != 1.0:
+        return inductor.lower_multiplication(gradient, scale)
+    return ir.Pointwise.create(
+        device=gradient.get_device(),
+        dtype=gradient.get_dtype(),
+        inner_fn=gradient.make_loader(),
+        ranges=gradient.get_size(),
+    )
+
+
+def _why_copied(gradient: Any, *, own: bool, alone: bool) -> str | None:
+    """Why reading a gradient is not a part of the kernel that computes it; `None` if it is.
+
+    Args:
+        own: whether the gradient serves nobody but the bucket.
+        alone: whether the bucket has this member only.
+    """
+    buffer = _storage_of(gradient).data
+    if not isinstance(buffer, ir.Buffer):
+        return None  # Not in memory yet: whoever reads it computes it.
+    if isinstance(buffer, ir.InputBuffer):
+        return "an input of the backward"
+    if isinstance(buffer, (ir.ExternKernelAlloc, ir.MultiOutput)) and not (alone and own):
+        return f"{_operator(buffer)} allocates its result itself"
+    if buffer.get_name() in inductor.graph_being_lowered().mutated_buffers:
+        return "filled in several steps"
+    if isinstance(buffer, ir.ComputedBuffer):
+        return None  # Generated code, which the reading is fused with.
+    if not own:
+        return f"the result of {_operator(buffer)} is used in another place too"
+    return f"{_operator(buffer)} writes with other strides, or does not take a factor"
+
+
+def _operator(buffer: Any) -> str:
+    while isinstance(buffer, ir.MultiOutput):
+        buffer = buffer.inputs[0]
+    return str(getattr(buffer, "op_overload", None) or getattr(buffer, "python_kernel_name", None) or "a kernel")
+
+
+def _storage_of(value: Any) -> Any:
+    """The storage behind a tensor of Inductor's, and behind its views."""
+    inner = value.data
+    return inner.unwrap_view() if isinstance(inner, ir.BaseView) else inner
+
+
+def _is_own(bucket: fx.Node, position: int, storage: Any) -> bool:
+    """Whether the storage of a member serves nobody but the bucket, and only once.
+
+    The collective overwrites the bucket, so nobody else may look for a gradient there. Operations may return what
+    they were given (an update in place, a change of nothing): those are followed back to who made the storage.
+    """
+    members = bucket.args[0]
+    assert isinstance(members, Sequence)
+    node = members[position]
+    assert isinstance(node, fx.Node)
+    if members.count(node) > 1 or set(node.users) != {bucket}:
+        return False
+    while node not in storage.data.origins:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return False
+        if node.target is operator.getitem and source in storage.data.origins:
+            return [user.args[1:] for user in source.users].count(
+                node.args[1:]
+            ) == 1  # one result of a kernel's several
+        if set(source.users) != {node}:
+            return False
+        node = source
+    return True
+
+
+def _tell(node: fx.Node, position: int, copied: str | None) -> None:
+    observer, provenance = _observer.get(), edit.provenance_of(node)
+    if observer is not None and provenance is not None:
+        observer(Written(provenance.unit, int(provenance.members[position]), copied))

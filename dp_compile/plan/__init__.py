@@ -1,0 +1,1 @@
+"""Which gradients are reduced together, and when: pure data and numbers."""

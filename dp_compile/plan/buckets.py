@@ -1,0 +1,355 @@
+"""Which gradients are reduced together, and in which order: pure data, the same on every rank.
+
+A plan is a function of the parameters (order, shapes, dtypes, devices), the group and the configuration; never of
+a rank's own timing, cache or activations. Every rank runs the plan's buckets in the plan's order, whether its
+backward was compiled or not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from dp_compile.errors import ConfigError
+from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
+
+PLAN_VERSION = 1
+UNUSED_FLAGS: Final = "<unused-parameter flags>"
+"""The one member of a plan that is not a gradient: which parameters each rank did not use."""
+
+
+Rows = tuple[int, int]
+"""The first row of a piece along dimension 0, and the one behind its last."""
+
+
+class BucketKey(NamedTuple):
+    """Gradients may share a bucket only if all of these agree."""
+
+    group: str
+    reduce_op: str
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What a plan needs to know of one gradient.
+
+    `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
+    bucket keeps the parameter's memory order), `scale` the factor before the reduction.
+    """
+
+    index: int
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    itemsize: int
+    key: BucketKey
+    scale: float
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def why_in_one_piece(self) -> str | None:
+        """Why it cannot be cut into rows that lie one after the other in memory; `None` if it can."""
+        if len(self.shape) < 2:
+            return f"it has {count(len(self.shape), 'dimension')}, only matrices and more are cut"
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != step:
+                return f"it has strides {self.stride}, only contiguous gradients are cut"
+            step *= size
+        return None if self.numel else "it is empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A gradient of a bucket, or a piece of one.
+
+    `offset`: where it starts in the bucket's flat memory, in elements. `None`: apart, it is reduced in the memory
+    that it was computed in. `rows`: which rows along dimension 0 it has; `None`: the whole gradient.
+    """
+
+    gradient: GradientSpec
+    offset: int | None
+    rows: Rows | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.gradient.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.gradient.shape[1:])
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.gradient.itemsize
+
+    @property
+    def label(self) -> str:
+        """The gradient's name; with its rows, for a piece: `head.weight[0:64]`."""
+        return self.gradient.name if self.rows is None else f"{self.gradient.name}[{self.rows[0]}:{self.rows[1]}]"
+
+
+class Place(NamedTuple):
+    """Where a member lies: in which of the bucket's tensors, and how many elements from its start."""
+
+    tensor: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that are reduced by one collective: a flat memory with some of them, and the others apart."""
+
+    key: BucketKey
+    members: tuple[Member, ...]
+    reason: str
+
+    @property
+    def numel(self) -> int:
+        """Elements of the flat memory, the gaps between members included."""
+        return max((m.offset + m.numel for m in self.members if m.offset is not None), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradients."""
+        return sum(member.nbytes for member in self.members)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes that are reduced although no gradient lies there."""
+        together = sum(member.numel for member in self.members if member.offset is not None)
+        return (self.numel - together) * self.members[0].gradient.itemsize
+
+    @property
+    def tensor_numels(self) -> tuple[int, ...]:
+        """Elements of each tensor that the collective carries: the flat memory, if any, then what is apart."""
+        apart = tuple(member.numel for member in self.members if member.offset is None)
+        return apart if len(apart) == len(self.members) else (self.numel, *apart)
+
+    def places(self) -> Iterator[Place]:
+        """Where each member lies among `tensor_numels`, in the order of the members."""
+        apart = len(self.tensor_numels) - sum(member.offset is None for member in self.members)
+        for member in self.members:
+            if member.offset is None:
+                yield Place(apart, 0)
+                apart += 1
+            else:
+                yield Place(0, member.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """All buckets of one replicated module, in launch order.
+
+    `folds_scale`: the factor before the reduction may be applied inside of what computes a gradient. That can round
+    in another place than a multiplication of its own.
+    """
+
+    buckets: tuple[Bucket, ...]
+    folds_scale: bool = True
+
+    @property
+    def gradients(self) -> tuple[GradientSpec, ...]:
+        """Every gradient once, in launch order; one in pieces stands where its first piece does."""
+        members = (member for bucket in self.buckets for member in bucket.members)
+        return tuple({member.gradient.index: member.gradient for member in members}.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(bucket.nbytes for bucket in self.buckets)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON. Group names are left out: they are a rank's own affair."""
+        buckets = [asdict(bucket) | {"key": bucket.key._replace(group="")._asdict()} for bucket in self.buckets]
+        for bucket in buckets:
+            for member in bucket["members"]:
+                del member["gradient"]["key"]
+                if member["rows"] is None:
+                    del member["rows"]
+        return {"version": PLAN_VERSION, "folds_scale": self.folds_scale, "buckets": buckets}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> BucketPlan:
+        """What `to_dict` gave, with empty group names: for looking at, not for reducing by.
+
+        Raises:
+            ConfigError: of another version.
+            KeyError, TypeError: a field is missing, unknown or of another kind.
+        """
+        if data["version"] != PLAN_VERSION:
+            raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it anew.")
+        return BucketPlan(tuple(_bucket(each) for each in data["buckets"]), bool(data["folds_scale"]))
+
+    def signature(self) -> str:
+        """A short hash; two ranks with equal signatures run the same collectives."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        gradients = [gradient for gradient in self.gradients if gradient.name != UNUSED_FLAGS]
+        head = f"plan: {count(len(self.buckets), 'bucket')}, {count(len(gradients), 'gradient')}"
+        lines = [f"{head}, {format_bytes(self.nbytes)}"]
+        lines += [f"  {position:>3}  {_describe(bucket)}" for position, bucket in enumerate(self.buckets)]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How members lie in their buckets.
+
+    A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
+    rounded up to a power of two, so that small gradients are not mostly padding. Gradients named in `apart` keep
+    memory of their own.
+    """
+
+    alignment_bytes: int
+    apart: frozenset[str] = frozenset()
+
+    def bucket(
+        self,
+        key: BucketKey,
+        gradients: Sequence[GradientSpec],
+        reason: str,
+        rows: Mapping[int, Rows] = MappingProxyType({}),
+    ) -> Bucket:
+        """A bucket with its members one after the other, in the given order.
+
+        Args:
+            key: what all members have in common.
+            gradients: one for each member.
+            reason: why the bucket ends here.
+            rows: by position in `gradients`, which rows a member has that is a piece.
+        """
+        members: list[Member] = []
+        end = 0
+        for position, gradient in enumerate(gradients):
+            member = Member(gradient, None, rows.get(position))
+            if gradient.name not in self.apart:
+                step = self._step(member)
+                member = replace(member, offset=-(-end // step) * step)
+                end = -(-end // step) * step + member.numel
+            members.append(member)
+        return Bucket(key, tuple(members), reason)
+
+    def _step(self, member: Member) -> int:
+        """What an offset has to be a multiple of, in elements."""
+        own_size = 1 << max(0, member.nbytes - 1).bit_length()
+        return max(1, min(self.alignment_bytes, own_size) // member.gradient.itemsize)
+
+
+PACKED: Final = Layout(alignment_bytes=1)
+"""One after the other without gaps."""
+
+
+def plan_buckets(
+    gradients: Sequence[GradientSpec], *, bucket_cap_mb: float, first_bucket_cap_mb: float, layout: Layout = PACKED
+) -> BucketPlan:
+    """Fill buckets in the given order and close each when it has reached its cap, as torch's DDP does.
+
+    Args:
+        gradients: in the order in which they are expected to become ready.
+        bucket_cap_mb: MiB at which a bucket is closed.
+        first_bucket_cap_mb: the same for the first bucket of each key.
+        layout: where members start in a bucket; padding does not count towards the caps.
+
+    Source: torch `compute_bucket_assignment_by_size` (reducer.cpp), with one open bucket per key. Buckets are
+    launched in the order in which their last member becomes ready. The flags go with the gradient before them: they
+    never cost a collective of their own.
+    """
+    filling: dict[BucketKey, list[GradientSpec]] = {}
+    filled: Counter[BucketKey] = Counter()
+    closed: list[tuple[int, Bucket]] = []
+    past_first: set[BucketKey] = set()
+    last_position: dict[BucketKey, int] = {}
+
+    def close(key: BucketKey, reason: str) -> None:
+        closed.append((last_position[key], layout.bucket(key, filling.pop(key), reason)))
+        past_first.add(key)
+        del filled[key]
+
+    for position, gradient in enumerate(gradients):
+        key = gradient.key
+        members = filling.setdefault(key, [])
+        members.append(gradient)
+        filled[key] += gradient.nbytes
+        last_position[key] = position
+        cap_mb = bucket_cap_mb if key in past_first else first_bucket_cap_mb
+        if filled[key] >= cap_mb * BYTES_PER_MB and not _flags_follow(gradients, position):
+            close(key, f"reached the {'' if key in past_first else 'first '}cap of {cap_mb:g} MiB")
+    for key in list(filling):
+        close(key, "last of its key")
+    return BucketPlan(tuple(bucket for _, bucket in sorted(closed, key=lambda item: item[0])))
+
+
+def _flags_follow(gradients: Sequence[GradientSpec], position: int) -> bool:
+    following = gradients[position + 1 : position + 2]
+    return bool(following) and following[0].name == UNUSED_FLAGS and following[0].key == gradients[position].key
+
+
+def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
+    """Each gradient for itself, in the given order: what runs when no pass makes buckets.
+
+    Row by row whatever the parameter's memory order, as the op does that is left in the graph then.
+    """
+    rows = [replace(gradient, stride=_row_by_row(gradient.shape)) for gradient in gradients]
+    return BucketPlan(tuple(PACKED.bucket(gradient.key, [gradient], "no bucketing") for gradient in rows))
+
+
+def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = list(accumulate(shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))
+    return tuple(reversed(strides)) if shape else ()
+
+
+def _bucket(data: Mapping[str, Any]) -> Bucket:
+    key = BucketKey(**data["key"])
+    members = []
+    for each in data["members"]:
+        given = dict(each["gradient"])
+        shape, stride = tuple(given.pop("shape")), tuple(given.pop("stride"))
+        rows = None if each.get("rows") is None else (int(each["rows"][0]), int(each["rows"][1]))
+        members.append(Member(GradientSpec(shape=shape, stride=stride, key=key, **given), each["offset"], rows))
+    return Bucket(key, tuple(members), data["reason"])
+
+
+def row_blocks(n_rows: int, count: int) -> tuple[Rows, ...]:
+    """As many blocks of rows, as equal as can be."""
+    return tuple((n_rows * number // count, n_rows * (number + 1) // count) for number in range(count))
+
+
+def covers(blocks: Sequence[Rows], n_rows: int) -> bool:
+    """Whether each row is in exactly one block, and no block is empty."""
+    ends = [0, *(last for _, last in sorted(blocks))]
+    starts = [first for first, _ in sorted(blocks)]
+    return starts == ends[:-1] and ends[-1] == n_rows and all(first < last for first, last in blocks)
+
+
+def _describe(bucket: Bucket) -> str:
+    names = [member.label for member in bucket.members]
+    gradients = [name for name in names if name != UNUSED_FLAGS]
+    span = " .. ".join(dict.fromkeys((gradients[0], gradients[-1]))) if gradients else "flags only"
+    flags = " + flags" if gradients and len(gradients) < len(names) else ""
+    apart = sum(member.offset is None for member in bucket.members)
+    notes = [bucket.reason]
+    notes += [f"{apart} of {len(names)} in memory of their own"] if apart else []
+    notes += [f"{format_bytes(bucket.padding_nbytes)} padding"] if bucket.padding_nbytes else []
+    return (
+        f"{format_bytes(bucket.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
+        f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}{flags}  ({'; '.join(notes)})"
+    )

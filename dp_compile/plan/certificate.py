@@ -1,0 +1,308 @@
+"""The partition that is best in the worst case when speeds are believed wrongly, and what it promises. Pure numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dp_compile.plan.cost import AllReduceCost, release_time_bound
+from dp_compile.plan.network import (
+    Buckets,
+    Job,
+    ReadyGradient,
+    finish_time,
+    fixed_partition,
+    jobs_of,
+    launches,
+    release_times,
+)
+from dp_compile.plan.partition import MANY, SLACK, earliest_partition, optimal_partition
+from dp_compile.plan.words import BYTES_PER_MB, count
+
+ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
+"""How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
+
+MEASURED_BAND: Final = (1.0, 0.9, 1.1)
+"""The same for speeds that were measured: what is left is noise."""
+
+PIECES_GAIN: Final = 0.005
+"""Pieces are taken if they make the latest end earlier by more than this share. The model is not more exact."""
+
+LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
+"""Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
+
+CAPS_MB: Final = (1.0, 5.0, 25.0)
+FIRST_CAP_MB: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What a partition promises, all in seconds after the start of the backward.
+
+    `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
+    the largest makespan over bound in `band`. `reasons`: for each bucket, why it ends where it ends.
+    """
+
+    strategy: str
+    cost: AllReduceCost
+    backward_s: float
+    makespan_s: float
+    bound_s: float
+    worst_ratio: float
+    band: tuple[float, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def ratio(self) -> float:
+        return self.makespan_s / self.bound_s if self.bound_s else 1.0
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.strategy}: {count(len(self.reasons), 'bucket')}, all-reduce = {self.cost}",
+            f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}, bound {_ms(self.bound_s)}, "
+            f"ratio {self.ratio:.4f}, at most {self.worst_ratio:.4f} with speeds off by "
+            f"{min(self.band):g}x to {max(self.band):g}x",
+        ]
+        return "\n".join([*lines, *(f"  {number:>3}  {reason}" for number, reason in enumerate(self.reasons))])
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A partition of `gradients` (pieces, where a large gradient was cut) with its certificate.
+
+    `assembly_s`: how long it takes to put pieces together at the end.
+    """
+
+    gradients: tuple[ReadyGradient, ...]
+    buckets: Buckets
+    certificate: Certificate
+    assembly_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """All gradients in launch order, some of them in pieces.
+
+    `copy_s_per_byte`: pieces that share a bucket are copied to be put together, at this speed. That is counted as if
+    it were done at the very end. A piece that has a bucket for itself is where it has to be.
+    """
+
+    gradients: tuple[ReadyGradient, ...]
+    copy_s_per_byte: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    strategy: str
+    gradients: tuple[ReadyGradient, ...]
+    buckets: Buckets
+    jobs: tuple[Job, ...]
+
+
+def certify(
+    gradients: Sequence[ReadyGradient],
+    buckets: Buckets,
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    strategy: str,
+    band: tuple[float, ...] = ERROR_BAND,
+    assembly_s: float = 0.0,
+) -> Certificate:
+    """What given buckets promise. `assembly_s`: how long it takes at the end to put pieces together."""
+    jobs = jobs_of(gradients, buckets, cost)
+    return Certificate(
+        strategy,
+        cost,
+        backward_s,
+        max(backward_s, finish_time(jobs)) + assembly_s,
+        _bound(gradients, cost, backward_s),
+        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band, assembly_s),
+        band,
+        tuple(_reasons(gradients, buckets, jobs)),
+    )
+
+
+def robust_partition(
+    gradients: Sequence[ReadyGradient],
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    band: tuple[float, ...] = ERROR_BAND,
+) -> Choice:
+    """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
+
+    Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
+    it ends some percent later than the optimum if the belief was right (docs/plan_table.md).
+
+    Args:
+        gradients: in launch order.
+        cost: of the collective that carries a bucket.
+        backward_s: how long the backward takes without communication.
+        band: how much slower the network may be, compared with the backward, than was believed.
+
+    Raises:
+        ConfigError: a number is not allowed.
+    """
+    whole = tuple(gradients)
+    candidates = list(_candidates(whole, cost, backward_s, band))
+    bounds = _bounds(whole, cost, backward_s, band)
+    ratios = [worst_ratio(candidate.jobs, bounds, backward_s, band) for candidate in candidates]
+    least = min(ratios) * (1 + SLACK)
+    equal = [candidate for candidate, ratio in zip(candidates, ratios, strict=True) if ratio <= least]
+    best = min(equal, key=lambda candidate: len(candidate.buckets))
+    certificate = certify(
+        best.gradients, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})", band=band
+    )
+    return Choice(best.gradients, best.buckets, certificate)
+
+
+def robust_with_pieces(
+    gradients: Sequence[ReadyGradient],
+    cuts: Sequence[Cut],
+    *,
+    cost: AllReduceCost,
+    backward_s: float,
+    band: tuple[float, ...] = ERROR_BAND,
+) -> Choice:
+    """As `robust_partition`; with one of `cuts` instead, if the model says that this pays.
+
+    It pays if the latest end of all speeds in `band` is earlier by more than `PIECES_GAIN`, and no other end is later
+    by more than that. Of those that do, the one whose ends are earliest on average. The copies of `Cut` are counted.
+
+    Args:
+        gradients: in launch order.
+        cuts: the same gradients, some in pieces; later ones have to gain more than earlier ones.
+        cost: of the collective that carries a bucket.
+        backward_s: how long the backward takes without communication.
+        band: how much slower the network may be, compared with the backward, than was believed.
+    """
+    best = robust_partition(gradients, cost=cost, backward_s=backward_s, band=band)
+    whole_ends, best_share = _ends(jobs_of(best.gradients, best.buckets, cost), backward_s, band), 1.0
+    for cut in cuts:
+        for candidate in _candidates(cut.gradients, cost, backward_s, band):
+            assembly_s = _assembly_s(candidate, cut)
+            ends = [end + assembly_s for end in _ends(candidate.jobs, backward_s, band)]
+            shares = [end / whole for end, whole in zip(ends, whole_ends, strict=True) if whole]
+            share = sum(shares) / max(1, len(shares))
+            pays = max(ends) < max(whole_ends) * (1 - PIECES_GAIN) and max(shares) <= 1 + PIECES_GAIN
+            if pays and share < best_share * (1 - PIECES_GAIN / len(band)):
+                best, best_share = _chosen(candidate, assembly_s, cost, backward_s, band), share
+    return best
+
+
+def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:
+    return [max(backward_s, finish_time(jobs, slower=slower)) for slower in band]
+
+
+def _assembly_s(candidate: _Candidate, cut: Cut) -> float:
+    """How long it takes to copy the pieces that share a bucket with something else."""
+    shared = [candidate.gradients[position] for bucket in candidate.buckets if len(bucket) > 1 for position in bucket]
+    return cut.copy_s_per_byte * sum(each.nbytes for each in shared if each.pieces > 1)
+
+
+def _chosen(
+    candidate: _Candidate, assembly_s: float, cost: AllReduceCost, backward_s: float, band: tuple[float, ...]
+) -> Choice:
+    certificate = certify(
+        candidate.gradients,
+        candidate.buckets,
+        cost=cost,
+        backward_s=backward_s,
+        strategy=f"robust ({candidate.strategy}, one gradient in pieces)",
+        band=band,
+        assembly_s=assembly_s,
+    )
+    return Choice(candidate.gradients, candidate.buckets, certificate, assembly_s)
+
+
+def worst_ratio(
+    jobs: Sequence[Job],
+    bounds: Sequence[float],
+    backward_s: float,
+    band: Sequence[float] = ERROR_BAND,
+    assembly_s: float = 0.0,
+) -> float:
+    """The largest makespan over bound when the network is slower or faster than the jobs say.
+
+    Args:
+        jobs: the buckets at the believed speed.
+        bounds: the bound for each speed in `band`.
+        backward_s: how long the backward takes.
+        band: the speeds.
+        assembly_s: how long it takes at the end to put pieces together.
+    """
+    makespans = [end + assembly_s for end in _ends(jobs, backward_s, band)]
+    return max(makespan / bound if bound else 1.0 for makespan, bound in zip(makespans, bounds, strict=True))
+
+
+def _candidates(
+    gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float]
+) -> Iterator[_Candidate]:
+    found: dict[Buckets, str] = {}
+    for slower in band:
+        buckets = optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
+        found.setdefault(buckets, f"optimal for a network {slower:.2g}x as slow" if slower != 1 else "optimal")
+    for latency, slower in itertools.product(LATENCIES if len(gradients) < MANY else LATENCIES[2:3], band):
+        assumed = AllReduceCost(cost.alpha_s * slower * latency, cost.beta_s_per_byte * slower)
+        buckets = earliest_partition(gradients, cost=assumed)
+        found.setdefault(buckets, f"earliest for a network {slower:.2g}x as slow, latency {latency:g}x")
+    for cap_mb in CAPS_MB:
+        first = min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB
+        buckets = fixed_partition(gradients, cap_nbytes=cap_mb * BYTES_PER_MB, first_cap_nbytes=first)
+        found.setdefault(buckets, f"fixed cap of {cap_mb:g} MiB")
+    for buckets, strategy in found.items():
+        yield _Candidate(strategy, gradients, buckets, tuple(jobs_of(gradients, buckets, cost)))
+
+
+def _bound(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> float:
+    return release_time_bound(
+        release_times(gradients),
+        [gradient.nbytes for gradient in gradients],
+        cost=cost,
+        backward_s=backward_s,
+        keys=[gradient.key for gradient in gradients],
+    )
+
+
+def _bounds(
+    gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
+) -> list[float]:
+    return [_bound(gradients, cost.scaled(slower), backward_s) for slower in band]
+
+
+def _reasons(gradients: Sequence[ReadyGradient], buckets: Buckets, jobs: Sequence[Job]) -> Iterator[str]:
+    """One sentence for each bucket, each a fact of the predicted timeline."""
+    released = release_times(gradients)
+    following = _first_of_next(gradients, buckets)
+    idle_s = 0.0
+    for bucket, launch in zip(buckets, launches(jobs), strict=True):
+        then = following.get(bucket)
+        if then is None:
+            yield f"it holds the last gradient of its key, starts at {_ms(launch.start_s)}"
+        elif released[then] > launch.start_s:
+            yield (
+                f"closing later would start it at {_ms(released[then])} instead of {_ms(launch.start_s)}, "
+                f"when the network is idle since {_ms(idle_s)}"
+            )
+        else:
+            yield f"the network is busy until {_ms(idle_s)}: it would start no sooner if it closed earlier"
+        idle_s = launch.finish_s
+
+
+def _first_of_next(gradients: Sequence[ReadyGradient], buckets: Buckets) -> dict[tuple[int, ...], int]:
+    """For each bucket but the last of its key, the first member of the key's next bucket."""
+    following: dict[tuple[int, ...], int] = {}
+    previous: dict[Hashable, tuple[int, ...]] = {}
+    for bucket in buckets:
+        key = gradients[bucket[0]].key
+        if key in previous:
+            following[previous[key]] = bucket[0]
+        previous[key] = bucket
+    return following
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms"

@@ -1,0 +1,139 @@
+"""When gradients become ready in a backward: assumed, estimated from a graph, or measured. Pure numbers."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Final, NamedTuple
+
+from dp_compile.plan.buckets import BucketPlan, GradientSpec, Member
+
+ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
+ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
+MEASURED: Final = "ready times are measured, the slowest rank's count"
+
+
+class Product(NamedTuple):
+    """A gradient that is one matrix product and nothing else, so that it can be computed in blocks of rows.
+
+    Both are shares of the backward: how long the product takes, and how long it takes to copy the gradient.
+    """
+
+    produced: float
+    copied: float
+
+
+class Estimate(NamedTuple):
+    """What a graph says of one gradient: the share of the backward after which it is ready, and how it is made."""
+
+    share: float
+    product: Product | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyTimes:
+    """When each gradient is ready, as a share of the backward without communication.
+
+    `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s` is the length of that
+    backward in seconds, `None` if nobody has measured it. `products`: gradients that can be computed in pieces.
+    """
+
+    shares: Mapping[int, float]
+    backward_s: float | None
+    basis: str
+    products: Mapping[int, Product] = field(default_factory=dict)
+
+    def of(self, gradient: GradientSpec) -> float:
+        return self.shares.get(gradient.index, 1.0)
+
+    def of_member(self, member: Member) -> float:
+        """When a member is ready: a piece of a product before the pieces behind it."""
+        share, product = self.of(member.gradient), self.products.get(member.gradient.index)
+        if member.rows is None or product is None:
+            return share
+        return max(0.0, share - product.produced * (1 - member.rows[1] / member.gradient.shape[0]))
+
+    def to_json(self) -> str:
+        shares, products = list(self.shares.items()), list(self.products.items())
+        return json.dumps({"shares": shares, "backward_s": self.backward_s, "basis": self.basis, "products": products})
+
+    @staticmethod
+    def from_json(text: str) -> ReadyTimes:
+        """What `to_json` wrote; the same floats on every machine."""
+        data = json.loads(text)
+        products = {int(index): Product(*map(float, product)) for index, product in data["products"]}
+        return ReadyTimes({int(index): float(share) for index, share in data["shares"]}, *_rest(data), products)
+
+
+def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
+    backward_s = data["backward_s"]
+    return None if backward_s is None else float(backward_s), str(data["basis"])
+
+
+def estimated_times(estimates: Mapping[int, Estimate]) -> ReadyTimes:
+    """From what a graph says, by the gradient's index."""
+    shares = {index: estimate.share for index, estimate in estimates.items()}
+    products = {index: estimate.product for index, estimate in estimates.items() if estimate.product is not None}
+    return ReadyTimes(shares, None, ESTIMATED, products)
+
+
+def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
+    """From the parameters alone, in the given order: work is as the elements of everything but vectors.
+
+    Exact for dense layers, which take 4 FLOPs for each token and element.
+    """
+    work = [gradient.numel if len(gradient.shape) > 1 else 0 for gradient in gradients]
+    total = sum(work) or 1
+    shares = {gradient.index: done / total for gradient, done in zip(gradients, accumulate(work), strict=True)}
+    return ReadyTimes(shares, None, ASSUMED)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """What one rank saw in one backward: when it launched each bucket, and when all compute was done, in seconds."""
+
+    launch_s: tuple[float, ...]
+    backward_s: float
+
+
+def typical(seen: Sequence[Launches]) -> Launches:
+    """The median of several backwards of one rank."""
+    return Launches(
+        tuple(statistics.median(times) for times in zip(*(each.launch_s for each in seen), strict=True)),
+        statistics.median(each.backward_s for each in seen),
+    )
+
+
+def slowest(ranks: Sequence[Launches]) -> Launches:
+    """A collective starts when the last rank has launched it."""
+    return Launches(
+        tuple(max(times) for times in zip(*(each.launch_s for each in ranks), strict=True)),
+        max(each.backward_s for each in ranks),
+    )
+
+
+def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> ReadyTimes:
+    """Ready times that fit what was seen under `plan`.
+
+    Only launches were seen. Between the launches of two buckets, gradients are spread as in `before`. A gradient in
+    pieces is ready with the last of them.
+    """
+    shares: dict[int, float] = {}
+    start, start_before = 0.0, 0.0
+    for bucket, launch_s in zip(plan.buckets, launches.launch_s, strict=True):
+        believed = [before.of_member(member) for member in bucket.members]
+        end, end_before = max(start, min(1.0, launch_s / launches.backward_s)), max(start_before, *believed)
+        for member, share in zip(bucket.members, believed, strict=True):
+            passed = (max(share, start_before) - start_before) / (end_before - start_before or 1.0)
+            seen = start + (end - start) * passed if end_before > start_before else end
+            shares[member.gradient.index] = max(seen, shares.get(member.gradient.index, 0.0))
+        start, start_before = end, end_before
+    return ReadyTimes(shares, launches.backward_s, MEASURED, before.products)
+
+
+def in_ready_order(gradients: Sequence[GradientSpec], times: ReadyTimes) -> list[GradientSpec]:
+    """Gradients by the time when they are ready; equal ones stay in the given order."""
+    return sorted(gradients, key=times.of)

@@ -1,0 +1,306 @@
+"""How gradients are put into buckets: `fixed`, `per_module`, `optimal`, `coalesced`, `ddp`, `explicit`. Pure.
+
+| strategy     | a bucket ends                                                              | wants           |
+|--------------|----------------------------------------------------------------------------|-----------------|
+| `fixed`      | at a size, as in torch's DDP                                               | `bucket_cap_mb` |
+| `per_module` | where the module that a policy names ends                                  | `bucket_policy` |
+| `optimal`    | where the predicted end of the step is earliest, also if speeds are off 2x | `cost`          |
+| `coalesced`  | as `optimal`; a bucket has no flat memory, its gradients are reduced apart | `cost`          |
+| `ddp`        | where it ends in torch's DDP, which gives the same bits                    | nothing         |
+| `explicit`   | where a plan file says                                                     | `plan`          |
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+from dp_compile.errors import ConfigError
+from dp_compile.plan.backends import GROUPED, LIKE_NCCL
+from dp_compile.plan.buckets import (
+    PACKED,
+    PLAN_VERSION,
+    UNUSED_FLAGS,
+    BucketPlan,
+    GradientSpec,
+    Layout,
+    Rows,
+    covers,
+    plan_buckets,
+    row_blocks,
+)
+from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, robust_with_pieces
+from dp_compile.plan.cost import TREE, AllReduceCost
+from dp_compile.plan.links import link
+from dp_compile.plan.network import ReadyGradient, in_pieces
+from dp_compile.plan.ready_times import ReadyTimes, in_ready_order
+from dp_compile.plan.words import BYTES_PER_MB
+
+RANKS_OF_A_NODE: Final = 8
+PIECE_COUNTS: Final = (2, 4, 8)
+PIECE_NBYTES: Final = 16 * BYTES_PER_MB
+"""No piece is smaller: a product of few rows runs at less than full speed, which the model does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what it promises if it was made from a cost."""
+
+    plan: BucketPlan
+    certificate: Certificate | None = None
+
+
+def plan_fixed(gradients: Sequence[GradientSpec], caps_mb: tuple[float, float], layout: Layout) -> Planned:
+    """Buckets by size in MiB, of any bucket and of the first of its key, closed as torch's DDP closes them."""
+    cap_mb, first_cap_mb = caps_mb
+    return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
+
+
+def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
+    """One bucket, for each key, for each stretch of gradients of one unit.
+
+    Args:
+        gradients: in launch order.
+        unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
+        layout: how gradients lie in their buckets.
+    """
+    last = [gradient for gradient in gradients if gradient.name != UNUSED_FLAGS][-1]
+    units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
+    units[UNUSED_FLAGS] = units[last.name]
+    buckets = []
+    for unit, stretch in groupby(gradients, key=lambda gradient: units[gradient.name]):
+        members = list(stretch)
+        for key in dict.fromkeys(gradient.key for gradient in members):
+            of_key = [gradient for gradient in members if gradient.key == key]
+            buckets.append(layout.bucket(key, of_key, f"end of {unit or 'the outermost module'}"))
+    return Planned(BucketPlan(tuple(buckets)))
+
+
+def plan_optimal(
+    gradients: Sequence[GradientSpec],
+    cost: AllReduceCost,
+    times: ReadyTimes,
+    layout: Layout,
+    *,
+    band: tuple[float, ...] | None = None,
+) -> Planned:
+    """The partition that is best in the worst case: over speeds off by 0.5x to 2x, by 0.9x to 1.1x if measured.
+
+    The plan must be the same on every rank, so all of them pass the same times. As long as nobody has measured the
+    backward it is taken to be as long as the communication: the case in which the buckets matter most.
+
+    The gradient whose matrix product takes longest is cut into pieces of rows if that pays (`PIECES_GAIN`).
+
+    Args:
+        gradients: in any order; equally ready ones are launched in it.
+        cost: what one collective costs on the group.
+        times: when the gradients are ready.
+        layout: how gradients lie in their buckets.
+        band: how far off speeds may be; `None`: as said above.
+    """
+    communication_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
+    backward_s = communication_s if times.backward_s is None else times.backward_s
+    ordered = in_ready_order(gradients, times)
+    ready = [ReadyGradient(gradient.nbytes, backward_s * times.of(gradient), gradient.key) for gradient in ordered]
+    band = band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND)
+    cuts = list(_cuts(ordered, ready, times, backward_s))
+    choice = robust_with_pieces(ready, cuts, cost=cost, backward_s=backward_s, band=band)
+    parts = list(_parts(ordered, choice.gradients))
+    buckets = []
+    for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True):
+        members = [parts[position] for position in bucket]
+        rows = {position: part.rows for position, part in enumerate(members) if part.rows is not None}
+        buckets.append(layout.bucket(members[0].gradient.key, [part.gradient for part in members], reason, rows))
+    return Planned(BucketPlan(tuple(buckets)), choice.certificate)
+
+
+class _Part(NamedTuple):
+    """A gradient, or the rows of a piece of it."""
+
+    gradient: GradientSpec
+    rows: Rows | None
+
+
+def _cuts(
+    ordered: Sequence[GradientSpec], ready: Sequence[ReadyGradient], times: ReadyTimes, backward_s: float
+) -> Iterator[Cut]:
+    """The largest product in 2, 4, and 8 pieces."""
+    fit = [place for place, each in enumerate(ordered) if each.index in times.products and not each.why_in_one_piece()]
+    if not fit:
+        return
+    place = max(fit, key=lambda each: times.products[ordered[each].index].produced)
+    gradient, product = ordered[place], times.products[ordered[place].index]
+    whole = replace(ready[place], produced_s=backward_s * product.produced)
+    for count in PIECE_COUNTS:
+        if gradient.shape[0] >= count and gradient.nbytes >= count * PIECE_NBYTES:
+            row_nbytes = gradient.nbytes // gradient.shape[0]
+            sizes = [(last - first) * row_nbytes for first, last in row_blocks(gradient.shape[0], count)]
+            pieces = in_pieces(whole, sizes)
+            yield Cut((*ready[:place], *pieces, *ready[place + 1 :]), backward_s * product.copied / gradient.nbytes)
+
+
+def _parts(ordered: Sequence[GradientSpec], ready: Sequence[ReadyGradient]) -> Iterator[_Part]:
+    """What the numbers stand for: each piece is followed by the others of its gradient."""
+    gradients = iter(ordered)
+    for each in ready:
+        if each.piece == 0:
+            gradient = next(gradients)
+        yield _Part(gradient, row_blocks(gradient.shape[0], each.pieces)[each.piece] if each.pieces > 1 else None)
+
+
+def plan_ddp(gradients: Sequence[GradientSpec], assignment: Sequence[Sequence[int]]) -> Planned:
+    """The buckets of torch's DDP, bit for bit: its members at its offsets, each scaled before it is added up.
+
+    The flags travel in a collective of their own, behind the others, for they would move what is added up together.
+
+    Args:
+        gradients: in any order, the flags among them.
+        assignment: for each bucket the indices of its gradients, from torch's own rule (`distributed.ddp_buckets`).
+    """
+    by_index = {gradient.index: gradient for gradient in gradients}
+    buckets = [[by_index[index] for index in indices] for indices in assignment]
+    buckets.append([gradient for gradient in gradients if gradient.name == UNUSED_FLAGS])
+    laid_out = tuple(PACKED.bucket(members[0].key, members, "as torch's DDP") for members in buckets)
+    return Planned(BucketPlan(laid_out, folds_scale=False))
+
+
+def plan_coalesced(
+    gradients: Sequence[GradientSpec],
+    cost: AllReduceCost,
+    times: ReadyTimes,
+    layout: Layout,
+    *,
+    band: tuple[float, ...] | None = None,
+) -> Planned:
+    """The buckets of `optimal`, each one grouped collective of its gradients: no flat memory, no padding."""
+    everything = frozenset(gradient.name for gradient in gradients)
+    return plan_optimal(gradients, cost, times, replace(layout, apart=everything), band=band)
+
+
+def check_grouped(plan: BucketPlan, backend: str) -> None:
+    """Whether a backend can run the plan's grouped collectives.
+
+    Raises:
+        ConfigError: the plan has some, and the backend reduces one tensor at a time.
+    """
+    grouped = any(len(bucket.tensor_numels) > 1 for bucket in plan.buckets)
+    if grouped and backend not in GROUPED:
+        raise ConfigError(
+            f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
+            f"{', '.join(GROUPED)}. Use another strategy than 'coalesced', or a plan without members apart."
+        )
+
+
+def nominal_cost(backend: str, world_size: int) -> AllReduceCost:
+    """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo."""
+    if backend not in LIKE_NCCL:
+        return link("loopback").cost(world_size)
+    if world_size <= RANKS_OF_A_NODE:
+        return link("nvlink4").cost(world_size)
+    return link("infiniband-ndr").cost(world_size, formula=TREE)
+
+
+def plan_to_json(plan: BucketPlan) -> str:
+    """A plan file: for each bucket its members in order, the rest for the reader."""
+    return json.dumps(plan.to_dict(), indent=1)
+
+
+def plan_explicit(gradients: Sequence[GradientSpec], text: str, layout: Layout) -> Planned:
+    """The plan of a file, for these gradients.
+
+    Of the file count the names of the members, and which of them are apart (offset `null`). Other offsets follow from
+    `layout`, so that a gradient can be moved to another bucket by hand. A member with `rows` is a piece.
+
+    Raises:
+        ConfigError: not a plan file, of another version, names unknown gradients, misses one or has one twice,
+            puts gradients of different keys into one bucket, or has pieces that overlap, miss rows, or are of a
+            gradient that cannot be cut.
+    """
+    by_name = {gradient.name: gradient for gradient in gradients}
+    listed = _members(text)
+    everything = [member for members in listed for member in members]
+    _check_members(by_name, everything)
+    layout = replace(layout, apart=frozenset(member.name for member in everything if member.apart))
+    buckets = []
+    for number, named in enumerate(listed):
+        members = [by_name[member.name] for member in named]
+        odd = [gradient for gradient in members if gradient.key != members[0].key]
+        if odd:
+            raise ConfigError(
+                f"the plan file mixes keys in bucket {number}: {members[0].name} is {members[0].key}, {odd[0].name} "
+                f"is {odd[0].key}. Put them into different buckets."
+            )
+        rows = {position: each.rows for position, each in enumerate(named) if each.rows and not each.has_all(by_name)}
+        buckets.append(layout.bucket(members[0].key, members, "as the plan file says", rows))
+    return Planned(BucketPlan(tuple(buckets)))
+
+
+def _check_members(by_name: Mapping[str, GradientSpec], members: Sequence[_Listed]) -> None:
+    """Whether each gradient is in a plan file once, whole or in pieces."""
+    counts = Counter(member.name for member in members if member.rows is None)
+    counts.update({member.name for member in members if member.rows is not None})
+    complaints = {
+        "names gradients that the module does not have": [name for name in counts if name not in by_name],
+        "misses": [name for name in by_name if name not in counts],
+        "names more than once": [name for name, times in counts.items() if times > 1],
+    }
+    for complaint, names in complaints.items():
+        if names:
+            raise ConfigError(f"the plan file {complaint}: {', '.join(names[:5])}. Save report(model).plan anew.")
+    pieces: dict[str, list[Rows]] = {}
+    for member in members:
+        if member.rows is not None:
+            pieces.setdefault(member.name, []).append(member.rows)
+    for name, rows in pieces.items():
+        _check_rows(by_name[name], rows)
+
+
+def _check_rows(gradient: GradientSpec, pieces: Sequence[Rows]) -> None:
+    """Whether the pieces of a gradient in a plan file are the whole gradient."""
+    if (why := gradient.why_in_one_piece()) is not None:
+        raise ConfigError(f"the plan file cuts {gradient.name} into pieces, but {why}. Take 'rows' out.")
+    if not covers(pieces, gradient.shape[0]):
+        raise ConfigError(
+            f"the pieces of {gradient.name} in the plan file overlap or miss rows: {sorted(pieces)}. Each of its "
+            f"{gradient.shape[0]} rows has to be in exactly one piece [first row, row behind the last]."
+        )
+
+
+class _Listed(NamedTuple):
+    """A member of a plan file."""
+
+    name: str
+    apart: bool
+    rows: Rows | None
+
+    def has_all(self, by_name: Mapping[str, GradientSpec]) -> bool:
+        """Whether this one piece is the whole gradient."""
+        return self.rows == (0, by_name[self.name].shape[0])
+
+
+def _listed(member: Mapping[str, Any]) -> _Listed:
+    rows = member.get("rows")
+    if rows is not None:
+        first, last = rows
+        rows = (int(first), int(last))
+    return _Listed(str(member["gradient"]["name"]), member["offset"] is None, rows)
+
+
+def _members(text: str) -> list[list[_Listed]]:
+    """The members of each bucket of a plan file."""
+    try:
+        data: Mapping[str, Any] = json.loads(text)
+        version, buckets = data["version"], data["buckets"]
+        listed = [[_listed(member) for member in bucket["members"]] for bucket in buckets]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"not a plan file of dp_compile: {error!r}. Save one with plan_to_json.") from error
+    if version != PLAN_VERSION:
+        raise ConfigError(f"the plan file is of version {version!r}, readable is {PLAN_VERSION}. Save it anew.")
+    empty = [number for number, members in enumerate(listed) if not members]
+    if empty:
+        raise ConfigError(f"bucket {empty[0]} of the plan file is empty. Take it out.")
+    return listed

@@ -1,0 +1,21 @@
+"""Numbers in words: counts and sizes as people read them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+BYTES_PER_MB: Final = 2**20
+
+
+def count(number: int, noun: str) -> str:
+    """A number with its noun: `1 bucket`, `2 buckets`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes for people: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"

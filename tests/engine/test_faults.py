@@ -1,0 +1,424 @@
+"""What goes wrong in real processes, and what the ranks that are left say about it.
+
+Every rank trains a few steps first, so that all is compiled; then the time-out of the group is made short and the
+fault happens on the last rank in step `FAULT_STEP`. Each test ends with an error within `TIMEOUT_S` and the few
+seconds in which ranks ask each other; one that hangs is stopped with the stacks of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resumable_run
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dp_compile
+from dp_compile._torch import distributed
+from dp_compile.engine.monitor import _occupation
+from dp_compile.engine.progress import COMPILING, Answers, Standing, View, Word, explain
+from dp_compile.testing.ranks import Ranks
+
+STEPS = 6
+FAULT_STEP = 3
+TIMEOUT_S = 4.0
+HANGS_AFTER_S = 60.0
+
+
+kept: list[nn.Module] = []
+"""Models that stay until their process ends: it then depends on nothing else what a rank says last."""
+
+
+class Boom(torch.autograd.Function):
+    """Raises in the backward when it is told to."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Boom.armed:
+            raise ValueError("boom in the user's own backward")
+        return grad
+
+
+def model_of(group: dist.ProcessGroup | None, **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    config = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.001, **options)
+    dp_compile.replicate(model, process_group=group, config=config)
+    assert len(dp_compile.report(model).plan.buckets) == 3
+    return model
+
+
+def shorten(group: dist.ProcessGroup, timeout_s: float) -> None:
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def train(
+    fault: Callable[[nn.Module], Any], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S, **options: Any
+) -> str:
+    """Train; the last rank runs `fault` in step `FAULT_STEP`. Returns the error as text, with its class."""
+    Boom.armed = False
+    model = model_of(group, **options)
+    kept.append(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for number in range(STEPS):
+        if number == 2:
+            shorten(group, timeout_s)
+        context: Any = contextlib.nullcontext()
+        if number == FAULT_STEP and dist.get_rank() == dist.get_world_size() - 1:
+            context = fault(model) or context
+            if context is SKIP:
+                continue
+        try:
+            optimizer.zero_grad()
+            with context:
+                output = compiled(torch.randn(8, 16))
+                (Boom.apply(output) if fault is raise_in_backward else output).square().mean().backward()
+            optimizer.step()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# --- faults ---------------------------------------------------------------------------------------------------------
+
+SKIP = contextlib.nullcontext()
+
+
+def stall(model: nn.Module) -> None:
+    time.sleep(TIMEOUT_S + 4.0)
+
+
+def pause(model: nn.Module) -> None:
+    time.sleep(5.0)
+
+
+def skip(model: nn.Module) -> Any:
+    return SKIP
+
+
+def without_sync(model: nn.Module) -> Any:
+    return dp_compile.no_sync(model)
+
+
+def raise_in_backward(model: nn.Module) -> None:
+    Boom.armed = True
+
+
+def kill(model: nn.Module) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave(model: nn.Module) -> None:
+    sys.exit(0)
+
+
+def cut(model: nn.Module) -> None:
+    """Cut this process's connections to other ranks; the one to the store stays."""
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not is_store(connection):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_store(connection: socket.socket) -> bool:
+    return int(os.environ["MASTER_PORT"]) in (connection.getsockname()[1], connection.getpeername()[1])
+
+
+# --- where all processes survive --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def survivors() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
+
+
+def in_new_group(fault: Callable[[nn.Module], Any]) -> str:
+    """A group of its own: what breaks breaks in there. Ends when all ranks have their error."""
+    text = train(fault, dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S)))
+    dist.barrier()
+    return text
+
+
+def test_a_rank_stalls(survivors: Ranks) -> None:
+    waiting, late = survivors.run(in_new_group, stall, timeout_s=HANGS_AFTER_S)
+    assert waiting.startswith("CommunicationError: rank 0, module of 0.weight: synchronised backward 4, 3 of 3")
+    assert "rank 1 is waited for in bucket 0 of 3 (2.bias .. 2.weight)" in waiting
+    assert "in no backward after 3 synchronised backwards, at test_faults.py:" in waiting
+    assert " in stall" in waiting
+    assert "torch says: " in waiting
+    assert late.startswith("CommunicationError: rank 1, module of 0.weight: synchronised backward 4, ")
+    assert "; rank 0 gave up in backward 4: RuntimeError: " in late
+
+
+def test_a_rank_skips_a_step(survivors: Ranks) -> None:
+    """The others' last backward has no counterpart."""
+    waiting, skipped = survivors.run(in_new_group, skip, timeout_s=HANGS_AFTER_S)
+    assert "synchronised backward 6, 3 of 3 collectives launched; rank 1 is waited for in bucket 0 of 3" in waiting
+    assert "it is in no backward after 5 synchronised backwards, at test_faults.py:" in waiting
+    assert skipped == "no error"
+
+
+def test_only_one_rank_uses_no_sync(survivors: Ranks) -> None:
+    """It stops before it averages anything with ranks whose parameters are others by now."""
+    waiting, local = survivors.run(in_new_group, without_sync, timeout_s=HANGS_AFTER_S)
+    assert local.startswith("ReductionError: parameters were changed after a backward under no_sync")
+    assert "CommunicationError: rank 0, module of 0.weight: synchronised backward 4" in waiting
+    assert "; rank 1 left backward 4 with an error: ReductionError: parameters were changed after" in waiting
+
+
+def test_an_error_in_one_rank_s_backward(survivors: Ranks) -> None:
+    waiting, failing = survivors.run(in_new_group, raise_in_backward, timeout_s=HANGS_AFTER_S)
+    assert failing == "ValueError: boom in the user's own backward"
+    assert "CommunicationError: rank 0" in waiting
+    assert "; rank 1 left backward 4 with an error: ValueError: boom in the user's own backward" in waiting
+
+
+def logged_while_waiting() -> tuple[str, list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dp_compile.engine.monitor")
+    logger.addHandler(handler)
+    text = train(pause, dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S)), HANGS_AFTER_S, monitor_after_s=1.0)
+    dist.barrier()
+    logger.removeHandler(handler)
+    return text, [line for line in lines if "backward 4" in line]
+
+
+def test_the_monitor_names_who_is_waited_for(survivors: Ranks) -> None:
+    (waiting, lines), (late, nothing) = survivors.run(logged_while_waiting, timeout_s=HANGS_AFTER_S)
+    assert waiting == late == "no error"
+    assert 1 <= len(lines) <= 4  # after 1 s, 2 s and 4 s; after 8 s if this machine is slow
+    assert "s in a backward. rank 0, module of 0.weight: synchronised backward 4, 3 of 3 collectives" in lines[0]
+    assert "rank 1 is waited for in bucket 0 of 3 (2.bias .. 2.weight)" in lines[0]
+    assert " in pause" in lines[0]
+    assert not nothing
+
+
+# --- where processes die ----------------------------------------------------------------------------------------
+
+
+def over_tcp(port: int, fault: Callable[[nn.Module], Any]) -> str:
+    """As after `torchrun`'s rendezvous: a store over TCP, which rank 0 serves."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=HANGS_AFTER_S))
+    group = dist.group.WORLD
+    assert group is not None
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set("pid of rank 0", str(os.getpid()))
+    return train(fault, group)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def survive(world_size: int, fault: Callable[[nn.Module], Any]) -> list[tuple[bool, str]]:
+    ranks = Ranks(world_size)
+    try:
+        return ranks.outcomes(over_tcp, free_port(), fault, timeout_s=HANGS_AFTER_S)
+    finally:
+        ranks.stop()
+
+
+def test_a_rank_is_killed() -> None:
+    *others, killed = survive(3, kill)
+    assert killed == (False, "the process died")
+    for rank, (ok, text) in enumerate(others):
+        assert ok
+        assert text.startswith(f"CommunicationError: rank {rank}, module of 0.weight: synchronised backward 4")
+        assert "; rank 2 gives no sign of life: killed, stopped, cut off or held up" in text
+        assert text.index("rank 2") < text.index(f"rank {1 - rank}")  # the cause first
+
+
+def test_a_rank_ends_its_program() -> None:
+    (ok, text), _ = survive(2, leave)
+    assert ok
+    assert "CommunicationError: rank 0" in text
+    assert "; rank 1 has left after 3 synchronised backwards" in text
+
+
+def test_the_links_are_cut() -> None:
+    for rank, (ok, text) in enumerate(survive(2, cut)):
+        assert ok
+        assert text.startswith(f"CommunicationError: rank {rank}, module of 0.weight: synchronised backward 4")
+        assert "torch says: " in text
+        assert f"rank {1 - rank} gave up" in text or f"rank {1 - rank} has left in backward 4 after giving up" in text
+
+
+def kill_first(model: nn.Module) -> None:
+    """The last rank kills rank 0, which serves the store."""
+    os.kill(int(dist.distributed_c10d._get_default_store().get("pid of rank 0")), signal.SIGKILL)
+
+
+def test_the_rank_that_serves_the_store_is_killed() -> None:
+    killed, (ok, text) = survive(2, kill_first)
+    assert killed == (False, "the process died")
+    assert ok
+    assert text.startswith("CommunicationError: rank 1, module of 0.weight: synchronised backward 4")
+    assert "who is missing is not known: the key-value store does not answer, it ended with rank 0 or" in text
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_stepping_on_gradients_that_were_not_reduced(fake_group: dist.ProcessGroup, check: bool) -> None:
+    model = model_of(None, check_reductions=check)
+    compiled, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.SGD(model.parameters(), lr=0.1)
+    with dp_compile.no_sync(model):
+        compiled(torch.randn(8, 16)).square().mean().backward()
+    compiled(torch.randn(8, 16)).square().mean().backward()  # the end of an accumulation: nothing was changed between
+    optimizer.step()
+    with dp_compile.no_sync(model):
+        compiled(torch.randn(8, 16)).square().mean().backward()
+    optimizer.step()
+    with pytest.raises(dp_compile.ReductionError, match="no_sync") if check else contextlib.nullcontext():
+        compiled(torch.randn(8, 16)).square().mean().backward()
+
+
+# --- starting again ---------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_run_ends_with_the_same_parameters(survivors: Ranks, tmp_path: Path) -> None:
+    """torchrun starts both ranks again after one was killed; they go on from torch's distributed checkpoint."""
+    script, result = Path(__file__).parents[1] / "resumable_run.py", tmp_path / "result.pt"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    command += [str(script), str(tmp_path / "interrupted"), str(result)]
+    # torch 2.13 keeps one store over all attempts, where gloo then finds addresses of dead ranks: pytorch#135712.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * HANGS_AFTER_S)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "starts at step 0" in run.stdout
+    assert "starts at step 3" in run.stdout
+    resumed = torch.load(result)
+    expected = survivors.run(resumable_run.train, str(tmp_path / "whole"), False, timeout_s=HANGS_AFTER_S)[0]
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], expected[name]) for name in expected)
+
+
+# --- who is waited for: words alone -----------------------------------------------------------------------------
+
+MINE = Standing(done=7, local=0, launched=3)
+
+
+def told(words: dict[int, Word], ranks: int = 3, own: Standing = MINE) -> str:
+    return explain(View("t", own, ("c", "b", "a"), tuple(range(1, ranks)), Answers(5, words)))
+
+
+def word(standing: Standing, question: int = 5, **rest: Any) -> Word:
+    return Word.from_json(Word(question, {"t": standing}, **rest).to_json())
+
+
+SAME = word(MINE)
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (word(Standing(7, 0, 1)), "rank 1 is waited for in bucket 1 of 3 (b): it is in backward 8 with 1 collective"),
+        (
+            word(Standing(7, 0, 0), doing="compiling"),
+            "bucket 0 of 3 (c): it is in backward 8 with 0 collectives launch",
+        ),
+        (
+            word(Standing(7, 0, None), place="a.py:3 in f"),
+            "in no backward after 7 synchronised backwards, at a.py:3 in f",
+        ),
+        (word(Standing(6, 0, 3)), "rank 1 is waited for in bucket 0 of 3 (c): it is in backward 7 with 3 collectives"),
+        (word(Standing(7, 2, None)), "It ran 2 backwards without synchronisation, this rank 0: is no_sync used on"),
+        (word(Standing(7, 0, None), left=True), "rank 1 has left after 7 synchronised backwards: did it skip a step"),
+        (word(Standing(7, 1, None), left=True), "rank 1 has left after 7 synchronised backwards. It ran 1 backward wi"),
+        (
+            word(Standing(7, 0, None, "E: x"), question=2, left=True),
+            "rank 1 has left in backward 8 with an error: E: x",
+        ),
+        (
+            word(Standing(6, 0, None), question=4),
+            "cut off or held up in native code; its last word came after 6",
+        ),
+        (word(Standing(7, 0, None, "E: x")), "rank 1 left backward 8 with an error: E: x"),
+        (word(Standing(7, 0, None, "E: x", True)), "rank 1 gave up in backward 8: E: x"),
+        (Word(5, {}), "rank 1 does not have this module any more"),
+    ],
+)
+def test_who_is_to_blame_comes_first(other: Word, expected: str) -> None:
+    text = told({1: other, 2: SAME})
+    assert text.startswith("synchronised backward 8, 3 of 3 collectives launched; rank 1 ")
+    assert expected in text
+    assert text.endswith("; rank 2 waits in the same place")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/a/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (dist.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("boom in the user's own backward"), False),
+        (ValueError("/gloo/"), False),
+    ],
+)
+def test_errors_of_communication_are_told_apart(error: Exception, expected: bool) -> None:
+    assert distributed.is_communication_error(error) is expected
+
+
+def test_what_a_thread_is_doing() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(_occupation(threading.get_ident()))
+
+    def backend(graph_module: torch.fx.GraphModule, inputs: Any) -> Any:
+        look()
+        return graph_module
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        torch.compiler.disable(look)()
+        return x + 1
+
+    torch.compile(run, backend=backend)(torch.ones(2))
+    places, doing = zip(*seen, strict=True)
+    assert doing == ("", COMPILING)
+    assert places[0].startswith("test_faults.py:")
+    assert places[0].endswith(" in look")
+
+
+def test_nobody_is_to_blame() -> None:
+    assert told({1: SAME, 2: SAME}).endswith(
+        "each of ranks 1, 2 waits in the same place; nobody is behind: the connection between ranks is cut or slow"
+    )
+
+
+def test_the_others_are_ahead() -> None:
+    assert "rank 1 is ahead, in no backward after 9 synchronised backwards" in told({1: word(Standing(9, 0, None))}, 2)
+
+
+def test_many_ranks_are_told_in_one_line() -> None:
+    text = told({}, ranks=2000)
+    assert "each of ranks 1, 2, 3, 4, 5, 6, 7, 8 and 1991 more gives no sign of life" in text
+    assert len(text) < 300

@@ -1,0 +1,339 @@
+"""Real ranks: gradients, parameters and their layout equal torch's DDP after several steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity import Case, compare, train_both
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.insight.report import Report
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
+from dp_compile.testing.ranks import Ranks
+from dp_compile.train.gpt import GPT, GPTConfig
+
+
+def seeded(rank: int, step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * rank + step)
+
+
+def vectors(rank: int, step: int) -> tuple[torch.Tensor]:
+    return (torch.randn(4, 8, generator=seeded(rank, step)),)
+
+
+def tokens(rank: int, step: int) -> tuple[torch.Tensor]:
+    return (torch.randint(0, 64, (2, 16), generator=seeded(rank, step)),)
+
+
+def images(rank: int, step: int) -> tuple[torch.Tensor]:
+    return (torch.randn(2, 3, 8, 8, generator=seeded(rank, step)).to(memory_format=torch.channels_last),)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.second, self.head = nn.Conv2d(8, 4, 3), nn.Linear(4, 5)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.norm(self.first(x)).relu()).mean((2, 3)))
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.relu(self.layer(x)))
+
+
+class Frozen(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].weight.requires_grad_(False)
+
+
+class Branches(nn.Module):
+    """Which parameters take part depends on the rank and the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.never, self.last = (nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, way: int) -> torch.Tensor:
+        branch = self.left if way % 2 == 0 else self.right
+        return self.last(branch(x))
+
+
+def branch_by_rank_and_step(rank: int, step: int) -> tuple[torch.Tensor, int]:
+    return (*vectors(rank, step), rank * (step % 3) + step // 3)
+
+
+def gpt() -> nn.Module:
+    return GPT(GPTConfig(vocabulary=64, context=16, width=16, layers=1, heads=2))
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
+    "mlp": (MLP, vectors),
+    "gpt with tied weights": (gpt, tokens),
+    "convnet in channels_last": (ConvNet, images),
+    "parameter used twice": (UsedTwice, vectors),
+    "frozen parameter": (Frozen, vectors),
+}
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "compiled": {},
+    "gradients kept": {"set_to_none": "never"},
+    "accumulation": {"micro_steps": 3},
+    "bf16 autocast": {"autocast": True, "rtol": 2e-2, "atol": 2e-3},
+    "no passes": {"options": {"passes": ()}},
+    "small buckets": {"options": {"bucket_cap_mb": 0.001}},
+    "coalesced": {"config": dp_compile.ReplicateConfig(strategy="coalesced")},
+    "not compiled": {"compile_model": "eager"},
+    "not compiled, accumulation": {"compile_model": "eager", "micro_steps": 3},
+    "torch's reducer": {"options": {"ddp_python_hook": False}},
+}
+
+
+def run_case(kind: str, variant: str, **changes: Any) -> Report:
+    build, batch = KINDS[kind]
+    settings = VARIANTS[variant] | changes
+    if settings.get("set_to_none") == "never":
+        settings["set_to_none"] = lambda step: False
+    if settings.get("compile_model") == "eager":
+        settings["compile_model"] = lambda model: model
+    torch._dynamo.reset()
+    return train_both(Case(build=build, batch=batch, **settings))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
+    for report in ranks.run(run_case, kind, variant):
+        if variant.startswith("not compiled") or variant == "torch's reducer":
+            assert report.mode == "torch's C++ reducer"
+        else:
+            assert set(report.backwards) <= {"captured", "captured without sync"}
+            assert report.captures[-1].graphs == 1
+            assert report.captures[-1].deferred == (variant == "no passes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_ranks(ranks4: Ranks, kind: str) -> None:
+    for variant in VARIANTS if kind == "mlp" else ("small buckets", "accumulation"):
+        ranks4.run(run_case, kind, variant)
+
+
+@pytest.mark.parametrize("variant", ["small buckets", "coalesced"])
+@pytest.mark.parametrize("kind", ["gpt with tied weights", "convnet in channels_last"])
+def test_inductor(ranks: Ranks, kind: str, variant: str) -> None:
+    """The same through code generation; gradients kept from the second step on, so both forms are compiled."""
+    changes = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
+    for report in ranks.run(run_inductor_case, kind, variant, changes):
+        assert all(record.graphs == 1 and not record.deferred for record in report.captures)
+        if variant == "small buckets":
+            assert 1 < report.captures[0].collectives < report.captures[0].hooks
+        else:
+            assert all(placement.apart for record in report.captures for placement in record.placements)
+
+
+def run_inductor_case(kind: str, variant: str, changes: dict[str, Any]) -> Report:
+    return run_case(kind, variant, set_to_none=lambda step: step % 2 == 0, **changes)
+
+
+# --- hooks that run eagerly -------------------------------------------------------------------------------------
+
+
+def run_eager_hooks(kind: str, variant: str) -> Report:
+    """Without any compiler: a first compiled forward would decide for hooks, so enter past the decision."""
+    build, batch = KINDS[kind]
+
+    def keep_hooks(model: nn.Module) -> nn.Module:
+        replica_of(model).by_hooks = True
+        return model
+
+    settings = {key: value for key, value in VARIANTS[variant].items() if key != "set_to_none"}
+    return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **settings))
+
+
+@pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets", "coalesced"])
+def test_eager_hooks(ranks: Ranks, variant: str) -> None:
+    for kind in KINDS:
+        for report in ranks.run(run_eager_hooks, kind, variant):
+            assert report.mode == "python hooks"
+
+
+def half_apart(build: Callable[[], nn.Module]) -> Path:
+    """A plan file for one bucket with every second gradient, flags included, in memory of its own."""
+    names = [*reversed([name for name, _ in build().named_parameters()]), UNUSED_FLAGS]
+    members = [{"gradient": {"name": name}, "offset": None if number % 2 else 0} for number, name in enumerate(names)]
+    file = Path(tempfile.mkdtemp(), "plan.json")
+    file.write_text(json.dumps({"version": PLAN_VERSION, "buckets": [{"members": members}]}))
+    return file
+
+
+LAYOUTS: dict[str, Callable[[Callable[[], nn.Module]], dict[str, Any]]] = {
+    "flat": lambda build: {"options": {"bucket_cap_mb": 0.0005}},
+    "coalesced": lambda build: {"config": dp_compile.ReplicateConfig(strategy="coalesced")},
+    "half apart": lambda build: {"options": {"plan": half_apart(build)}},
+}
+
+
+def run_one_rank_eagerly(kind: str, layout: str) -> dict[str, int]:
+    """Rank 1 cannot capture some of its backwards; the collectives still fit together."""
+    build, batch = KINDS[kind]
+    torch._dynamo.reset()
+    _calls[0] = 0
+    case = Case(build=build, batch=batch, loss=lambda out: _maybe_uncaptured(out), **LAYOUTS[layout](build))
+    return dict(train_both(case).backwards)
+
+
+def _maybe_uncaptured(output: torch.Tensor) -> torch.Tensor:
+    loss = output.square().mean()
+    _calls[0] += 1
+    torch.compiler.set_stance("force_eager" if dist.get_rank() == 1 and _calls[0] % 4 == 3 else "default")
+    return loss
+
+
+_calls = [0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["mlp", "convnet in channels_last"])
+def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, kind: str, layout: str) -> None:
+    first, second, *_ = ranks.run(run_one_rank_eagerly, kind, layout)
+    assert first == {"captured": 4}
+    assert second == {"captured": 2, "eager hooks": 2}
+
+
+def run_eager_then_compiled() -> tuple[list[str], list[str]]:
+    """Not compiled at first, compiled later: torch's reducer works, then the hooks return. Equal to torch's DDP."""
+    torch._dynamo.reset()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dp_compile")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    torch.manual_seed(0)
+    ours = MLP()
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    dp_compile.replicate(ours, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(ours, backend="aot_eager")
+    modes = []
+    for step in range(6):
+        for model, run in ((ours, ours if step < 3 else compiled), (theirs, theirs)):
+            model.zero_grad()
+            run(*vectors(dist.get_rank(), step)).square().mean().backward()
+        compare(ours, theirs.module, f"step {step}", rtol=1e-5, atol=1e-6)
+        modes.append(dp_compile.report(ours).mode)
+    logger.removeHandler(handler)
+    return modes, lines
+
+
+def test_hooks_return_when_the_module_is_compiled_later(ranks: Ranks) -> None:
+    for modes, lines in ranks.run(run_eager_then_compiled):
+        # Compiled from the fourth backward on; ranks ask each other before the fifth.
+        assert modes == ["torch's C++ reducer"] * 4 + ["python hooks"] * 2
+        lines = [line for line in lines if "plan" not in line]
+        assert len(lines) == 2
+        assert "not compiled" in lines[0]
+        assert "take over" in lines[1]
+
+
+# --- unused parameters ------------------------------------------------------------------------------------------
+
+
+def run_unused(compiled: str, micro_steps: int, kept: bool, passes: bool) -> Report:
+    torch._dynamo.reset()
+    options: dict[str, Any] = {"find_unused_parameters": True} | ({} if passes else {"passes": ()})
+    case = Case(
+        build=Branches,
+        batch=branch_by_rank_and_step,
+        steps=6,
+        micro_steps=micro_steps,
+        options=options,
+        set_to_none=lambda step: not kept,
+    )
+    if compiled == "eager":
+        case = dataclasses.replace(case, compile_model=lambda model: model)
+    return train_both(case)
+
+
+@pytest.mark.parametrize("compiled", ["compiled", "eager"])
+@pytest.mark.parametrize("micro_steps", [1, 2])
+@pytest.mark.parametrize("kept", [False, True])
+def test_unused_on_one_rank_with_find_unused(ranks: Ranks, compiled: str, micro_steps: int, kept: bool) -> None:
+    for report in ranks.run(run_unused, compiled, micro_steps, kept, True):
+        if compiled == "compiled":
+            assert any(record.completed for record in report.captures)
+
+
+def test_unused_on_one_rank_without_passes(ranks: Ranks) -> None:
+    ranks.run(run_unused, "compiled", 1, False, False)
+
+
+def run_unused_error(only_rank: int | None) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Branches()
+    model.never.requires_grad_(False)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(Both(model), backend="aot_eager")
+    skip = dist.get_rank() == only_rank or only_rank is None
+    try:
+        compiled(*vectors(dist.get_rank(), 0), skip).sum().backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+class Both(nn.Module):
+    """Runs both branches unless told to skip one: the left one on rank 0, the right one elsewhere."""
+
+    def __init__(self, model: Branches) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, skip: bool) -> torch.Tensor:
+        if skip:
+            return self.model(x, 1 - min(dist.get_rank(), 1))
+        return self.model(x, 0) + self.model(x, 1)
+
+
+def test_unused_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(run_unused_error, None)
+    assert "on this rank: left.weight, left.bias" in first
+    assert "on another rank: right.weight, right.bias" in first
+    assert "on this rank: right.weight, right.bias" in second
+    assert "find_unused_parameters=True" in second
+
+
+def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(run_unused_error, 1)
+    assert "on another rank: right.weight, right.bias" in first
+    assert "on this rank: right.weight, right.bias" in second

@@ -1,0 +1,263 @@
+"""Plans that are made anew: from the captured graph, as torch's DDP rebuilds its buckets, from measured launches."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.insight.report import Report
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
+from dp_compile.plan.ready_times import ESTIMATED
+from dp_compile.testing.ranks import Ranks
+
+
+class Backwards(nn.Module):
+    """Uses its layers in the opposite order of their definition, so the parameters' order is the wrong one."""
+
+    def __init__(self, layers: int = 4, width: int = 24) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x
+
+
+def names(plan: BucketPlan) -> list[str]:
+    return [gradient.name for gradient in plan.gradients if gradient.name != UNUSED_FLAGS]
+
+
+def step(model: Any, x: torch.Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+def test_launch_order_is_that_of_the_graph(fake_group: dist.ProcessGroup) -> None:
+    model = dp_compile.replicate(Backwards(), config=CONFIG)
+    assert names(dp_compile.report(model).plan)[0] == "layers.3.bias"
+    compiled = torch.compile(model, backend="aot_eager")
+    step(compiled, torch.randn(8, 24))
+    report = dp_compile.report(model)
+    order = [name for name in names(report.plan) if name.endswith("weight")]
+    assert order == [f"layers.{number}.weight" for number in range(4)]
+    assert "estimated from the captured graph" in str(report)
+    captures = torch._dynamo.utils.counters["compiled_autograd"]["captures"]
+    step(compiled, torch.randn(8, 24))
+    step(compiled, torch.randn(8, 24))
+    assert dp_compile.report(model).plan == report.plan
+    assert len(dp_compile.report(model).captures) == 2  # gradients None, gradients kept
+    assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] <= captures + 1
+
+
+def same_bits(world_size: int, backend: str, cap_mb: float = 0.01) -> int:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    build = Backwards(6, 40)
+    build.layers[2].bias = None
+    theirs = DistributedDataParallel(torch.compile(copy.deepcopy(build), backend=backend), bucket_cap_mb=0.01)
+    ours = dp_compile.replicate(
+        build, config=dp_compile.ReplicateConfig(strategy="ddp", bucket_cap_mb=cap_mb, backend=backend)
+    )
+    compiled = torch.compile(ours, backend=backend)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
+    for number in range(10):
+        x = torch.randn(16, 40, generator=torch.Generator().manual_seed(number * world_size + dist.get_rank()))
+        for model, optimizer in zip((compiled, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            with torch._dynamo.config.patch(optimize_ddp=False):  # which would cut the reference's graph into pieces
+                step(model, x)
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine.grad, other.grad), f"gradient of {name} in step {number}"
+        for optimizer in optimizers:
+            optimizer.step()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, other), f"{name} after step {number}"
+    report = dp_compile.report(ours)
+    assert report.backwards == {"eager hooks": 1, "captured": 9}
+    return len(report.plan.buckets)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_same_bits_as_ddp_on_2_ranks(ranks: Ranks, backend: str) -> None:
+    assert ranks.run(same_bits, 2, backend)[0] > 3
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_same_bits_as_ddp_on_4_ranks(ranks4: Ranks, backend: str) -> None:
+    assert ranks4.run(same_bits, 4, backend)[0] > 3
+
+
+def test_buckets_of_other_caps_give_other_bits(ranks4: Ranks) -> None:
+    """The twin: the comparison above would see a difference of one bit."""
+    with pytest.raises(AssertionError, match="gradient of layers"):
+        ranks4.run(same_bits, 4, "aot_eager", 0.02)
+
+
+def train(
+    options: dict[str, Any], steps: int, *, eager_at: tuple[int, int] = (-1, -1), model: nn.Module | None = None
+) -> tuple[Report, torch.Tensor]:
+    """Train; rank `eager_at[0]` cannot capture backward number `eager_at[1]`. Returns the report and a parameter."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = dp_compile.replicate(model or Backwards(), config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
+    compiled = torch.compile(ours, backend="aot_eager")
+    optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
+    for number in range(steps):
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        optimizer.zero_grad()
+        with torch.autograd.set_detect_anomaly(eager_at == (dist.get_rank(), number), check_nan=False):
+            step(compiled, x)
+        optimizer.step()
+    return dp_compile.report(ours), next(ours.parameters()).detach()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, who: int) -> None:
+    one, other, *_ = ranks.run(train_eager_at, who)
+    assert one[0].plan == other[0].plan
+    assert torch.equal(one[1], other[1])
+    estimated = names(one[0].plan)[0] == "layers.0.bias"
+    assert estimated == (who == 1)  # rank 0 decides; without a graph the plan stays
+
+
+def train_eager_at(who: int) -> tuple[Report, torch.Tensor]:
+    return train({}, 3, eager_at=(who, 0))
+
+
+def replan() -> tuple[Report, torch.Tensor, tuple[Report, torch.Tensor]]:
+    return (*train({"replan_after": 2}, 6), train({}, 6))
+
+
+def test_one_plan_from_measured_launches(ranks: Ranks) -> None:
+    one, other, *_ = ranks.run(replan)
+    assert one[0].plan == other[0].plan
+    assert "ready times are measured" in str(one[0])
+    assert "speeds off by 0.9x to 1.1x" in str(one[0])
+    assert [record.synced for record in one[0].captures] == [True, True]  # compiled twice, no more
+    assert one[0].backwards == {"captured": 6}
+    assert torch.equal(one[1], other[1])
+    torch.testing.assert_close(one[1], one[2][1])
+
+
+def replan_eager() -> tuple[Report, torch.Tensor]:
+    return train({"replan_after": 1}, 5, eager_at=(1, 1))
+
+
+def test_the_plan_stays_if_a_rank_measured_nothing(ranks: Ranks) -> None:
+    one, other, *_ = ranks.run(replan_eager)
+    assert one[0].plan == other[0].plan
+    assert "estimated from the captured graph" in str(one[0])
+    assert torch.equal(one[1], other[1])
+
+
+def test_models_of_one_shape_share_code(fake_group: dist.ProcessGroup) -> None:
+    """The second model's plan is settled from what the first one's graph said, before anything is compiled for it."""
+    torch._dynamo.reset()
+    one, other = (dp_compile.replicate(Backwards(3, 20), config=CONFIG) for _ in range(2))
+    for model in (one, other):
+        step(torch.compile(model, backend="aot_eager"), torch.randn(8, 20))
+    assert dp_compile.report(one).plan == dp_compile.report(other).plan
+    (first,), (second,) = dp_compile.report(one).captures, dp_compile.report(other).captures
+    assert first is second
+
+
+def late_leader() -> str:
+    """Rank 0 does not come to the first backward; rank 1 says whom it waits for."""
+    torch._dynamo.reset()
+    ours = dp_compile.replicate(Backwards(2), config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=3.0))
+    if dist.get_rank() == 0:
+        return ""
+    try:
+        step(torch.compile(ours, backend="aot_eager"), torch.randn(8, 24))
+    except dp_compile.DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_the_deciding_rank_is_missing(ranks: Ranks) -> None:
+    assert "rank 0 has not decided within 3 s" in ranks.run(late_leader)[1]
+
+
+# --- hooks or torch's reducer -------------------------------------------------------------------------------------
+
+
+class Optional(nn.Module):
+    """A compiled block that a rank may skip, and a head that is not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Backwards(1, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, use_block: bool) -> torch.Tensor:
+        if use_block:
+            x = self.block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def skip_the_compiled_part() -> dict[str, int]:
+    """In the first backward only rank 0 runs anything compiled. Every rank has to reduce in the same way."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = Optional()
+    theirs = DistributedDataParallel(copy.deepcopy(ours), find_unused_parameters=True)
+    dp_compile.replicate(ours, config=CONFIG, find_unused_parameters=True)
+    ours.block.compile(backend="aot_eager")
+    for number in range(4):
+        x = torch.randn(3, 4, generator=torch.Generator().manual_seed(number + 7 * dist.get_rank()))
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x, dist.get_rank() == number % 2).square().sum().backward()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}")
+    return dict(dp_compile.report(ours).backwards)
+
+
+def test_one_rank_runs_compiled_code_and_the_other_does_not(ranks: Ranks) -> None:
+    one, other, *_ = ranks.run(skip_the_compiled_part)
+    assert one == {"captured": 2, "eager hooks": 2}
+    assert other == {"captured": 2, "eager hooks": 2}
+
+
+def late_compilation() -> dict[str, int]:
+    """Rank 0 compiles from the third step on, rank 1 never: hooks take over on both when they ask each other."""
+    torch._dynamo.reset()
+    ours = dp_compile.replicate(Backwards(2), config=CONFIG)
+    compiled = torch.compile(ours, backend="aot_eager")
+    for number in range(6):
+        ours.zero_grad()
+        step(compiled if number >= 3 and dist.get_rank() == 0 else ours, torch.ones(2, 24) * (dist.get_rank() + 1))
+    return dict(dp_compile.report(ours).backwards)
+
+
+def test_hooks_come_back_on_all_ranks_at_once(ranks: Ranks) -> None:
+    """They ask before backwards 1, 2, 3 and 5."""
+    one, other, *_ = ranks.run(late_compilation)
+    assert one == {"torch reducer": 4, "captured": 2}
+    assert other == {"torch reducer": 4, "eager hooks": 2}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_equal_layers_take_equal_times() -> None:
+    """Tensors that a graph takes out of its list of inputs counted as work as large as all inputs together."""
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    torch.compile(model, backend="aot_eager")(torch.randn(64, 256)).sum().backward()
+    ready = replica_of(model).ready
+    assert ready.basis == ESTIMATED
+    # From the last layer to the first. Each takes two products, but the first layer, whose input has no gradient.
+    shares = [ready.shares[index] for index in reversed(range(8))]
+    assert shares == pytest.approx([(2 * layer + 2) / 15 for layer in range(7)] + [1.0], abs=0.08)

@@ -1,0 +1,117 @@
+"""What explains a step: read off a module, to JSON and back, on a predicted timeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import dp_compile
+from dp_compile.engine.record import Placement
+from dp_compile.insight.observe import step_of
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, PlannedBucket, Step, planned_buckets
+from dp_compile.passes.result import PeakMemory, Refusal
+from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import ESTIMATED, Product, ReadyTimes
+
+KEY = BucketKey("", "sum", "float32", "cpu")
+ONE, TWO = (
+    GradientSpec(index, name, (25_000, 10), (10, 1), 4, KEY, 0.5)
+    for index, name in enumerate(("one.weight", "two.weight"))
+)
+LAYOUT = Layout(64)
+STEP = Step(
+    mode="python hooks",
+    strategy="optimal",
+    world_size=2,
+    backend="gloo",
+    device="cpu",
+    plan=BucketPlan((LAYOUT.bucket(KEY, [TWO], "why"), LAYOUT.bucket(KEY, [ONE], "because"))),
+    ready=ReadyTimes({1: 0.5, 0: 1.0}, 0.010, "stated", {1: Product(0.1, 0.01)}),
+    cost=AllReduceCost(0.001, 1e-9),
+    cost_source="stated",
+    memory=PeakMemory(10, "mm", 20),
+    placements=(Placement("one.weight", 4, None),),
+    refusals=(Refusal("node", "reason"),),
+    backwards=(("captured", 3),),
+    measured=MeasuredStep(0.02, (MeasuredBucket(0.001, None, 0.0), MeasuredBucket(0.002, 0.003, 0.004)), "clock"),
+)
+
+
+def test_the_predicted_timeline() -> None:
+    """Each bucket is 1 MB: 1 ms and 1 ms. The second is launched when the backward ends."""
+    times = [[round(second, 6) for second in dataclasses.astuple(bucket)] for bucket in planned_buckets(STEP)]
+    assert times == [[0.005, 0.005, 0.007, 0.0], [0.010, 0.010, 0.012, 0.002]]
+    assert STEP.communication_s == pytest.approx(0.004)
+
+
+def test_a_busy_network_and_an_unknown_backward() -> None:
+    """The backward is then taken to be as long as the bytes need: 2 ms."""
+    step = dataclasses.replace(STEP, ready=dataclasses.replace(STEP.ready, backward_s=None))
+    assert step.backward_s == pytest.approx(0.002)
+    assert planned_buckets(step)[1] == PlannedBucket(
+        pytest.approx(0.002), pytest.approx(0.003), pytest.approx(0.005), pytest.approx(0.002)
+    )
+
+
+def test_pieces_are_ready_one_after_the_other() -> None:
+    pieces = LAYOUT.bucket(KEY, [TWO, TWO], "pieces", {0: (0, 5_000), 1: (5_000, 25_000)})
+    step = dataclasses.replace(STEP, plan=BucketPlan((pieces,)))
+    assert step.ready_members() == [[pytest.approx(0.0042), pytest.approx(0.005)]]
+
+
+def test_to_json_and_back() -> None:
+    assert Step.from_json(STEP.to_json()) == STEP
+    bare = dataclasses.replace(STEP, memory=None, measured=None, placements=(), refusals=())
+    assert Step.from_json(bare.to_json()) == bare
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"version": 7}, "version 7, readable is 1"),
+        ({"surplus": 1}, "not a step file"),
+        ({"cost": {"alpha_s": -1.0, "beta_s_per_byte": 0.0}}, "alpha_s must be >= 0"),
+        ({"plan": {"version": 9}}, "the plan is of version 9"),
+        ({"measured": {"buckets": 3}}, "not a step file"),
+    ],
+)
+def test_refuses_other_files(change: dict[str, object], message: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=message):
+        Step.from_json(json.dumps(json.loads(STEP.to_json()) | change))
+
+
+def test_refuses_what_is_not_json() -> None:
+    for text in ("", "[1]", "{}"):
+        with pytest.raises(dp_compile.ConfigError, match="not a step file"):
+            Step.from_json(text)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.0001}])
+def test_read_off_a_module(options: dict[str, float]) -> None:
+    """Ready times come from the graph also where the plan needs none."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
+    with pytest.raises(dp_compile.ModuleError, match="nothing to explain yet"):
+        step_of(model)
+    torch.compile(model, backend="aot_eager")(torch.randn(5, 8)).sum().backward()
+    step = step_of(model)
+    assert (step.strategy, step.backend, step.mode) == ("fixed" if options else "optimal", "fake", "python hooks")
+    assert step.ready.basis == ESTIMATED
+    assert step.cost_source == "nominal for fake, not measured"
+    assert step.plan == dp_compile.report(model).plan
+    assert step.memory is not None
+    assert len(planned_buckets(step)) == len(step.plan.buckets) > (1 if options else 0)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_says_where_the_cost_is_from() -> None:
+    model, cost = nn.Linear(4, 4), AllReduceCost(1e-5, 1e-9)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", cost=cost))
+    torch.compile(model, backend="aot_eager")(torch.randn(5, 4)).sum().backward()
+    assert (step_of(model).cost, step_of(model).cost_source) == (cost, "given in the config")

@@ -1,0 +1,442 @@
+"""Tables and curves of predictions, models that never ran, and the command `dp-compile whatif`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from test_prediction import STEP
+from torch import nn
+
+import dp_compile
+from dp_compile.cli import main as cli
+from dp_compile.insight.explanation import explanation_of
+from dp_compile.insight.prediction import Scenario, extrapolated, predict
+from dp_compile.insight.rehearsal import Subject, default_loss, load_subject, rehearse
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
+from dp_compile.insight.what_if import CURVE_RANKS, format_ms, what_if
+from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.plan.cost import AllReduceCost, CostFit
+from dp_compile.plan.devices import DEVICES, Device, device
+from dp_compile.train.gpt import GPT, GPTConfig
+
+SMALL = GPTConfig(layers=2, width=32, heads=2, context=16)
+
+
+# --- the table and the curve ----------------------------------------------------------------------------------------
+
+
+def test_the_table() -> None:
+    found = what_if(
+        STEP, ranks=(8, 64), links=("ethernet-25",), dtypes=("bfloat16",), strategies=("as planned", "fixed:1")
+    )
+    assert_expected_inline(
+        str(found).partition("\nPredicted")[0],
+        """\
+step: 8 ranks (nccl), 4 gradients, 7.6 MiB, fixed: 3 buckets
+all-reduce = 20 us + nbytes / (10 GB/s) (stated)
+
+ranks  link         gradients  buckets      number  backward   exposed  to bound   memory
+    8  ethernet-25  bfloat16   as planned        3   10.2 ms  0.204 ms     1.000  3.8 MiB
+    8  ethernet-25  bfloat16   fixed 1 MiB       2   11.3 ms   1.32 ms     1.110  3.8 MiB
+   64  ethernet-25  bfloat16   as planned        3   10.3 ms  0.273 ms     1.009  3.8 MiB
+   64  ethernet-25  bfloat16   fixed 1 MiB       2   11.5 ms   1.46 ms     1.126  3.8 MiB
+""",
+    )
+
+
+def test_a_measured_backward_counts_as_it_does_in_an_explanation() -> None:
+    ready = dataclasses.replace(STEP.ready, backward_s=None)
+    bucket = MeasuredBucket(0.001, None, 0.001)
+    measured = MeasuredStep(0.008, (bucket,) * len(STEP.plan.buckets), "clock", rank=1)
+    step = dataclasses.replace(STEP, ready=ready, measured=measured)
+    found = what_if(step, strategies=("as planned",), curve=False)
+    explained = explanation_of(step)
+    assert found.rows[0].backward_s == explained.backward_s == pytest.approx(0.005)
+    assert found.rows[0].makespan_s == pytest.approx(explained.end_s)
+    assert "the backward as measured on rank 1" in str(found)
+    assert "assumed" not in str(found)
+
+
+def test_the_curve() -> None:
+    found = what_if(STEP, links=("ethernet-25",), compute_scales=(0.5,))
+    assert [point.world_size for point in found.curves[0].points] == list(CURVE_RANKS)
+    drawn = found.curve().replace("█", "#").replace("░", ".")
+    assert_expected_inline(
+        drawn,
+        """\
+over the ranks, ethernet-25, gradients as in the step, compute 0.5x, optimal buckets for each:
+   ranks    backward     exposed  of compute
+       1     5.00 ms        0 ms       1.00x  ##############################
+       2     5.35 ms    0.353 ms       1.07x  ##############################..
+       4     6.16 ms     1.16 ms       1.23x  ##############################.......
+       8     6.97 ms     1.97 ms       1.39x  ##############################............
+      16     7.20 ms     2.20 ms       1.44x  ##############################.............
+      32     7.29 ms     2.29 ms       1.46x  ##############################..............
+      64     7.37 ms     2.37 ms       1.47x  ##############################..............
+     128     7.45 ms     2.45 ms       1.49x  ##############################...............
+     256     7.54 ms     2.54 ms       1.51x  ##############################................
+     512     7.62 ms     2.62 ms       1.52x  ##############################................
+   1,024     8.06 ms     3.06 ms       1.61x  ##############################...................
+   2,048     8.11 ms     3.11 ms       1.62x  ##############################...................
+   4,096     8.17 ms     3.17 ms       1.63x  ##############################...................
+   8,192     8.22 ms     3.22 ms       1.64x  ##############################....................
+  16,384     8.28 ms     3.28 ms       1.66x  ##############################....................
+                                              # compute  . exposed communication""",
+    )
+
+
+def test_columns_without_wishes_are_left_out() -> None:
+    head = what_if(STEP, curve=False).table().splitlines()[0].split()
+    assert head == ["ranks", "buckets", "number", "backward", "exposed", "to", "bound", "memory"]
+    measured = MeasuredStep(0.012, (), "clock", forward_s=0.005, optimizer_s=0.001)
+    wished = what_if(dataclasses.replace(STEP, measured=measured), latencies_us=(5,), compute_scales=(2,)).table()
+    assert wished.splitlines()[0].split()[1:6] == ["latency", "compute", "buckets", "number", "step"]
+
+
+def test_every_combination_in_order() -> None:
+    found = what_if(STEP, ranks=(8, 16), latencies_us=(5, 20), strategies=("optimal", "coalesced"), curve=False)
+    wishes = [(row.world_size, row.scenario.latency_us, row.scenario.strategy) for row in found.rows]
+    assert wishes == [(n, us, name) for n in (8, 16) for us in (5, 20) for name in ("optimal", "coalesced")]
+    assert found.curves == ()
+    assert found.fastest.makespan_s == min(row.makespan_s for row in found.rows)
+
+
+def test_rows_are_what_predict_says() -> None:
+    (row,) = what_if(STEP, ranks=(64,), strategies=("fixed:1",), curve=False).rows
+    assert row == predict(STEP, Scenario(world_size=64, strategy="fixed", bucket_cap_mb=1.0))
+
+
+def test_a_cost_is_of_the_ranks_of_the_step() -> None:
+    cost = AllReduceCost(1e-5, 1e-11)
+    same, more = what_if(STEP, ranks=(8, 64), cost=cost, strategies=("as planned",), curve=False).rows
+    assert dataclasses.astuple(same.cost) == pytest.approx(dataclasses.astuple(cost), rel=1e-9, abs=0)
+    assert more.cost == extrapolated(cost, from_ranks=8, to_ranks=64)
+    (late,) = what_if(STEP, cost=cost, latencies_us=(7,), strategies=("as planned",), curve=False).rows
+    assert late.cost.alpha_s == pytest.approx(7e-6, rel=1e-9, abs=0)
+    (linked,) = what_if(STEP, cost=cost, links=("nvlink4",), strategies=("as planned",), curve=False).rows
+    assert linked.cost == predict(STEP, Scenario(link="nvlink4")).cost
+
+
+def test_json() -> None:
+    data = json.loads(what_if(STEP, ranks=(8, 64), links=("loopback",)).to_json())
+    assert data["version"] == 1
+    assert [row["ranks"] for row in data["rows"]] == [8, 8, 64, 64]
+    assert data["rows"][0]["buckets"] == data["step"]["buckets"] == 3
+    assert data["rows"][0]["plan_signature"] == STEP.plan.signature()
+    assert len(data["curves"][0]["points"]) == len(CURVE_RANKS)
+
+
+def test_one_rank_has_no_curve_without_a_link() -> None:
+    alone = dataclasses.replace(STEP, world_size=1)
+    assert what_if(alone).curves == ()
+    assert len(what_if(alone, links=("nvlink4",)).curves) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0 ms"), (12.3456e-3, "12.3 ms"), (1.23456, "1,230 ms"), (4.2e-6, "0.00420 ms"), (0.1, "100 ms")],
+)
+def test_milliseconds(seconds: float, text: str) -> None:
+    assert format_ms(seconds) == text
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_model_that_has_trained_a_step() -> None:
+    model = nn.Linear(16, 16)
+    with pytest.raises(dp_compile.ModuleError, match="not replicated"):
+        dp_compile.what_if(model)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    torch.compile(model, backend="aot_eager")(torch.randn(5, 16)).sum().backward()
+    assert dp_compile.what_if(model, ranks=(64,)).rows[0].world_size == 64
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"ranks": (0,)}, "world_size must be an integer >= 1"),
+        ({"links": ("rope",)}, "link must be one of"),
+        ({"dtypes": ("int8",)}, "gradient_dtype must be one of"),
+        ({"strategies": ("fixed:x",)}, "behind the colon stands a cap in MiB, as in 'fixed:25', got 'fixed:x'"),
+        ({"strategies": ("optimal:2",)}, "bucket_cap_mb belongs to strategy 'fixed'"),
+        ({"strategies": ()}, "strategies and compute_scales must not be empty"),
+        ({"latencies_us": (-1,)}, "latency_us must be >= 0"),
+        ({"compute_scales": (0,)}, "compute_scale must be > 0"),
+    ],
+)
+def test_refuses(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=message):
+        what_if(STEP, **wishes)
+
+
+def test_refuses_something_else() -> None:
+    with pytest.raises(dp_compile.ConfigError, match="must be a Step or a replicated module, got int"):
+        what_if(3)  # type: ignore[arg-type]
+    with pytest.raises(dp_compile.ConfigError, match="the step ran on 1"):
+        what_if(dataclasses.replace(STEP, world_size=1), cost=AllReduceCost(0.0, 0.0))
+
+
+# --- devices --------------------------------------------------------------------------------------------------------
+
+
+def test_the_roofline() -> None:
+    h100 = device("h100-sxm")
+    assert h100.seconds(989e12, 0, "bfloat16", efficiency=0.5) == pytest.approx(2.0)
+    assert h100.seconds(67e12, 0, "float32", efficiency=1) == h100.seconds(67e12, 0, "float8", efficiency=1)
+    assert h100.seconds(1, 3.35e12, "bfloat16") == pytest.approx(1.0)
+    for wrong in (0, -1, 1.5, math.nan):
+        with pytest.raises(dp_compile.ConfigError, match="efficiency"):
+            h100.seconds(1, 1, "float32", efficiency=wrong)
+    with pytest.raises(dp_compile.ConfigError, match=r"device must be one of h200-sxm, .*, got 'abacus'"):
+        device("abacus")
+    assert all(each.source for each in DEVICES)
+
+
+# --- a model that never ran -----------------------------------------------------------------------------------------
+
+
+def gpt_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    return loss
+
+
+def make_gpt() -> tuple[nn.Module, torch.Tensor, Any]:
+    return GPT(SMALL), torch.zeros(2, 16, dtype=torch.int64), gpt_loss
+
+
+def make_large() -> tuple[nn.Module, torch.Tensor]:
+    """Two layers of 16 GiB each in float32, one on top of the other: more than this machine has."""
+    return nn.Sequential(*(nn.Linear(65536, 65536, bias=False) for _ in range(2))), torch.zeros(4, 65536)
+
+
+def make_nothing() -> int:
+    return 3
+
+
+def make_pair() -> tuple[int, int]:
+    return 3, 4
+
+
+def make_without_loss() -> tuple[nn.Module, torch.Tensor, int]:
+    return nn.Linear(2, 2), torch.zeros(2, 2), 3
+
+
+def make_from_values() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Linear(2, int(torch.ones(()).item())), torch.zeros(2, 2)
+
+
+class Untouched(nn.Module):
+    """Its loss does not depend on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.argmax()
+
+
+HERE = Path(__file__).stem
+H100 = device("h100-sxm")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_model_without_values() -> None:
+    """Ready times and peak as in a backward that really ran; bytes as the model has them."""
+    seen = rehearse(load_subject(f"{HERE}:make_gpt"), H100, ranks=64, link="infiniband-ndr")
+    real = rehearse(load_subject(f"{HERE}:make_gpt", on="cpu"), H100, ranks=64, link="infiniband-ndr", on="cpu")
+    names = {gradient.name for gradient in seen.step.plan.gradients} - {UNUSED_FLAGS}
+    assert names == {name for name, _ in GPT(SMALL).named_parameters()}
+    assert seen.gradient_nbytes == seen.parameter_nbytes == sum(each.nbytes for each in GPT(SMALL).parameters())
+    assert (seen.step.world_size, seen.step.backend, seen.link) == (64, "nccl", "infiniband-ndr")
+    assert 0 < seen.forward_s < seen.step.backward_s
+    assert seen.step.backward_s == pytest.approx(real.step.backward_s, rel=0.5)
+    assert seen.step.ready.shares.keys() == real.step.ready.shares.keys()
+    for least_or_most in (min, max):
+        places = [
+            least_or_most(shares, key=shares.__getitem__) for shares in (seen.step.ready.shares, real.step.ready.shares)
+        ]
+        assert places[0] == places[1]
+    assert seen.step.memory is not None
+    assert {bucket.key.device for bucket in seen.step.plan.buckets} == {seen.step.device} == {"cuda"}
+    assert Step.from_json(seen.step.to_json()).to_json() == seen.step.to_json()
+    assert "roofline of h100-sxm at 40% of its peak (an assumption)" in what_if(seen.step, curve=False).rows[0].basis
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_model_larger_than_memory() -> None:
+    seen = rehearse(load_subject(f"{HERE}:make_large"), H100, ranks=8, link="nvlink4")
+    assert seen.parameter_nbytes == 32 * 2**30
+    assert seen.step.memory is not None
+    assert seen.step.memory.nbytes > 48 * 2**30
+    # Each matrix is read and its gradient written once: at least 3 x 16 GiB at 3.35 TB/s.
+    assert seen.step.backward_s > 48 * 2**30 / 3.35e12
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_by_hand_on_a_device_of_one_flop() -> None:
+    """A product of 4x8 by 8x2: 128 FLOPs forward, for the weight's gradient 128 again; the input wants none."""
+    slow = Device("slow", {"float32": 1.0}, 1e30, "stated", "cpu")
+    subject = Subject(nn.Linear(8, 2, bias=False), torch.zeros(4, 8), lambda model, x: model(x).sum())
+    seen = rehearse(subject, slow, ranks=2, link="loopback", efficiency=0.5)
+    assert (seen.forward_s, seen.step.backward_s) == (pytest.approx(256), pytest.approx(256))
+    assert (seen.step.backend, seen.step.device) == ("gloo", "cpu")
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize(
+    ("subject", "message"),
+    [
+        (Subject(nn.Linear(2, 2), torch.zeros(1, 2), lambda model, x: model(x)), r"scalar .* of shape \[1, 2\]"),
+        (Subject(nn.Linear(2, 2), torch.zeros(1, 2), lambda model, x: 3), "must return a scalar .*, got int"),
+        (Subject(nn.Linear(2, 2), torch.zeros(1, 3), default_loss), "the forward of the model failed: RuntimeError"),
+        (Subject(Untouched(), torch.zeros(3), default_loss), "returns no floating tensor to make a loss of"),
+    ],
+)
+def test_models_that_cannot_be_rehearsed(subject: Subject, message: str) -> None:
+    with pytest.raises(dp_compile.ModuleError, match=message):
+        rehearse(subject, H100, ranks=2, link="nvlink4")
+
+
+def test_how_a_rehearsal_is_asked_for() -> None:
+    subject = Subject(nn.Linear(2, 2), torch.zeros(1, 2), default_loss)
+    with pytest.raises(dp_compile.ConfigError, match="ranks must be an integer >= 2, got 1"):
+        rehearse(subject, H100, ranks=1, link="nvlink4")
+    with pytest.raises(dp_compile.ConfigError, match="on must be 'meta' or 'cpu', got 'cuda'"):
+        rehearse(subject, H100, ranks=2, link="nvlink4", on="cuda")
+
+
+def test_the_loss_without_one() -> None:
+    class Out(dict[str, torch.Tensor]):
+        loss = torch.tensor(5.0)
+
+    class Gives(nn.Module):
+        def forward(self, **given: Any) -> Any:
+            return given["out"]
+
+    assert default_loss(Gives(), {"out": Out()}) == 5
+    assert default_loss(Gives(), {"out": torch.tensor(2.0)}) == 2
+    several = {"a": torch.ones(3), "b": [torch.ones(2), torch.ones(2, dtype=torch.int64)]}
+    assert default_loss(Gives(), {"out": several}) == 2
+    assert default_loss(nn.Bilinear(2, 2, 1), (torch.ones(1, 2), torch.ones(1, 2))).dim() == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("nowhere", "the import path must be package.module:callable, got 'nowhere'"),
+        (":make", "the import path must be package.module:callable"),
+        ("no.such.module:make", "no.such.module cannot be imported: ModuleNotFoundError"),
+        (f"{HERE}:no_such_name", f"{HERE} has no 'no_such_name'. Defined there: "),
+        (f"{HERE}:HERE", f"{HERE}:HERE is not callable, it is of type str"),
+        (f"{HERE}:make_nothing", "must return .model, batch. or .model, batch, loss_fn. .*, got int"),
+        (f"{HERE}:make_pair", r"with an nn.Module first, got \(int, int\)"),
+        (f"{HERE}:make_without_loss", "the loss_fn .* must be callable, got int"),
+        (f"{HERE}:make_from_values", "raised RuntimeError: .* --on cpu"),
+        (f"{HERE}:gpt_loss", "raised TypeError: .* missing 2 required positional arguments"),
+    ],
+)
+def test_paths_that_lead_nowhere(path: str, message: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=message):
+        load_subject(path)
+
+
+def test_real_tensors_for_what_needs_values() -> None:
+    assert load_subject(f"{HERE}:make_from_values", on="cpu").model.out_features == 1
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def step_file(tmp_path: Path) -> str:
+    path = tmp_path / "step.json"
+    path.write_text(STEP.to_json())
+    return str(path)
+
+
+def test_the_command(step_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    wishes = ["--ranks", "8,64", "--link", "nvlink4", "--strategy", "as planned,fixed:25"]
+    assert cli.main(["whatif", step_file, *wishes, "--save-plan", str(plan)]) == 0
+    found = what_if(STEP, ranks=(8, 64), links=("nvlink4",), strategies=("as planned", "fixed:25"), curve=False)
+    assert capsys.readouterr().out == f"{found}\n"
+    assert len(json.loads(plan.read_text())["buckets"]) == len(found.fastest.plan.buckets)
+    assert cli.main(["whatif", step_file, "--curve"]) == 0
+    assert "16,384" in capsys.readouterr().out
+
+
+def test_the_command_in_json_with_a_calibration(
+    step_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, cost = tmp_path / "cost.json", AllReduceCost(1e-4, 1e-9)
+    path.write_text(CostFit(cost, 0.01, 1, 2).to_json())
+    assert cli.main(["whatif", step_file, "--calibration", str(path), "--ranks", "64", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    wanted = extrapolated(cost, from_ranks=8, to_ranks=64)
+    assert data["rows"][0]["cost"]["alpha_s"] == pytest.approx(wanted.alpha_s)
+    assert data["curves"] == []
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_command_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    saved = tmp_path / "step.json"
+    model = ["--model", f"{HERE}:make_gpt", "--device", "l40s", "--efficiency", "0.3"]
+    assert cli.main(["whatif", *model, "--ranks", "1,16", "--save-step", str(saved)]) == 0
+    out = capsys.readouterr().out
+    assert "on l40s: forward 0." in out
+    assert "infiniband-ndr" in out
+    assert Step.from_json(saved.read_text()).world_size == 16
+    assert cli.main(["whatif", *model, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["model"]["gradient_nbytes"] == data["rows"][0]["gradient_nbytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a step file or --model package.module:callable, one of the two"),
+        (["STEP", "--model", "a:b"], "give a step file or --model"),
+        (["nowhere.json"], "the step file 'nowhere.json' cannot be read"),
+        ([__file__], "not a step file of dp_compile"),
+        (["STEP", "--ranks", "8,x"], "--ranks must be whole numbers with commas between them, got '8,x'"),
+        (["STEP", "--ranks", "2.5"], "--ranks must be whole numbers"),
+        (["STEP", "--ranks", "0"], "world_size must be an integer >= 1"),
+        (["STEP", "--link", "rope"], "link must be one of"),
+        (["STEP", "--dtype", "int8"], "gradient_dtype must be one of"),
+        (["STEP", "--strategy", "ddp"], "'ddp' cannot be planned from a step alone"),
+        (["STEP", "--latency-us", "soon"], "--latency-us must be numbers with commas between them, got 'soon'"),
+        (["STEP", "--compute-scale", "-1"], "compute_scale must be > 0"),
+        (["STEP", "--calibration", "nowhere"], "--calibration 'nowhere' cannot be read"),
+        (["STEP", "--calibration", "STEP"], "not a cost file of dp_compile"),
+        (["STEP", "--save-plan", "/no/such/place"], "--save-plan '/no/such/place' cannot be written"),
+        (["STEP", "--device", "l40s"], "--device belongs to --model"),
+        (["STEP", "--save-step", "x"], "--save-step belongs to --model"),
+        (["STEP", "--on", "cpu"], "--on belongs to --model"),
+        (["STEP", "--efficiency", "1"], "--efficiency belongs to --model"),
+        (["--model", "a:b", "--calibration", "x"], "--calibration belongs to a step file"),
+        (["--model", "a:b", "--device", "abacus"], "device must be one of"),
+        (["--model", "no_such_module:b"], "no_such_module cannot be imported"),
+        (["--model", f"{HERE}:make_gpt", "--efficiency", "2"], "efficiency must be a share of the peak"),
+        (["STEP", "--speed", "1"], "unrecognized arguments: --speed 1"),
+    ],
+)
+def test_a_mistake_is_one_line(
+    arguments: list[str], message: str, step_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main(["whatif", *(step_file if each == "STEP" else each for each in arguments)])
+    except SystemExit as stop:  # argparse's own refusals
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert message in printed.err
+    assert printed.err.startswith("dp-compile: error: ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""

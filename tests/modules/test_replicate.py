@@ -1,0 +1,483 @@
+"""What `replicate()` accepts, what it refuses and how; across real ranks where ranks matter."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable import replicate as torch_replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import dp_compile
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, width), nn.ReLU())
+        self.head = nn.Linear(width, 2)
+        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+# --- what stays as it is ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestLocal:
+    def test_same_object_same_state_dict(self) -> None:
+        model = Net()
+        keys = list(model.state_dict())
+        assert dp_compile.replicate(model) is model
+        assert list(model.state_dict()) == keys
+
+    def test_one_hook_for_each_trainable_parameter(self) -> None:
+        model = Net()
+        model.head.bias.requires_grad_(False)
+        dp_compile.replicate(model)
+        hooked = [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]
+        assert hooked == ["body.0.weight", "body.0.bias", "head.weight"]
+
+    def test_ignored_modules_are_left_alone(self) -> None:
+        model = Net()
+        dp_compile.replicate(model, ignored_modules=[model.body])
+        assert replica_of(model).names == ("head.weight", "head.bias")
+        assert not model.body[0].weight._post_accumulate_grad_hooks
+
+    def test_ignored_with_all_descendants_and_wherever_else_they_appear(self) -> None:
+        model = Net()
+        model.more = nn.ModuleDict({"deep": nn.Sequential(nn.BatchNorm1d(3), model.head)})
+        dp_compile.replicate(model, ignored_modules=[model.more])
+        assert replica_of(model).names == ("body.0.weight", "body.0.bias")
+        assert [tensor is model.steps for tensor in replica_of(model).buffers] == [True]
+
+    def test_sparse_gradients_in_ignored_modules_are_no_concern(self) -> None:
+        model = nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4))
+        assert replica_of(dp_compile.replicate(model, ignored_modules=[model[0]])).names == ("1.weight", "1.bias")
+
+    def test_names_have_no_wrappers(self) -> None:
+        model = Net()
+        model.body[0] = checkpoint_wrapper(model.body[0])
+        model.head = torch.compile(model.head, backend="aot_eager")
+        assert "body.0._checkpoint_wrapped_module.weight" in dict(model.named_parameters())
+        dp_compile.replicate(model, bucket_policy={nn.Linear})
+        plain = dp_compile.replicate(Net(), bucket_policy={nn.Linear})
+        assert replica_of(model).names == replica_of(plain).names
+        assert replica_of(model).plan == replica_of(plain).plan
+        model.body[0].double()
+        dp_compile.unreplicate(model)
+        model.body.requires_grad_(False).to("meta")
+        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device"):
+            dp_compile.replicate(model)(torch.ones(1, 4))
+
+    def test_a_policy_sees_names_without_wrappers(self) -> None:
+        seen = []
+        model = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)), nn.Linear(2, 2))
+        dp_compile.replicate(model, bucket_policy=lambda name, module: bool(seen.append(name)))
+        assert sorted(set(seen)) == ["", "0", "1"]
+
+    def test_parent_and_child(self) -> None:
+        model = Net()
+        dp_compile.replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match=r"head\.weight is replicated already.*ignored_modules"):
+            dp_compile.replicate(model)
+        dp_compile.replicate(model, ignored_modules=[model.head])
+        assert replica_of(model).names == ("body.0.weight", "body.0.bias")
+        assert replica_of(model.head).names == ("weight", "bias")
+
+    def test_several_calls_on_different_submodules(self) -> None:
+        model = Net()
+        dp_compile.replicate(model.body, bucket_cap_mb=1)
+        dp_compile.replicate(model.head, bucket_cap_mb=2)
+        assert replica_of(model.body).config.bucket_cap_mb == 1
+        assert replica_of(model.head).config.bucket_cap_mb == 2
+
+    def test_argument_wins_over_environment_and_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+        by_variable, by_config, by_argument = Net(), Net(), Net()
+        dp_compile.replicate(by_variable)
+        dp_compile.replicate(by_config, config=dp_compile.ReplicateConfig(ddp_python_hook=True))
+        dp_compile.replicate(by_argument, ddp_python_hook=True)
+        assert [replica_of(model).hooks is not None for model in (by_variable, by_config, by_argument)] == [
+            False,
+            True,
+            True,
+        ]
+
+    # --- bad input
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"bucket_cap_mb": -1}, "bucket_cap_mb must be > 0, got -1"),
+            ({"bucket_cap_mb": math.nan}, "bucket_cap_mb must be > 0, got nan"),
+            ({"bucket_cap_mb": "25"}, "bucket_cap_mb must be a number"),
+            ({"passes": ["bucket"]}, "passes must hold graph passes"),
+            ({"passes": 3}, "passes must be a tuple of graph passes, got int"),
+            ({"ignored_modules": ["body"]}, "ignored_modules must hold modules, got str"),
+            ({"ignored_modules": nn.Sequential(nn.Linear(1, 1))}, r"got Sequential. Pass a list: \[module\]"),
+            ({"ignored_modules": 3}, "ignored_modules must hold modules, got int"),
+            ({"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
+            ({"device_id": True}, "device_id must be the number of a GPU or a torch.device, got True"),
+            ({"device_id": -1}, "device_id must be the number of a GPU or a torch.device, got -1"),
+            ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0. Call module.to\('cuda:0'\)"),
+            ({"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
+            ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
+            ({"config": {"timeout_s": 3}}, "config must be a ReplicateConfig, got dict"),
+            ({"find_unused_parameters": "yes"}, "find_unused_parameters must be True or False, got 'yes'"),
+        ],
+    )
+    def test_bad_options(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(dp_compile.ConfigError, match=message):
+            dp_compile.replicate(Net(), **options)
+
+    def test_unknown_keyword_is_named(self) -> None:
+        with pytest.raises(TypeError, match="bucket_cap"):
+            dp_compile.replicate(Net(), bucket_cap=1)  # type: ignore[call-arg]
+
+    def test_bad_environment_variable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "maybe")
+        with pytest.raises(dp_compile.ConfigError, match="DP_COMPILE_DDP_PYTHON_HOOK"):
+            dp_compile.replicate(Net())
+
+    def test_nothing_to_train(self) -> None:
+        with pytest.raises(dp_compile.ModuleError, match="Net has no parameter that requires a gradient"):
+            dp_compile.replicate(Net().requires_grad_(False))
+        with pytest.raises(dp_compile.ModuleError, match="ReLU has no parameter"):
+            dp_compile.replicate(nn.ReLU())
+
+    def test_not_a_module(self) -> None:
+        with pytest.raises(dp_compile.ModuleError, match=r"takes an nn\.Module, got function"):
+            dp_compile.replicate(lambda x: x)  # type: ignore[type-var]
+
+    def test_device_id_of_a_cpu_moves_nothing(self) -> None:
+        model = dp_compile.replicate(Net(), device_id=torch.device("cpu"))
+        assert model(torch.ones(1, 4)).shape == (1, 2)
+        assert len(model._forward_pre_hooks) == 1
+
+    def test_two_devices(self) -> None:
+        model = Net()
+        model.head.weight = nn.Parameter(OnCuda(model.head.weight.data))
+        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight on cpu, head\.weight on cuda:0"):
+            dp_compile.replicate(model)
+
+    def test_replicate_twice(self) -> None:
+        model = dp_compile.replicate(Net())
+        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is replicated already"):
+            dp_compile.replicate(model)
+        with pytest.raises(dp_compile.ModuleError, match="weight is replicated already"):
+            dp_compile.replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match=r"0\.body\.0\.weight is replicated already"):
+            dp_compile.replicate(nn.Sequential(model))
+
+    def test_sparse_and_complex_and_lazy(self) -> None:
+        with pytest.raises(dp_compile.ModuleError, match="0 makes sparse gradients"):
+            dp_compile.replicate(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
+        with pytest.raises(dp_compile.ModuleError, match=r"weight is torch\.complex64"):
+            dp_compile.replicate(nn.Linear(2, 2, dtype=torch.complex64))
+
+    def test_managed_by_fully_shard(self) -> None:
+        model = Net()
+        fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))
+        dp_compile.replicate(model)
+        assert replica_of(model).names == ("body.0.weight", "body.0.bias")
+        with pytest.raises(dp_compile.ModuleError, match="Linear is managed by fully_shard already"):
+            dp_compile.replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match=r"has no parameter .* and fully_shard"):
+            dp_compile.replicate(nn.Sequential(model.head))
+
+    def test_managed_by_torch_replicate(self) -> None:
+        model = Net()
+        torch_replicate(model.head)
+        with pytest.raises(dp_compile.ModuleError, match="submodule head is managed by torch's replicate"):
+            dp_compile.replicate(model)
+        dp_compile.replicate(model, ignored_modules=[model.head])
+
+    def test_not_a_member_of_the_group(self) -> None:
+        with pytest.raises(dp_compile.ConfigError, match="not in the given process group"):
+            dp_compile.replicate(Net(), process_group=dist.GroupMember.NON_GROUP_MEMBER)
+
+    def test_device_mesh(self) -> None:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+        with pytest.raises(dp_compile.ConfigError, match="one dimension, got 2"):
+            dp_compile.replicate(Net(), device_mesh=mesh)
+        with pytest.raises(dp_compile.ConfigError, match="not both"):
+            dp_compile.replicate(Net(), device_mesh=mesh, process_group=dist.group.WORLD)
+        model = dp_compile.replicate(Net(), device_mesh=mesh["inner"])
+        assert replica_of(model).group.world_size == 2
+
+
+class OnCuda(torch.Tensor):
+    """A CPU tensor that says it is on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    with pytest.raises(dp_compile.ConfigError, match="init_process_group"):
+        dp_compile.replicate(Net())
+
+
+# --- across ranks -----------------------------------------------------------------------------------------------
+
+
+def refused_by_torch_ddp() -> str:
+    try:
+        dp_compile.replicate(nn.Sequential(TorchDDP(Net())))
+    except dp_compile.ModuleError as error:
+        return str(error)
+    return "no error"
+
+
+def test_wrapped_by_torch_ddp(ranks: Ranks) -> None:
+    for text in ranks.run(refused_by_torch_ddp):
+        assert "submodule 0 is managed by torch's DistributedDataParallel" in text
+
+
+def start_state() -> dict[str, torch.Tensor]:
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    model.steps.fill_(dist.get_rank() + 5)
+    model.head.requires_grad_(False)
+    dp_compile.replicate(model)
+    return model.state_dict()
+
+
+def test_first_rank_is_copied(ranks: Ranks) -> None:
+    first, second, *_ = ranks.run(start_state)
+    assert first["steps"].item() == 5
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
+
+
+def disagree(how: str) -> tuple[str, float]:
+    second = dist.get_rank() == 1
+    options: dict[str, Any] = {}
+    model = Net(width=6 if second and how == "shape" else 4)
+    if second and how == "dtype":
+        model.head.double()
+    if second and how == "frozen":
+        model.head.bias.requires_grad_(False)
+    if second and how == "more":
+        model.extra = nn.Linear(1, 1)
+    if second and how == "cap":
+        options["bucket_cap_mb"] = 3
+    if second and how == "error":
+        model.requires_grad_(False)
+    start = time.monotonic()
+    try:
+        dp_compile.replicate(model, **options)
+    except dp_compile.DPCompileError as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize(
+    ("how", "difference"),
+    [
+        ("shape", "body.0.weight"),
+        ("dtype", "head.weight"),
+        ("frozen", "head.bias"),
+        ("more", "extra.weight"),
+        ("cap", "bucket_cap_mb is 3"),
+    ],
+)
+def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> None:
+    for text, seconds in ranks.run(disagree, how):
+        assert text.startswith("DesyncError")
+        assert "rank 1 differs from rank 0" in text
+        assert difference in text
+        assert seconds < 30
+
+
+def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
+    (first, _), (second, _), *_ = ranks.run(disagree, "error")
+    assert "rank 1 cannot go on: Net has no parameter that requires a gradient" in first
+    assert second.startswith("ModuleError")
+
+
+def buffers_follow() -> list[int]:
+    model = Net()
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(model, backend="aot_eager")
+    seen = []
+    for _ in range(2):
+        model.steps += 1 + dist.get_rank()
+        compiled(torch.ones(1, 4)).sum().backward()
+        seen.append(int(model.steps))
+    with dp_compile.no_sync(model):
+        model.steps += 1 + dist.get_rank()
+        compiled(torch.ones(1, 4)).sum().backward()
+    return [*seen, int(model.steps)]
+
+
+def test_buffers_of_the_first_rank_are_copied_after_each_synchronised_backward(ranks2: Ranks) -> None:
+    assert ranks2.run(buffers_follow) == [[1, 2, 3], [1, 2, 4]]
+
+
+def two_groups() -> list[float]:
+    """Two models with different groups and settings in one process and one backward, on four ranks."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(0)
+    outer, inner = nn.Linear(3, 3), nn.Linear(3, 3)
+    config = dp_compile.ReplicateConfig(backend="aot_eager")
+    dp_compile.replicate(outer, config=config)
+    dp_compile.replicate(inner, process_group=pairs[rank // 2], bucket_cap_mb=1e-6, config=config)
+    run = torch.compile(nn.Sequential(inner, outer), backend="aot_eager")
+    run(torch.full((1, 3), float(rank))).sum().backward()
+    reference_outer, reference_inner = nn.Linear(3, 3), nn.Linear(3, 3)
+    reference_outer.load_state_dict(outer.state_dict())
+    reference_inner.load_state_dict(inner.state_dict())
+    results = []
+    for model, reference, members in (
+        (outer, reference_outer, range(4)),
+        (inner, reference_inner, [rank // 2 * 2, rank // 2 * 2 + 1]),
+    ):
+        total = torch.zeros_like(model.weight)
+        for member in members:
+            for each in (reference_outer, reference_inner):
+                each.zero_grad()
+            reference_outer(reference_inner(torch.full((1, 3), float(member)))).sum().backward()
+            total += reference.weight.grad
+        results.append(float((model.weight.grad - total / len(members)).abs().max()))
+    return results
+
+
+def test_two_groups_in_one_backward(ranks4: Ranks) -> None:
+    for differences in ranks4.run(two_groups):
+        assert max(differences) < 1e-6
+
+
+def slices_of_a_mesh() -> tuple[float, float, int]:
+    """One module on each dimension of a 2 x 2 mesh. Returns each one's gradient."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    results = []
+    for name in ("rows", "columns"):
+        model = nn.Linear(1, 1, bias=False)
+        dp_compile.replicate(model, device_mesh=mesh[name], config=dp_compile.ReplicateConfig(backend="aot_eager"))
+        torch.compile(model, backend="aot_eager")(torch.full((1, 1), float(dist.get_rank()))).sum().backward()
+        assert dp_compile.report(model).backwards == {"captured": 1}
+        results.append(model.weight.grad.item())
+    return results[0], results[1], replica_of(model).group.world_size
+
+
+def test_slices_of_a_mesh(ranks4: Ranks) -> None:
+    # The ranks are 0 1 / 2 3: averages over the first dimension are those of columns, (0 + 2) / 2 and (1 + 3) / 2.
+    assert ranks4.run(slices_of_a_mesh) == [(1.0, 0.5, 2), (2.0, 0.5, 2), (1.0, 2.5, 2), (2.0, 2.5, 2)]
+
+
+def beside_fully_shard(compiled: bool) -> tuple[dict[str, int], float]:
+    """Part of a model sharded by torch, the rest replicated. Returns the way and the largest error of a gradient."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    alone = copy.deepcopy(model)
+    fully_shard(model.body)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    batches = [torch.full((2, 4), 1.0 + rank) for rank in range(2)]
+    run(batches[dist.get_rank()]).square().mean().backward()
+    (sum(alone(batch).square().mean() for batch in batches) / 2).backward()
+    worst = 0.0
+    for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
+        grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
+        worst = max(worst, float((grad - reference.grad).abs().max()))
+    return dict(dp_compile.report(model).backwards), worst
+
+
+def test_beside_fully_shard(ranks2: Ranks) -> None:
+    for compiled, way in ((False, "torch reducer"), (True, "eager hooks")):
+        for backwards, worst in ranks2.run(beside_fully_shard, compiled):
+            assert backwards == {way: 1}
+            assert worst < 1e-6
+
+
+def beside_fully_shard_unseen() -> str:
+    torch._dynamo.reset()
+    model = Net()
+    fully_shard(model.body)
+    dp_compile.replicate(model.head, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    try:
+        torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_fully_shard_in_a_captured_backward_is_refused(ranks: Ranks) -> None:
+    for text in ranks.run(beside_fully_shard_unseen):
+        assert "reaches a module that fully_shard manages" in text
+
+
+def one_rank_stalls() -> str:
+    """Rank 1 does not come to its second backward. Returns what rank 0 is told."""
+    torch._dynamo.reset()
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    model = Net()
+    dp_compile.replicate(model, process_group=group, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(torch.ones(1, 4)).sum().backward()
+    if dist.get_rank() == 1:
+        time.sleep(6)
+        return ""
+    try:
+        compiled(torch.ones(1, 4)).sum().backward()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_collective_that_times_out_says_so() -> None:
+    ranks = Ranks(2)
+    try:
+        first, _ = ranks.run(one_rank_stalls)
+    finally:
+        ranks.stop()
+    assert "timed out" in first.lower()
+
+
+class Scaled(nn.Module):
+    """Replaces its buffer in each forward, as many models do with running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = 0.5 * self.scale + x.detach().abs().mean()
+        result: torch.Tensor = self.linear(x) * self.scale
+        return result
+
+
+def replaced_buffers() -> float:
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Scaled(), config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        compiled(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
+    return float(model.scale)
+
+
+def test_a_buffer_that_the_forward_replaces_is_copied(ranks2: Ranks) -> None:
+    assert ranks2.run(replaced_buffers) == [1.875, 1.875]

@@ -1,0 +1,210 @@
+"""Warm-up compiles everything beforehand and leaves no trace; afterwards nothing is compiled, whatever the steps."""
+
+from __future__ import annotations
+
+import copy
+import random
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dp_compile
+from dp_compile._torch import compiler
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
+
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+class Net(nn.Module):
+    """Tokens in, logits out; with running statistics and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.mix, self.norm = nn.Embedding(32, 8), nn.Linear(8, 16), nn.LayerNorm(16)
+        self.drop, self.head = nn.Dropout(0.1), nn.Linear(16, 32)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1.0)
+        out: torch.Tensor = self.head(self.drop(self.norm(self.mix(self.token(tokens))).relu()))
+        return out
+
+
+def tokens(batch: int, length: int) -> torch.Tensor:
+    return torch.randint(0, 32, (batch, length))
+
+
+def build(config: dp_compile.ReplicateConfig = CONFIG) -> tuple[nn.Module, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Net(), config=config)
+    compiled = torch.compile(model, backend="aot_eager")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(compiled(x).flatten(0, 1), x.flatten())
+
+    return model, loss
+
+
+def made() -> tuple[int, int]:
+    return compiler.captures(), compiler.compiled_graphs()
+
+
+def mixed_steps(model: nn.Module, loss: Any, count: int, *, seed: int, lengths: range, sizes: tuple[int, ...]) -> None:
+    """Steps with and without reduction, gradients kept and not, of any length and with a smaller batch at times.
+
+    What kind of step it is all ranks have in common; the lengths are each rank's own.
+    """
+    kinds, shapes = random.Random(seed), random.Random(seed + dist.get_rank())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(count):
+        if kinds.random() < 0.7:
+            optimizer.zero_grad(set_to_none=kinds.random() < 0.5)
+        synced = kinds.random() < 0.6
+        with nullcontext() if synced else dp_compile.no_sync(model):
+            loss(tokens(shapes.choice(sizes), shapes.choice(lengths))).backward()
+        if synced:
+            optimizer.step()
+
+
+EXAMPLES = ((4, 9), (4, 7), (3, 8), (3, 6))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_nothing_is_compiled_after_the_warm_up() -> None:
+    model, loss = build()
+    record = dp_compile.warmup(model, [tokens(*shape) for shape in EXAMPLES], loss)
+    assert record.backwards % (4 * 6) == 0
+    assert record.settled
+    before = made()
+    mixed_steps(model, loss, 50, seed=1, lengths=range(5, 12), sizes=(4, 3))
+    assert made() == before
+    assert set(dp_compile.report(model).backwards) == {"captured", "captured without sync"}
+    assert sum(dp_compile.report(model).backwards.values()) == 50
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_a_length_that_changes_costs() -> None:
+    """The forward: static, then dynamic. The backward: with each of them, then dynamic in two steps more."""
+    model, loss = build()
+    compiled_at = []
+    for length in (8, 7, 6, 5, 9, 10, 11, 8):
+        before = made()
+        model.zero_grad()
+        loss(tokens(4, length)).backward()
+        compiled_at.append(made() != before)
+    assert compiled_at == [True, True, True, True, False, False, False, False]
+    assert dp_compile.report(model).backwards == {"captured": 8}
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_silence_after_the_first_steps() -> None:
+    """Without a warm-up, 500 mixed steps: nothing is compiled once each kind of step has met a few shapes."""
+    model, loss = build()
+    mixed_steps(model, loss, 100, seed=2, lengths=range(5, 12), sizes=(4, 4, 3))
+    before = made()
+    plan = dp_compile.report(model).plan
+    mixed_steps(model, loss, 500, seed=3, lengths=range(5, 12), sizes=(4, 4, 3))
+    assert made() == before
+    assert dp_compile.report(model).plan == plan
+    assert set(dp_compile.report(model).backwards) == {"captured", "captured without sync"}
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("had_gradients", [False, True])
+def test_no_trace(had_gradients: bool) -> None:
+    model, loss = build()
+    if had_gradients:
+        loss(tokens(4, 9)).backward()
+    replica = replica_of(model)
+    grads = [parameter.grad for parameter in model.parameters()]
+    values = [None if grad is None else grad.clone() for grad in grads]
+    state = copy.deepcopy(model.state_dict())
+    seen, steps, backwards = model.seen, replica.synced_backwards, dp_compile.report(model).backwards
+    example, random_numbers = tokens(4, 9), torch.get_rng_state()
+    dp_compile.warmup(model, [example], loss)
+    torch.testing.assert_close(torch.get_rng_state(), random_numbers)
+    assert all(parameter.grad is grad for parameter, grad in zip(model.parameters(), grads, strict=True))
+    assert all(value is None or torch.equal(value, grad) for value, grad in zip(values, grads, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(state.values(), model.state_dict().values(), strict=True))
+    assert model.seen is seen
+    assert (replica.synced_backwards, dp_compile.report(model).backwards) == (steps, backwards)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_measured_backwards_are_those_of_training() -> None:
+    model, loss = build(config=dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2))
+    replica = replica_of(model)
+    dp_compile.warmup(model, [tokens(4, 9)], loss)
+    assert not replica.seen_launches
+    assert len(replica.revisions) == 1  # the plan is settled, and will be made anew from launches
+    for _ in range(4):
+        model.zero_grad()
+        loss(tokens(4, 9)).backward()
+    assert replica.revisions == ()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_fewer_variants() -> None:
+    model, loss = build()
+    dp_compile.warmup(model, [tokens(4, 9)], loss, accumulation=False, gradients_kept=False)
+    assert [record.synced for record in dp_compile.report(model).captures] == [True]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_refuses() -> None:
+    model, loss = build()
+    with pytest.raises(dp_compile.ConfigError, match="at least one batch"):
+        dp_compile.warmup(model, [], loss)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            model.mix.weight.add_(1.0)
+        out: torch.Tensor = loss(x)
+        return out
+
+    with pytest.raises(dp_compile.ConfigError, match=r"changed mix\.weight"):
+        dp_compile.warmup(model, [tokens(4, 9)], step)
+
+
+def run_on_ranks() -> tuple[Any, list[torch.Tensor], tuple[int, int]]:
+    """Other shapes on each rank: the same plan, the same collectives, nothing compiled later, equal parameters."""
+    model, loss = build()
+    torch.manual_seed(dist.get_rank())
+    shapes = EXAMPLES[:2] if dist.get_rank() == 0 else EXAMPLES[1::-1]
+    dp_compile.warmup(model, [tokens(*shape) for shape in shapes], loss)
+    before = made()
+    mixed_steps(model, loss, 60, seed=4, lengths=range(5, 12), sizes=(4,))
+    after = made()
+    late = (after[0] - before[0], after[1] - before[1])
+    return dp_compile.report(model).plan, [parameter.detach() for parameter in model.parameters()], late
+
+
+def test_two_ranks_with_shapes_of_their_own(ranks: Ranks) -> None:
+    (plan, parameters, late), (other_plan, other_parameters, other_late), *_ = ranks.run(run_on_ranks)
+    assert plan == other_plan
+    assert late == other_late == (0, 0)
+    assert all(torch.equal(one, other) for one, other in zip(parameters, other_parameters, strict=True))
+
+
+def run_differently(missing: bool) -> str:
+    model, loss = build(config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=3.0))
+    rank = dist.get_rank()
+    if missing and rank == 1:
+        return ""
+    try:
+        dp_compile.warmup(model, [tokens(4, 9)] * (1 + rank), loss)
+    except dp_compile.DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_have_to_warm_up_alike(ranks: Ranks) -> None:
+    for message in ranks.run(run_differently, False):
+        assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in message
+    assert "no word from rank(s) 1" in ranks.run(run_differently, True)[0]

@@ -1,0 +1,346 @@
+"""Buckets without copies, read off the generated code, and what must not be shared with a bucket."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from generated import Backward
+from graphs import Grad, plan_for, trace
+from torch import fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from torch.nn import functional as F
+
+import dp_compile
+from dp_compile._torch import inductor
+from dp_compile.engine.record import Placement
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.bucket_ops import FLAT_BUCKET
+from dp_compile.passes.lowering import observing
+from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.reduction import Averaging
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Layout
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.testing.ranks import Ranks
+from dp_compile.train.gpt import Block, GPTConfig
+
+# --- the op by itself ---------------------------------------------------------------------------------------------
+
+
+def test_the_op_puts_members_at_their_offsets_in_their_memory_order() -> None:
+    image = Grad(index=0, shape=(2, 3, 4, 5), order=(0, 2, 3, 1))
+    members = [image.values(), torch.tensor(3.0), torch.ones(0, 2), torch.arange(6.0).view(2, 3)]
+    bucket = FLAT_BUCKET(members, [1.0, 0.5, 1.0, 2.0], [*image.stride, 2, 1, 1, 2], [0, 120, 121, 124], 130)
+    assert torch.equal(bucket[:120].view(2, 4, 5, 3).permute(0, 3, 1, 2), members[0])
+    assert bucket[120:].tolist() == [1.5, 0.0, 0.0, 0.0, 0.0, 6.0, 2.0, 8.0, 4.0, 10.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_op_keeps_its_promise_to_the_tracer(dtype: torch.dtype) -> None:
+    members = [torch.randn(4, 3, dtype=dtype), torch.randn(2, dtype=dtype)]
+    torch.library.opcheck(FLAT_BUCKET, (members, [1.0, 0.5], [1, 4, 1], [0, 16], 18))
+
+
+# --- what is copied, and what it costs ------------------------------------------------------------------------------
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(16, 16, 3, padding=1, bias=False) for _ in range(2))
+        self.norm, self.head = nn.BatchNorm2d(16), nn.Linear(16, 96)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((x + self.second(F.relu(self.norm(self.first(x))))).mean((2, 3)))
+
+
+def block() -> tuple[nn.Module, torch.Tensor]:
+    return Block(GPTConfig(width=64, heads=2)), torch.randn(3, 10, 64)
+
+
+def residual() -> tuple[nn.Module, torch.Tensor]:
+    return Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The backward of a model with and without reductions, and what the report says of the buckets."""
+
+    reduced: Backward
+    local: Backward
+    placements: tuple[Placement, ...]
+    text: str
+
+
+def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: float | None) -> Compiled:
+    """Buckets of a fixed size, or without one, everything in one grouped collective."""
+    torch._dynamo.reset()
+    model, x = make()
+    config = dp_compile.ReplicateConfig(bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb)
+    if cap_mb is None:
+        config = dp_compile.ReplicateConfig(strategy="coalesced", cost=AllReduceCost(1.0, 1e-9))
+    dp_compile.replicate(model, config=config)
+    run = torch.compile(model)
+
+    def step(sync: bool) -> None:
+        model.zero_grad()
+        with nullcontext() if sync else dp_compile.no_sync(model):
+            run(x).square().mean().backward()
+
+    with inductor_config.patch(fx_graph_cache=False):
+        local, reduced = (run_and_get_code(step, sync)[1][-1] for sync in (False, True))
+    report = dp_compile.report(model)
+    dp_compile.unreplicate(model)
+    return Compiled(Backward(reduced), Backward(local), report.captures[-1].placements, str(report))
+
+
+@pytest.fixture(scope="module")
+def transformer(fake_group: dist.ProcessGroup) -> Compiled:
+    return compile_both(block, 0.1)
+
+
+@pytest.fixture(scope="module")
+def convolutions(fake_group: dist.ProcessGroup) -> Compiled:
+    return compile_both(residual, 25)
+
+
+def test_a_transformer_block_copies_nothing(transformer: Compiled) -> None:
+    code = transformer.reduced
+    assert len(code.buckets) == 2
+    assert code.copied() == 0
+    assert code.total() == sum(parameter.numel() for parameter in block()[0].parameters()) + 12
+    products = [each.numel for each in code.filled if each.call == "extern_kernels.addmm"]
+    assert sorted(products) == [64 * 64, 64 * 192, 64 * 256, 64 * 256]
+
+
+def test_a_launch_comes_before_the_rest_of_the_backward(transformer: Compiled) -> None:
+    before, between, after = transformer.reduced.order.split("A")
+    assert set(before) == set(between) == {"k"}
+    assert after == "WW"
+
+
+def test_reductions_cost_no_kernel(transformer: Compiled, convolutions: Compiled) -> None:
+    """One for each bucket at most: the flags come in, or results of kernels with memory of their own."""
+    for compiled in (transformer, convolutions):
+        assert compiled.reduced.kernels <= compiled.local.kernels + len(compiled.reduced.buckets)
+
+
+def test_gradients_of_convolutions_are_copied_once_in_one_kernel(convolutions: Compiled) -> None:
+    copied = [each for each in convolutions.reduced.filled if each.copied]
+    assert [each.numel for each in copied] == [16 * 16 * 9] * 2
+    assert len({each.call for each in copied}) == 1
+
+
+def test_the_report_says_what_is_copied_and_why(transformer: Compiled, convolutions: Compiled) -> None:
+    for compiled in (transformer, convolutions):
+        said = sum(each.nbytes for each in compiled.placements if each.copied and "flags" not in each.gradient)
+        assert said == 4 * compiled.reduced.copied()
+        assert sum(each.nbytes for each in compiled.placements) == 4 * compiled.reduced.total()
+    assert "computed in their buckets: 100.0% of" in transformer.text
+    assert (
+        "copied 2 gradients, 18.0 KiB, second.weight .. first.weight: "
+        "aten.convolution_backward.default allocates its result itself" in convolutions.text
+    )
+
+
+# --- gaps, and members apart ----------------------------------------------------------------------------------------
+
+
+def odd_sizes() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5)), torch.randn(3, 7)
+
+
+def test_members_start_at_multiples_of_the_alignment_in_generated_code(fake_group: dist.ProcessGroup) -> None:
+    code = compile_both(odd_sizes, 25).reduced
+    (bucket,) = code.buckets
+    assert sorted((each.offset, each.numel) for each in code.filled) == [
+        (0, 5),
+        (16, 65),
+        (96, 13),
+        (112, 91),
+        (204, 4),
+    ]
+    assert code.numel[bucket] == 208
+    assert code.copied() == 0
+
+
+@pytest.fixture
+def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with NCCL: gradients are reduced as they are."""
+    monkeypatch.setattr(sys.modules["dp_compile.modules.replicate"], "averaging_for", lambda *_: Averaging("avg", 1.0))
+
+
+@pytest.mark.usefixtures("fake_group", "averaging_in_the_collective")
+@pytest.mark.parametrize("make", [block, residual])
+def test_a_grouped_collective_copies_nothing(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
+    compiled = compile_both(make, None)
+    code, parameters = compiled.reduced, list(make()[0].parameters())
+    assert code.tensors == [len(parameters) + 1]
+    assert code.copied() == 0
+    assert code.total() == sum(parameter.numel() for parameter in parameters) + len(parameters)
+    assert all(each.apart for each in compiled.placements)
+    assert [each.gradient for each in compiled.placements if each.copied] == [UNUSED_FLAGS]
+    assert code.kernels <= compiled.local.kernels + 1
+
+
+def test_a_factor_that_no_kernel_takes_costs_a_pass(fake_group: dist.ProcessGroup) -> None:
+    """Where the collective cannot average: a convolution's kernel has no factor, one multiplication for each weight."""
+    compiled = compile_both(residual, None)
+    assert compiled.reduced.copied() == 2 * 16 * 16 * 9
+    assert (
+        "copied 2 gradients, 18.0 KiB, second.weight .. first.weight: aten.convolution_backward.default "
+        "writes with other strides, or does not take a factor" in compiled.text
+    )
+
+
+# --- what must not be shared ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Gradients from every kind of producer, some of which are looked at again after they were reduced."""
+
+    scale: float
+    reduce_op: str = "sum"
+
+    def grads(self) -> list[Grad]:
+        kinds: list[tuple[tuple[int, ...], tuple[int, ...] | None]] = [
+            ((6, 5), None),  # 0: a product
+            ((5, 6), (1, 0)),  # 1: a product, the parameter lies transposed
+            ((6, 5), None),  # 2: the transpose of a product
+            ((6, 5), None),  # 3: a product that is used later
+            ((6, 5), None),  # 4: a product for two parameters
+            ((6, 5), None),  # 5: the same
+            ((9, 6), None),  # 6: pointwise, used later
+            ((20, 5), None),  # 7: scattered rows
+            ((), None),  # 8: a number
+            ((0, 6), None),  # 9: nothing
+            ((9, 6), None),  # 10: an input
+            ((2, 6, 5), None),  # 11: products of a batch
+            ((4, 3, 3, 3), (1, 0, 2, 3)),  # 12: a convolution's kernel, in an order that no convolution writes
+            ((1, 6), None),  # 13: a sum over rows, with a dimension that is only there in the parameter
+            ((6, 5), None),  # 14: rows of something larger
+            ((6, 5), None),  # 15: what was there before, and a product
+        ]
+        return [
+            Grad(index=index, shape=shape, order=order, scale=self.scale, reduce_op=self.reduce_op)
+            for index, (shape, order) in enumerate(kinds)
+        ]
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, image: torch.Tensor) -> Any:
+        twice = (x * 2).t() @ y
+        shared, seen = (x + 1).t() @ y, x.sin()
+        gradients = [
+            x.t() @ y,
+            y.t() @ x,
+            (y.t() @ (x * 3)).t(),
+            shared,
+            twice,
+            twice,
+            seen,
+            y.new_zeros(20, 5).index_put((rows,), y.cos(), accumulate=True),
+            x.sum(),
+            x[:0],
+            x,
+            torch.stack([x, x * 5]).transpose(1, 2) @ torch.stack([y, y]),
+            self._kernel(image),
+            x.exp().sum(0).unsqueeze(0),
+            torch.cat([x, x]).t().contiguous()[:, 3:8],
+            torch.addmm(x[:6, :5], x.t(), y),
+        ]
+        reduced = [grad.reduce(gradient) for grad, gradient in zip(self.grads(), gradients, strict=True)]
+        return (*reduced, reduced[3].abs() - shared, reduced[6].abs() - seen)
+
+    @staticmethod
+    def _kernel(image: torch.Tensor) -> torch.Tensor:
+        weight, options = image.new_ones(4, 3, 3, 3), ([0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+        output = image.new_ones(2, 4, 6, 6) * image.sum()
+        gradient: torch.Tensor = torch.ops.aten.convolution_backward.default(
+            output, image, weight, *options, [False, True, False]
+        )[1]
+        return gradient
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x, y = torch.randn(9, 6, generator=generator), torch.randn(9, 5, generator=generator)
+    rows = torch.randint(0, 20, (9,), generator=generator)
+    return [x, y, rows, torch.randn(2, 3, 6, 6, generator=generator)]
+
+
+def run_sources(scale: float, layout: Layout) -> dict[int, str]:
+    """Compiled and not: the same numbers on this rank. Returns what was copied, by gradient."""
+    sources, written = Sources(scale), []
+    module = trace(sources, *inputs())
+    expected = module(*inputs())
+    pipeline = Pipeline(DEFAULT_PASSES, (plan_for(sources.grads(), layout=layout),), lambda records: None)
+    with observing(written.append), inductor_config.patch(fx_graph_cache=False), torch.no_grad():
+        found = inductor.compile_with_inductor(module, inputs(), pipeline)(*inputs())
+    for position, (one, other) in enumerate(zip(found, expected, strict=True)):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=lambda m, p=position: f"result {p}: {m}")
+    return {each.position: each.copied for each in written if each.copied is not None}
+
+
+ALLOCATES = "aten.convolution_backward.default allocates its result itself"
+OTHER_STRIDES = "aten.convolution_backward.default writes with other strides, or does not take a factor"
+
+
+@pytest.mark.parametrize(
+    ("scale", "layout", "convolution"),
+    [
+        (1.0, PACKED, ALLOCATES),
+        (1 / 3, Layout(64), ALLOCATES),
+        (1.0, Layout(64, frozenset(f"p{index}" for index in range(16))), OTHER_STRIDES),
+        (1 / 3, Layout(64, frozenset({"p3", "p12"})), OTHER_STRIDES),
+    ],
+    ids=["packed", "gaps", "apart", "gaps and apart"],
+)
+def test_a_bucket_is_right_whatever_its_members_are(
+    ranks: Ranks, scale: float, layout: Layout, convolution: str
+) -> None:
+    """The collective overwrites the bucket: a gradient that is looked at later has to lie somewhere else."""
+    for copied in ranks.run(run_sources, scale, layout):
+        assert copied == {
+            3: "the result of aten.mm.out is used in another place too",
+            4: "the result of aten.mm.out is used in another place too",
+            5: "the result of aten.mm.out is used in another place too",
+            10: "an input of the backward",
+            12: convolution,
+        }
+
+
+# --- a defect of torch ------------------------------------------------------------------------------------------------
+
+
+class Probe(Pipeline):
+    """Notes a setting while Inductor compiles."""
+
+    def __init__(self) -> None:
+        super().__init__((), (), lambda records: None)
+        self.seen: list[bool] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.seen.append(inductor_config.triton.mix_order_reduction)
+
+
+@pytest.fixture
+def mix_order_reductions_allowed() -> Iterator[None]:
+    with inductor_config.patch({"triton.mix_order_reduction": True, "fx_graph_cache": False}):
+        yield
+
+
+@pytest.mark.usefixtures("mix_order_reductions_allowed")
+def test_reductions_of_mixed_order_are_off_where_buckets_are_made() -> None:
+    """pytorch#193061: on GPUs they forget the part of a concatenation that a sum should be written to."""
+    probe = Probe()
+    inductor.compile_with_inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)
+    assert probe.seen == [False]
+    assert inductor_config.triton.mix_order_reduction

@@ -1,0 +1,314 @@
+"""Where compute goes: first what the next launch needs, within the memory bound, and never for a belief about time."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from generated import Backward as GeneratedBackward
+from graphs import Grad, Run, launches, plan_for, trace
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+
+import dp_compile
+from dp_compile.errors import ConfigError
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_all_reduce
+from dp_compile.fx.printer import short
+from dp_compile.passes import BucketReductions, ScheduleCollectives
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.buckets import BucketPlan
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+MOVING = (BucketReductions(), ScheduleCollectives())
+STAYING = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
+
+
+def layers(number: int, width: int = 16) -> tuple[list[Grad], fx.GraphModule]:
+    """The backward of a chain of layers without biases, weight gradients where a compiler's tracing puts them."""
+    grads = [Grad(index=index, shape=(width, width)) for index in range(number)]
+
+    def backward(grad: torch.Tensor, *saved: torch.Tensor) -> list[torch.Tensor]:
+        weights, inputs, reduced = saved[:number], saved[number:], []
+        for index in reversed(range(number)):
+            reduced.append(grads[index].reduce(inputs[index].t() @ grad))
+            if index:
+                grad = grad @ weights[index]
+        return reduced
+
+    return grads, trace(backward, *(torch.randn(width, width) for _ in range(2 * number + 1)))
+
+
+def run(module: fx.GraphModule, plan: BucketPlan, *passes: Any) -> tuple[fx.Graph, PassResult]:
+    runner, after = Run(), copy.deepcopy(module)
+    runner(after, plan, passes=passes)
+    return after.graph, runner.records[0][-1].result
+
+
+def compute_before_launches(graph: fx.Graph) -> list[int]:
+    """How many nodes of the backward itself stand in front of each launch."""
+    counts, count = [], 0
+    for node in graph.nodes:
+        if is_all_reduce(node):
+            counts.append(count)
+        count += node.op == "call_function" and edit.provenance_of(node) is None
+    return counts
+
+
+# --- where compute goes -----------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_of_a_later_bucket_waits_for_the_launch_before_it() -> None:
+    grads, module = layers(3)
+    graph, result = run(module, plan_for([grads[1], grads[2], grads[0]], cap=1), *MOVING)
+    assert_expected_inline(
+        "\n".join(line for line in short(graph).splitlines() if "mm" in line or "all_reduce" in line),
+        """\
+mm_1 = aten.mm(arg0_1, arg3_1)
+select_int = aten.select.int(mm_1, 0, 0)
+mm_2 = aten.addmm(select_int, t_1, mm_1, beta=0, alpha=0.5)
+flat_bucket_default = dp_compile.flat_bucket([mm_2], [1.0], [16, 1], [0], 256)
+all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
+mm = aten.addmm(select_int_1, t, arg0_1, beta=0, alpha=0.5)
+flat_bucket_default_1 = dp_compile.flat_bucket([mm], [1.0], [16, 1], [0], 256)
+all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
+mm_3 = aten.mm(mm_1, arg2_1)
+select_int_2 = aten.select.int(mm_3, 0, 0)
+mm_4 = aten.addmm(select_int_2, t_2, mm_3, beta=0, alpha=0.5)
+flat_bucket_default_2 = dp_compile.flat_bucket([mm_4], [1.0], [16, 1], [0], 256)
+all_reduce_default_2 = _c10d_functional.all_reduce(flat_bucket_default_2, sum, 0)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
+wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
+wait_tensor_default_2 = _c10d_functional.wait_tensor(all_reduce_default_2)""",
+    )
+    assert result.refusals == ()
+
+
+def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move() -> None:
+    grads, module = layers(3)
+    plan = plan_for([grads[1], grads[2], grads[0]], cap=1)
+    graph, result = run(module, plan, *STAYING)
+    (refusal,) = result.refusals
+    assert_expected_inline(
+        f"{refusal.node}: {refusal.reason}",
+        """all_reduce_default: compute does not move: its simulated peak would be 8.0 KiB, the bound is 0 B""",
+    )
+    products = [node.name for node in graph.nodes if "mm" in node.name]
+    assert products == [node.name for node in module.graph.nodes if "mm" in node.name]
+    assert compute_before_launches(graph) == [5, 5, 8]
+    assert compute_before_launches(run(module, plan, *MOVING)[0]) == [3, 5, 8]
+
+
+def test_the_bound_is_the_largest_peak_that_is_allowed() -> None:
+    grads, module = layers(3)
+    plan = plan_for([grads[1], grads[2], grads[0]], cap=1)
+    moved, result = run(module, plan, *MOVING)
+    assert result.memory is not None
+    for bound, expected in [(result.memory.nbytes, moved), (result.memory.nbytes - 1, run(module, plan, *STAYING)[0])]:
+        graph, _ = run(module, plan, BucketReductions(), ScheduleCollectives(memory_bound_nbytes=bound))
+        assert short(graph) == short(expected)
+
+
+@pytest.mark.parametrize("bound", [-1, 0.5, True, "1 MiB"])
+def test_a_bound_is_a_number_of_bytes(bound: Any) -> None:
+    with pytest.raises(ConfigError, match=r"ScheduleCollectives\.memory_bound_nbytes must be a number of bytes"):
+        ScheduleCollectives(memory_bound_nbytes=bound)
+
+
+def test_what_no_bucket_needs_comes_last() -> None:
+    grad = Grad(index=0)
+    module = trace(lambda a, b: (b.exp(), grad.reduce(a.sin())), grad.values(), torch.randn(3))
+    graph, _ = run(module, plan_for([grad]), *MOVING)
+    names = [node.name for node in graph.nodes]
+    assert (
+        names.index("sin") < names.index("all_reduce_default") < names.index("exp") < names.index("wait_tensor_default")
+    )
+
+
+def test_compute_stays_if_no_launch_gains() -> None:
+    """The last bucket needs both gradients; which one is computed first is not our affair."""
+    grads, module = layers(2)
+    graph, result = run(module, plan_for(grads), *MOVING)
+    assert short(graph) == short(run(module, plan_for(grads), *STAYING)[0])
+    assert result.refusals == ()
+
+
+def test_compute_stays_where_somebody_elses_collectives_are() -> None:
+    grad = Grad(index=0)
+    module = trace(
+        lambda a, b: (WAIT(ALL_REDUCE(b.exp(), "max", "0")), grad.reduce(a.sin())), grad.values(), torch.randn(3)
+    )
+    graph, result = run(module, plan_for([grad]), *MOVING)
+    assert [refusal.node for refusal in result.refusals] == ["all_reduce"]
+    names = [node.name for node in graph.nodes]
+    assert names.index("exp") < names.index("all_reduce") < names.index("sin")
+
+
+def test_random_numbers_are_drawn_in_their_order() -> None:
+    grads = [Grad(index=index) for index in range(2)]
+
+    def backward(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first, second = torch.rand(4), torch.rand(4)
+        return grads[0].reduce(a * second), grads[1].reduce(a * first), torch.rand(4)
+
+    graph, _ = run(trace(backward, torch.randn(4)), plan_for(grads, cap=1), *MOVING)
+    assert [node.name for node in graph.nodes if "rand" in node.name] == ["rand", "rand_1", "rand_2"]
+
+
+def test_reads_and_writes_keep_their_order() -> None:
+    grad = Grad(index=0)
+
+    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        before = a.exp()
+        a.copy_(b)
+        return before, grad.reduce(a.sin())
+
+    module = trace(backward, torch.randn(4), torch.randn(4))
+    values = torch.randn(4), torch.randn(4)
+    graph, _ = run(module, plan_for([grad]), *MOVING)
+    names = [node.name for node in graph.nodes]
+    assert names.index("exp") < names.index("copy_") < names.index("sin")
+    for was, now in zip(
+        module(values[0].clone(), values[1]), fx.GraphModule(module, graph)(values[0].clone(), values[1]), strict=True
+    ):
+        assert torch.equal(was, now)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_both_peaks_by_hand() -> None:
+    """Layers of 1 KiB: three weights, three inputs and the output's gradient go in."""
+    grads, module = layers(3)
+    _, result = run(module, plan_for(grads[::-1], cap=1), *MOVING)
+    memory = result.memory
+    assert memory is not None
+    # 7 inputs, the first bucket; everything later takes what something else has left.
+    assert memory.nbytes == 8 * 1024
+    # 3 buckets more, of which none is a gradient's own memory.
+    assert memory.ddp_nbytes == (7 + 3 + 1) * 1024
+
+
+def test_without_buckets_there_is_nothing_to_simulate() -> None:
+    _, module = layers(2)
+    assert ScheduleCollectives()(module.graph, ()).memory is None
+
+
+# --- every graph ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Compute:
+    """A random backward: operations on earlier values, some of which are gradients; a plan in any order."""
+
+    operations: tuple[tuple[str, int, int], ...]
+    gradients: tuple[int, ...]
+    grads: tuple[Grad, ...]
+    plan: BucketPlan
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        values, results = list(inputs), []
+        for position, (kind, left, right) in enumerate(self.operations):
+            one, other = values[left % len(values)], values[right % len(values)]
+            values.append(one @ other if kind == "product" else one.sin() + other)
+            if position in self.gradients:
+                results.append(self.grads[self.gradients.index(position)].reduce(values[-1]))
+        return [*results, values[-1].cos()]
+
+
+@st.composite
+def computes(draw: st.DrawFn) -> Compute:
+    positions = st.integers(0, 30)
+    operation = st.tuples(st.sampled_from(["product", "pointwise"]), positions, positions)
+    operations = tuple(draw(st.lists(operation, min_size=1, max_size=14)))
+    gradients = tuple(sorted(draw(st.sets(st.integers(0, len(operations) - 1), min_size=1))))
+    grads = tuple(Grad(index=index, shape=(4, 4)) for index in range(len(gradients)))
+    cap = draw(st.sampled_from([1, 100, 1000]))
+    return Compute(operations, gradients, grads, plan_for(draw(st.permutations(grads)), cap))
+
+
+def needed_by(graph: fx.Graph, ends: Sequence[fx.Node]) -> set[fx.Node]:
+    found, stack = set[fx.Node](), list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return {node for node in found if node.op == "call_function" and edit.provenance_of(node) is None}
+
+
+@settings(max_examples=60)
+@given(backward=computes(), bound=st.none() | st.integers(0, 2000))
+def test_what_holds_of_every_order(backward: Compute, bound: int | None) -> None:
+    inputs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    module = trace(backward, *inputs)
+    staying, _ = run(module, backward.plan, *STAYING)
+    graph, result = run(module, backward.plan, BucketReductions(), ScheduleCollectives(bound))
+    # The plan's order.
+    assert launches(graph) == launches(staying) == [f"0.{number}" for number in range(len(backward.plan.buckets))]
+    # Before each launch the least that any order could have there, so never more than if only collectives move.
+    counts, least = compute_before_launches(graph), []
+    ends: list[fx.Node] = []
+    for launch in filter(is_all_reduce, graph.nodes):
+        ends.append(launch)
+        least.append(len(needed_by(graph, ends)))
+    assert result.memory is not None
+    if result.refusals:
+        assert short(graph) == short(staying)
+    else:
+        assert counts == least
+    if short(graph) != short(staying):
+        assert result.memory.nbytes <= (result.memory.ddp_nbytes if bound is None else bound)
+    assert all(now <= was for now, was in zip(counts, compute_before_launches(staying), strict=True))
+    # The same numbers.
+    for was, now in zip(module(*inputs), fx.GraphModule(module, graph)(*inputs), strict=True):
+        torch.testing.assert_close(was, now)
+
+
+# --- generated code ---------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(48, 48), nn.GELU())))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
+def compile_backward(schedule: ScheduleCollectives, plan: BucketPlan | None) -> tuple[GeneratedBackward, BucketPlan]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Chain()
+    options: dict[str, Any] = {"bucket_cap_mb": 0.001} if plan is None else {"plan": plan}
+    dp_compile.replicate(model, passes=(BucketReductions(), schedule), **options)
+    loss = torch.compile(model)(torch.randn(8, 48)).square().mean()
+    with inductor_config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(loss.backward)
+    (code,) = (code for code in codes if "all_reduce" in code)
+    return GeneratedBackward(code), dp_compile.report(model).plan
+
+
+def test_moved_compute_is_where_it_was_put_in_the_generated_code_and_costs_no_kernel() -> None:
+    """The plan asks for the third layer's gradients first: the fifth's and fourth's are computed after their launch."""
+    _, given = compile_backward(ScheduleCollectives(), None)
+    last = given.buckets[-1]
+    turned = BucketPlan((given.buckets[2], given.buckets[0], given.buckets[1], *given.buckets[3:-1], last))
+    moved, _ = compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), turned)
+    stayed, _ = compile_backward(ScheduleCollectives(memory_bound_nbytes=0), turned)
+    assert moved.kernels <= stayed.kernels
+    before, after = (code.order.split("A")[0].count("k") for code in (moved, stayed))
+    assert before <= after - 2
+    assert moved.order.rstrip("W").count("W") == 0
+    assert moved.copied() == stayed.copied()

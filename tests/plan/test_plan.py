@@ -1,0 +1,296 @@
+"""Plans: which gradients share a bucket, in which order, and that a plan is plain, stable data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets, plan_single
+from dp_compile.plan.words import BYTES_PER_MB, format_bytes
+
+FLOAT32 = BucketKey("0", "sum", "float32", "cpu")
+BFLOAT16 = BucketKey("0", "sum", "bfloat16", "cpu")
+
+
+def gradient(index: int, numel: int, key: BucketKey = FLOAT32) -> GradientSpec:
+    itemsize = 4 if key.dtype == "float32" else 2
+    return GradientSpec(index, f"p{index}", (numel,), (1,), itemsize, key, 0.5)
+
+
+def plan_of(gradients: list[GradientSpec], cap: float, first_cap: float) -> BucketPlan:
+    """Caps in bytes."""
+    return plan_buckets(gradients, bucket_cap_mb=cap / BYTES_PER_MB, first_bucket_cap_mb=first_cap / BYTES_PER_MB)
+
+
+def indices(plan: BucketPlan) -> list[list[int]]:
+    return [[member.gradient.index for member in bucket.members] for bucket in plan.buckets]
+
+
+@pytest.mark.parametrize(
+    ("numels", "cap", "first_cap", "expected"),
+    [
+        ([], 8, 8, []),
+        ([1], 8, 8, [[0]]),
+        ([1, 1, 1, 1, 1], 8, 8, [[0, 1], [2, 3], [4]]),
+        ([1, 1, 1, 1, 1], 8, 4, [[0], [1, 2], [3, 4]]),
+        ([1, 1, 1, 1], 12, 8, [[0, 1], [2, 3]]),
+        ([9, 1, 1, 1], 8, 8, [[0], [1, 2], [3]]),
+        ([1, 9, 1], 8, 8, [[0, 1], [2]]),
+        ([1, 1, 1], math.inf, math.inf, [[0, 1, 2]]),
+        ([1, 1, 1], math.inf, 4, [[0], [1, 2]]),
+        ([0, 0, 1], 4, 4, [[0, 1, 2]]),
+    ],
+)
+def test_buckets_are_filled_in_order(
+    numels: list[int], cap: float, first_cap: float, expected: list[list[int]]
+) -> None:
+    plan = plan_of([gradient(index, numel) for index, numel in enumerate(numels)], cap, first_cap)
+    assert indices(plan) == expected
+
+
+def test_keys_are_not_mixed_and_each_has_a_first_bucket() -> None:
+    keys = [FLOAT32, BFLOAT16, FLOAT32, BFLOAT16, BFLOAT16, FLOAT32]
+    plan = plan_of([gradient(index, 2, key) for index, key in enumerate(keys)], cap=16, first_cap=8)
+    assert indices(plan) == [[0], [1, 3], [4], [2, 5]]
+    assert [bucket.key for bucket in plan.buckets] == [FLOAT32, BFLOAT16, BFLOAT16, FLOAT32]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        FLOAT32._replace(group="1"),
+        FLOAT32._replace(reduce_op="avg"),
+        FLOAT32._replace(device="cuda"),
+        BFLOAT16,
+    ],
+)
+def test_every_part_of_the_key_separates(other: BucketKey) -> None:
+    plan = plan_of([gradient(0, 1), gradient(1, 1, other), gradient(2, 1)], cap=math.inf, first_cap=math.inf)
+    assert indices(plan) == [[1], [0, 2]]
+
+
+def test_offsets_are_in_elements() -> None:
+    (bucket,) = plan_of([gradient(0, 3), gradient(1, 0), gradient(2, 5)], math.inf, math.inf).buckets
+    assert [member.offset for member in bucket.members] == [0, 3, 3]
+    assert (bucket.numel, bucket.nbytes) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    ("numels", "alignment", "offsets", "padding"),
+    [
+        ([3, 20, 1, 16], 1, [0, 3, 23, 24], 0),
+        ([3, 20, 1, 16], 2, [0, 3, 23, 24], 0),  # less than an element
+        ([3, 20, 1, 16], 16, [0, 4, 24, 28], 16),
+        ([3, 20, 1, 16], 64, [0, 16, 36, 48], 96),
+        ([1] * 9, 64, list(range(9)), 0),  # numbers need no more than their own size
+        ([33, 0, 1], 64, [0, 33, 33], 0),
+    ],
+)
+def test_members_start_at_multiples(numels: list[int], alignment: int, offsets: list[int], padding: int) -> None:
+    gradients = [gradient(index, numel) for index, numel in enumerate(numels)]
+    bucket = Layout(alignment).bucket(FLOAT32, gradients, "")
+    assert [member.offset for member in bucket.members] == offsets
+    assert bucket.padding_nbytes == padding
+    assert bucket.nbytes == 4 * sum(numels)
+    assert bucket.numel * 4 == bucket.nbytes + bucket.padding_nbytes
+
+
+def test_members_apart_have_a_tensor_each_behind_the_flat_one() -> None:
+    gradients = [gradient(index, numel) for index, numel in enumerate([3, 20, 5, 8])]
+    bucket = Layout(16, frozenset({"p0", "p2"})).bucket(FLOAT32, gradients, "")
+    assert [member.offset for member in bucket.members] == [None, 0, None, 20]
+    assert bucket.tensor_numels == (28, 3, 5)
+    assert list(bucket.places()) == [(1, 0), (0, 0), (2, 0), (0, 20)]
+    nothing_flat = Layout(16, frozenset({"p0", "p1", "p2", "p3"})).bucket(FLOAT32, gradients, "")
+    assert (nothing_flat.numel, nothing_flat.padding_nbytes) == (0, 0)
+    assert nothing_flat.tensor_numels == (3, 20, 5, 8)
+    assert list(nothing_flat.places()) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+
+
+def test_without_buckets_each_gradient_stays_alone_in_the_given_order() -> None:
+    gradients = [gradient(2, 4), gradient(0, 1, BFLOAT16), gradient(1, 3)]
+    plan = plan_single(gradients)
+    assert indices(plan) == [[2], [0], [1]]
+    assert plan.gradients == tuple(gradients)
+
+
+def test_sizes_of_a_scalar_and_a_matrix() -> None:
+    scalar = dataclasses.replace(gradient(0, 1), shape=(), stride=())
+    matrix = dataclasses.replace(gradient(0, 1, BFLOAT16), shape=(3, 5), stride=(5, 1))
+    assert (scalar.numel, scalar.nbytes) == (1, 4)
+    assert (matrix.numel, matrix.nbytes) == (15, 30)
+
+
+def test_many_gradients_in_one_bucket_cost_linear_time() -> None:
+    """The sizes are asked for a bounded number of times each."""
+    asked = 0
+
+    class Counting(GradientSpec):
+        @property
+        def nbytes(self) -> int:
+            nonlocal asked
+            asked += 1
+            return 4
+
+    gradients = [Counting(index, "p", (1,), (1,), 4, FLOAT32, 0.5) for index in range(200)]
+    plan_of(list(gradients), math.inf, math.inf)
+    assert asked <= 3 * len(gradients)
+
+
+def test_text() -> None:
+    gradients = [gradient(0, 1), gradient(1, 300_000, BFLOAT16), gradient(2, 400), gradient(3, 9)]
+    assert_expected_inline(
+        str(plan_of(gradients, cap=1000, first_cap=4)),
+        """\
+plan: 4 buckets, 4 gradients, 587.5 KiB
+    0         4 B      1 gradient  float32 cpu sum  p0  (reached the first cap of 3.8147e-06 MiB)
+    1   585.9 KiB      1 gradient  bfloat16 cpu sum  p1  (reached the first cap of 3.8147e-06 MiB)
+    2     1.6 KiB      1 gradient  float32 cpu sum  p2  (reached the cap of 0.000953674 MiB)
+    3        36 B      1 gradient  float32 cpu sum  p3  (last of its key)""",
+    )
+    assert str(plan_of([], 1, 1)) == "plan: 0 buckets, 0 gradients, 0 B"
+
+
+def test_text_of_gaps_and_members_apart() -> None:
+    gradients = [gradient(0, 5), gradient(1, 300), gradient(2, 16)]
+    plan = plan_buckets(gradients, bucket_cap_mb=1, first_bucket_cap_mb=1, layout=Layout(64, frozenset({"p1"})))
+    assert_expected_inline(
+        str(plan).replace("; ", ";\n"),
+        """\
+plan: 1 bucket, 3 gradients, 1.3 KiB
+    0     1.3 KiB     3 gradients  float32 cpu sum  p0 .. p2  (last of its key;
+1 of 3 in memory of their own;
+44 B padding)""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (3 * 2**20, "3.0 MiB"), (2**41, "2048.0 GiB")],
+)
+def test_bytes_for_people(nbytes: int, text: str) -> None:
+    assert format_bytes(nbytes) == text
+
+
+# --- for all gradients and caps ---------------------------------------------------------------------------------
+
+KEYS = st.builds(
+    BucketKey, st.sampled_from("01"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.just("cpu")
+)
+SIZES_AND_KEYS = st.lists(st.tuples(st.integers(0, 40), KEYS), max_size=25)
+CAPS = st.one_of(st.integers(1, 200), st.just(math.inf))
+
+
+@given(SIZES_AND_KEYS, CAPS, CAPS)
+def test_what_holds_of_every_plan(sizes: list[tuple[int, BucketKey]], cap: float, first_cap: float) -> None:
+    gradients = [gradient(index, numel, key) for index, (numel, key) in enumerate(sizes)]
+    plan = plan_of(gradients, cap, first_cap)
+    assert sorted(spec.index for spec in plan.gradients) == list(range(len(gradients)))
+    assert plan.nbytes == sum(spec.nbytes for spec in gradients)
+    seen: dict[BucketKey, int] = {}
+    for bucket in plan.buckets:
+        assert {member.gradient.key for member in bucket.members} == {bucket.key}
+        members = [member.gradient.index for member in bucket.members]
+        assert members == sorted(members)
+        assert members[0] > seen.get(bucket.key, -1)
+        limit = cap if bucket.key in seen else first_cap
+        assert sum(member.gradient.nbytes for member in bucket.members[:-1]) < limit
+        seen[bucket.key] = members[-1]
+        if bucket.nbytes < limit:
+            assert members[-1] == max(spec.index for spec in gradients if spec.key == bucket.key)
+        ends = [member.offset + member.gradient.numel for member in bucket.members]
+        assert [member.offset for member in bucket.members] == [0, *ends[:-1]]
+    last_members = [bucket.members[-1].gradient.index for bucket in plan.buckets]
+    assert last_members == sorted(last_members)
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=30), st.sampled_from([1, 4, 16, 64, 4096]), st.data())
+def test_what_holds_of_every_layout(numels: list[int], alignment: int, data: st.DataObject) -> None:
+    gradients = [gradient(index, numel) for index, numel in enumerate(numels)]
+    apart = frozenset(spec.name for spec in gradients if data.draw(st.booleans()))
+    bucket = Layout(alignment, apart).bucket(FLOAT32, gradients, "")
+    assert {member.gradient.name for member in bucket.members if member.offset is None} == apart
+    end = 0
+    for member in bucket.members:
+        if member.offset is not None:
+            assert member.offset >= end
+            if member.gradient.nbytes >= alignment:
+                assert member.offset * 4 % alignment == 0
+            end = member.offset + member.gradient.numel
+    assert bucket.numel == end
+    # A gap is never larger than what the gradient behind it has, rounded up.
+    assert bucket.padding_nbytes <= 2 * bucket.nbytes
+    assert sum(bucket.tensor_numels) * 4 == bucket.nbytes + bucket.padding_nbytes
+    for member, place in zip(bucket.members, bucket.places(), strict=True):
+        assert place.offset + member.gradient.numel <= bucket.tensor_numels[place.tensor]
+        assert (place.offset == member.offset and place.tensor == 0) or member.offset is None
+
+
+@given(SIZES_AND_KEYS, CAPS, CAPS)
+def test_a_plan_is_plain_data_with_a_stable_signature(
+    sizes: list[tuple[int, BucketKey]], cap: float, first_cap: float
+) -> None:
+    gradients = [gradient(index, numel, key) for index, (numel, key) in enumerate(sizes)]
+    plan = plan_of(gradients, cap, first_cap)
+    data = json.loads(json.dumps(plan.to_dict()))
+    named = [member["gradient"]["name"] for bucket in data["buckets"] for member in bucket["members"]]
+    assert named == [spec.name for spec in plan.gradients]
+    again = plan_of([dataclasses.replace(spec) for spec in gradients], cap, first_cap)
+    assert again == plan
+    assert again.signature() == plan.signature()
+    renamed = [dataclasses.replace(spec, key=spec.key._replace(group=f"other{spec.key.group}")) for spec in gradients]
+    assert plan_of(renamed, cap, first_cap).signature() == plan.signature()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"name": "other"},
+        {"index": 7},
+        {"shape": (2, 2), "stride": (2, 1)},
+        {"stride": (2,)},
+        {"itemsize": 8},
+        {"scale": 0.25},
+        {"key": BFLOAT16},
+        {"key": FLOAT32._replace(reduce_op="avg")},
+        {"key": FLOAT32._replace(device="cuda")},
+    ],
+)
+def test_the_signature_sees_every_change(change: dict[str, object]) -> None:
+    before = [gradient(0, 4), gradient(1, 4)]
+    after = [dataclasses.replace(before[0], **change), before[1]]  # type: ignore[arg-type]
+    assert plan_of(before, 1, 1).signature() != plan_of(after, 1, 1).signature()
+
+
+def test_the_signature_sees_the_buckets() -> None:
+    gradients = [gradient(0, 4), gradient(1, 4), gradient(2, 4)]
+    signatures = {plan_of(gradients, *caps).signature() for caps in [(1, 1), (32, 1), (32, 32), (64, 64)]}
+    assert len(signatures) == 4
+
+
+def test_the_signature_sees_the_layout() -> None:
+    gradients = [gradient(0, 5), gradient(1, 16)]
+    layouts = [Layout(1), Layout(64), Layout(1, frozenset({"p0"})), Layout(1, frozenset({"p1"}))]
+    plans = [BucketPlan((layout.bucket(FLOAT32, gradients, ""),)) for layout in layouts]
+    assert len({plan.signature() for plan in plans}) == len(plans)
+
+
+def test_flags_never_cost_a_collective() -> None:
+    """The last gradient fills its bucket exactly; the flags go with it all the same."""
+    key = BucketKey("0", "sum", "float32", "cpu")
+    gradients = [
+        GradientSpec(1, "b", (256, 1024), (1024, 1), 4, key, 0.5),
+        GradientSpec(0, "a", (256, 1024), (1024, 1), 4, key, 0.5),
+        GradientSpec(2, UNUSED_FLAGS, (2,), (1,), 4, key, 0.5),
+    ]
+    plan = plan_buckets(gradients, bucket_cap_mb=1, first_bucket_cap_mb=1)
+    assert [[member.gradient.name for member in bucket.members] for bucket in plan.buckets] == [
+        ["b"],
+        ["a", UNUSED_FLAGS],
+    ]

@@ -1,0 +1,169 @@
+"""When gradients are ready: pure numbers, and what a captured graph says."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graphs import Grad
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx, nn
+
+from dp_compile.passes.estimates import ready_shares
+from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.plan.buckets import PACKED, BucketPlan
+from dp_compile.plan.ready_times import (
+    Estimate,
+    Launches,
+    Product,
+    ReadyTimes,
+    assumed_times,
+    in_ready_order,
+    measured_times,
+    slowest,
+    typical,
+)
+
+SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
+
+
+def test_assumed_from_elements() -> None:
+    times = assumed_times(SPECS)
+    assert times.shares == {0: 0.25, 1: 0.25, 2: 1.0}
+    assert times.backward_s is None
+
+
+def test_an_unknown_gradient_is_ready_at_the_end() -> None:
+    times = ReadyTimes({0: 0.5}, None, "")
+    assert [gradient.index for gradient in in_ready_order(SPECS[::-1], times)] == [0, 2, 1]
+
+
+@given(
+    st.dictionaries(st.integers(0, 99), st.floats(0, 1)),
+    st.none() | st.floats(1e-6, 1e3),
+    st.dictionaries(st.integers(0, 99), st.builds(Product, st.floats(0, 1), st.floats(0, 1))),
+)
+def test_json_keeps_every_bit(shares: dict[int, float], backward_s: float | None, products: dict[int, Product]) -> None:
+    times = ReadyTimes(shares, backward_s, "somehow", products)
+    assert ReadyTimes.from_json(times.to_json()) == times
+
+
+def test_medians_of_steps_and_maxima_of_ranks() -> None:
+    steps = [Launches((1.0, 5.0), 9.0), Launches((2.0, 4.0), 8.0), Launches((9.0, 4.5), 7.0)]
+    assert typical(steps) == Launches((2.0, 4.5), 8.0)
+    assert slowest(steps) == Launches((9.0, 5.0), 9.0)
+
+
+def plan_of(*buckets: list[int]) -> BucketPlan:
+    specs = {spec.index: spec for spec in SPECS}
+    return BucketPlan(tuple(PACKED.bucket(SPECS[0].key, [specs[index] for index in bucket], "") for bucket in buckets))
+
+
+def test_measured_between_two_launches() -> None:
+    before = ReadyTimes({0: 0.2, 1: 0.4, 2: 0.6}, None, "")
+    times = measured_times(plan_of([0], [1, 2]), Launches((3.0, 7.0), 10.0), before)
+    assert times.backward_s == 10.0
+    assert times.shares == pytest.approx({0: 0.3, 1: 0.5, 2: 0.7})
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=3, max_size=3),
+    st.lists(st.floats(0, 20), min_size=2, max_size=2),
+    st.sampled_from([([0], [1, 2]), ([2, 0], [1]), ([1, 0], [2])]),
+)
+def test_measured_times_are_possible(
+    shares: list[float], launch_s: list[float], buckets: tuple[list[int], list[int]]
+) -> None:
+    """Whatever was believed and seen: shares of a backward, and no bucket is ready after a later one."""
+    before = ReadyTimes(dict(enumerate(shares)), None, "")
+    times = measured_times(plan_of(*buckets), Launches((launch_s[0], launch_s[1]), 10.0), before)
+    assert all(0 <= share <= 1 and math.isfinite(share) for share in times.shares.values())
+    first, second = (max(times.shares[index] for index in bucket) for bucket in buckets)
+    assert first <= second
+
+
+def captured(function: nn.Module, *shapes: tuple[int, ...]) -> fx.Graph:
+    """A graph of aten ops with fake tensors, as Dynamo leaves the backward."""
+    graph = fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
+    for node in graph.nodes:
+        node.meta["example_value"] = node.meta.get("val")
+    return graph
+
+
+def test_shares_of_a_graph() -> None:
+    grads = [Grad(index=0, shape=(64, 64)), Grad(index=1, shape=(64, 64)), Grad(index=2, shape=(64, 64), replica=1)]
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        first = grads[0].reduce(x.t() @ y)
+        second = grads[1].reduce((y.t() @ x).t())  # a view costs nothing
+        return [first, second, grads[2].reduce(x.t() @ x + y.t() @ y)]
+
+    graph = captured(backward, (64, 64), (64, 64))
+    assert len(graph.find_nodes(op="call_function", target=REDUCE_GRAD)) == 3
+    shares = ready_shares(graph)
+    product, addition = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0), 3 * 64 * 64 * 4
+    total = 4 * product + addition
+    assert {place: estimate.share for place, estimate in shares.items()} == pytest.approx(
+        {(0, 0): product / total, (0, 1): 2 * product / total, (1, 2): 1.0}
+    )
+
+
+@pytest.mark.parametrize(
+    ("backward", "found"),
+    [
+        (lambda grad, x, y: grad.reduce(x.t() @ y), True),
+        (lambda grad, x, y: grad.reduce((y.t() @ x).t()), True),
+        (lambda grad, x, y: grad.reduce(x.t() @ y + y), False),
+        (lambda grad, x, y: [grad.reduce(made := x.t() @ y), made.sum()], False),
+        (lambda grad, x, y: grad.reduce(x.sin()), False),
+    ],
+    ids=["a product", "turned", "a sum", "used elsewhere", "no product"],
+)
+def test_products_are_found(backward: Callable[[Grad, torch.Tensor, torch.Tensor], Any], found: bool) -> None:
+    grad = Grad(index=3, shape=(64, 64))
+    graph = captured(lambda x, y: backward(grad, x, y), (64, 64), (64, 64))
+    product = ready_shares(graph)[0, 3].product
+    assert (product is not None) == found
+    if product is not None:
+        # All the work there is: 3 matrices are moved. A copy reads one and writes one.
+        assert product == pytest.approx(Product(1.0, 2 * 64 * 64 * 4 / max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)))
+
+
+def accumulated(what: list[fx.Node], existing: fx.Node | None) -> None:
+    """Stands for compiled autograd's op, which has this name."""
+
+
+accumulated.__name__ = "AccumulateGrad"
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_a_product_behind_an_accumulation(adds: bool) -> None:
+    """As Dynamo leaves it: an item of an op that adds to a gradient, if there is one."""
+    graph = captured(lambda x, y: Grad(index=0, shape=(4, 4)).reduce(x.t() @ y), (4, 4), (4, 4))
+    (reduction,) = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+    product, parameter = reduction.args[0], next(iter(graph.nodes))
+    with graph.inserting_before(reduction):
+        sums = graph.call_function(accumulated, ([product], parameter, parameter if adds else None, False))
+        reduction.args = (graph.call_function(operator.getitem, (sums, 0)), *reduction.args[1:])
+    assert (ready_shares(graph)[0, 0].product is None) == adds
+
+
+def test_measured_pieces() -> None:
+    """Each piece was believed to be ready when its rows are computed; the gradient is with the last."""
+    head, rest = Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(8, 4)).spec
+    buckets = [([head], {0: (0, 2)}), ([head], {0: (2, 8)}), ([rest], {})]
+    plan = BucketPlan(tuple(PACKED.bucket(head.key, members, "", rows) for members, rows in buckets))
+    before = ReadyTimes({0: 0.5, 1: 1.0}, None, "", {0: Product(0.4, 0.01)})
+    times = measured_times(plan, Launches((3.0, 6.0, 9.0), 10.0), before)
+    assert times.shares == pytest.approx({0: 0.6, 1: 0.9})
+    assert times.products == before.products
+
+
+def test_a_graph_without_work() -> None:
+    grad = Grad(index=0, shape=(4,))
+    assert ready_shares(captured(lambda x: grad.reduce(x), (4,))) == {(0, 0): Estimate(1.0)}

@@ -1,0 +1,80 @@
+"""The suite that docs/testing.md shows runs, and is what is shown there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dp_compile.testing.golden import ACCEPT_VARIABLE, INLINE_VARIABLE
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "testing.md"
+SUITE = ROOT / "docs" / "example_suite"
+SHOWN = re.compile(r"^`(docs/example_suite/\S+)`:\n\n```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Path:
+    """The suite where no configuration of this project holds."""
+    return Path(shutil.copytree(SUITE, tmp_path / "suite", ignore=shutil.ignore_patterns("__pycache__")))
+
+
+def run_suite(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in (ACCEPT_VARIABLE, INLINE_VARIABLE)}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        cwd=directory,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_suite_passes(copied: Path) -> None:
+    ended = run_suite(copied)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "6 passed" in ended.stdout
+
+
+OF_THE_PLUGIN = """\
+import torch
+from torch._dynamo.utils import counters
+
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+graphs = []
+
+
+def test_launched_first(dp_fresh_compiler):
+    for _ in range(2):
+        compiled(torch.ones(2))
+        graphs.append(counters["stats"]["unique_graphs"])
+
+
+def test_launched_again(dp_fresh_compiler, dp_golden):
+    compiled(torch.ones(2))
+    graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs == [graphs[0], graphs[0], graphs[0] + 1]
+    assert (dp_golden / "plan.txt").exists()
+"""
+
+
+def test_golden_files_are_made_by_the_option_and_fixtures_do_what_they_say(copied: Path) -> None:
+    shutil.rmtree(copied / "golden")
+    (copied / "test_of_the_plugin.py").write_text(OF_THE_PLUGIN)
+    ended = run_suite(copied, "--dp-compile-accept", "-k", "reduced_together or launched")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "4 passed" in ended.stdout
+    kept = {path.name: path.read_text() for path in (SUITE / "golden").iterdir()}
+    assert {path.name: path.read_text() for path in (copied / "golden").iterdir()} == kept
+
+
+def test_the_guide_shows_the_files() -> None:
+    shown = dict(SHOWN.findall(GUIDE.read_text()))
+    files = [path for path in SUITE.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert shown == {path.relative_to(ROOT).as_posix(): path.read_text() for path in files}
