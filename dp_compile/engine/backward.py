@@ -35,7 +35,7 @@ from dp_compile.engine.window import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.insight.launch_clock import TORCH_REDUCES
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
 FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
 _CAPTURE_PATIENCE_S = 600.0

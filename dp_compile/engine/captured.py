@@ -26,7 +26,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import Shares, settle
 from dp_compile.errors import ReductionError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.capture")
 
 
 def capture() -> contextlib.AbstractContextManager[None]:

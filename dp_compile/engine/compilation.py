@@ -31,7 +31,7 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassRecord
 from dp_compile.plan.ready_times import ASSUMED, Estimate, estimated_times
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.compilation")
 
 _code_numbers = itertools.count()
 

@@ -48,24 +48,25 @@ LEVELS: Final = {
     "error": logging.ERROR,
     "off": logging.CRITICAL + 1,
 }
-LOGGERS: Final = {
-    "backward": "engine.backward",
-    "capture": "engine.captured",
-    "compilation": "engine.compilation",
-    "dumps": "insight.dumps",
-    "logs": "engine.logs",
-    "measuring": "insight.measuring",
-    "monitor": "engine.monitor",
-    "replicate": "modules.replicate",
-    "replicated_module": "modules.replicated_module",
-    "settling": "engine.settling",
-}
-"""The modules that log something, by the name that the switch has for them; a test compares with the code."""
+LOGGERS: Final = (
+    "backward",
+    "capture",
+    "compilation",
+    "dumps",
+    "logs",
+    "measuring",
+    "monitor",
+    "replicate",
+    "replicated_module",
+    "settling",
+)
+"""What logs something, by the name that the switch and Python's `logging` have for it (below `dp_compile.`): a name of
+its own, for the module that logs may move to another room. A test compares with the code."""
 
 _PACKAGE: Final = "dp_compile"
 _FORMAT: Final = "[rank %(rank)s] %(asctime)s %(levelname)s %(name)s: %(message)s"
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.logs")
 
 
 def parse_levels(text: str) -> dict[str, int]:
@@ -97,7 +98,7 @@ def configure(levels: Mapping[str, int]) -> None:
     package.propagate = False
     package.setLevel(levels.get("", logging.WARNING))
     for name in levels.keys() - {""}:
-        logging.getLogger(f"{_PACKAGE}.{LOGGERS[name]}").setLevel(levels[name])
+        logging.getLogger(f"{_PACKAGE}.{name}").setLevel(levels[name])
 
 
 def configure_from_environment() -> None:

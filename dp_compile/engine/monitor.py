@@ -37,7 +37,7 @@ from dp_compile.engine.progress import AGREEING, COMPILING, Answers, Standing, V
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.monitor")
 LOOK_EVERY_S: Final = 1.0
 MAX_REQUESTS_PER_S: Final = 1000
 STORE_TIMEOUT_S: Final = 10.0

@@ -36,7 +36,7 @@ from dp_compile.plan.ready_times import (
 )
 from dp_compile.plan.words import count, format_bytes
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.settling")
 
 Shares = Mapping[int, Estimate]
 """By a gradient's index, what a graph says of it."""

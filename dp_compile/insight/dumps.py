@@ -51,7 +51,7 @@ from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.dumps")
 
 CAPTURED: Final = "captured"
 ANALYSED: Final = "analysed"

@@ -20,7 +20,7 @@ from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.measuring")
 
 
 @dataclass(eq=False, slots=True)

@@ -66,7 +66,7 @@ def repro_source(
     others = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr")]
     parts = [
         f'"""{about}\n\nThe graph before the passes. Run it with: python repro.py\n"""',
-        "\n".join(["import torch", "", *imports, "from dp_compile.repro import Recorded"]),
+        "\n".join(["import torch", "", *imports, "from dp_compile.insight.repro import Recorded"]),
         f"PASSES = ({''.join(f'{graph_pass!r}, ' for graph_pass in passes)})",
         f"PLANS = [\n{''.join(f'    {_plan(plan)!r},{chr(10)}' for plan in plans)}]",
         f"recorded = Recorded(world_size={world_size})",

@@ -62,7 +62,7 @@ from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import BYTES_PER_MB
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _meetings: Counter[str] = Counter()
