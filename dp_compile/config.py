@@ -22,7 +22,14 @@ STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "expl
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
 
-SWITCHES: Final = ("ddp_python_hook", "find_unused_parameters", "broadcast_buffers", "check_reductions", "check_nan")
+SWITCHES: Final = (
+    "ddp_python_hook",
+    "find_unused_parameters",
+    "static_graph",
+    "broadcast_buffers",
+    "check_reductions",
+    "check_nan",
+)
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -74,6 +81,9 @@ class ReplicateConfig:
     find_unused_parameters: bool = False
     """torch's name: `True` means `unused_parameters="find"`, `False` the same as not given, `error`."""
 
+    static_graph: bool = False
+    """torch's name: every backward uses the same parameters in the same way. Then some may be left out, as with
+    `find_unused_parameters`, and where torch's reducer reduces it allows backwards inside the backward."""
     broadcast_buffers: bool = True
     """Copy the buffers of the group's first rank to all ranks after each synchronised backward."""
 
@@ -135,7 +145,7 @@ class ReplicateConfig:
     @property
     def unused(self) -> str:
         """What a parameter without a gradient means: `error`, `zeros` or `find`."""
-        return self.unused_parameters or ("find" if self.find_unused_parameters else "error")
+        return self.unused_parameters or ("find" if self.find_unused_parameters or self.static_graph else "error")
 
     def caps_mb(self) -> tuple[float, float]:
         """The caps of `fixed` in MiB: of any bucket, and of the first of its key."""

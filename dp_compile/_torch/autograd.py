@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, cast
+from typing import Any, Final
 
 import torch
 
 from dp_compile._torch.missing import named
 
 with named():
-    from torch.autograd import graph as _graph
     from torch.autograd import profiler as _profiler
+    from torch.autograd.variable import Variable as _Variable
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
-    _entry_at_import = _graph._engine_run_backward  # the names have to be there
+    _engine_at_import = _Variable._execution_engine  # the names have to be there
+    _Engine: Any = type(_engine_at_import)
+    _run_at_import = _Engine.run_backward
     _profiled_at_import = _profiler._is_profiler_enabled
 
-BackwardEntry = Callable[..., tuple[torch.Tensor, ...]]
 NO_GRAPH_TASK: Final = -1
 
 
@@ -29,30 +30,55 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
-def backward_entry() -> BackwardEntry:
-    """The function through which `torch.autograd.backward` and `grad` enter the C++ engine."""
-    return cast(BackwardEntry, _graph._engine_run_backward)
+class _Door(_Engine):  # type: ignore[misc]
+    """The engine, with somebody in front of it.
+
+    A subclass: Dynamo knows the engine by its class, and whoever asks it for something else gets that from it.
+    """
+
+    def __init__(self, enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+        self.enter = enter
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        return self.enter(*args, **kwargs)
 
 
-def set_backward_entry(entry: BackwardEntry) -> None:
-    """Replace that function in both modules that hold it. torch's own non-strict tracing patches the same two."""
-    _graph._engine_run_backward = entry
-    torch.autograd._engine_run_backward = entry  # type: ignore[attr-defined]
+def watch_engine(enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
+    """Let every backward that Python starts go through `enter`, also one that does not come from `torch.autograd`.
+
+    `torch.autograd` and whoever goes past it, as Megatron does, take the engine from the same place. Does nothing if
+    `enter` is there already, also behind somebody who wrapped it in turn.
+    """
+    if not engine_is_watched():
+        _Variable._execution_engine = _Door(enter)
+
+
+def unwatch_engine() -> None:
+    """Take `enter` away again, unless somebody wrapped it in turn."""
+    if engine_is_watched():
+        _Variable._execution_engine = _engine_at_import
+
+
+def engine_is_watched() -> bool:
+    return isinstance(_Variable._execution_engine, _Door)
+
+
+def run_engine(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """The engine itself.
+
+    Its arguments: tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad.
+    """
+    return _engine_at_import.run_backward(*args, **kwargs)
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward that is running now ends. Only valid inside a backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _Variable._execution_engine.queue_callback(callback)
 
 
 def graph_task() -> int:
     """The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
     return _current_graph_task()
-
-
-def is_reentrant_checkpoint(hook: object) -> bool:
-    """Whether this, among the functions that a captured backward calls, runs a backward of its own for a checkpoint."""
-    return type(hook).__name__ == "CheckpointFunctionBackward"
 
 
 def is_aot_backward(node: object) -> bool:

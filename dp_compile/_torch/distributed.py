@@ -153,6 +153,12 @@ class TorchReducer:
         reducer._rebuild_buckets()
         reducer.prepare_for_backward(list(outputs) if self._ddp.find_unused_parameters else [])
 
+    def finish(self) -> None:
+        """The backward has ended. Of a static graph the first one only counts uses, and is reduced now."""
+        if self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued:
+            self._ddp._static_graph_delay_allreduce_enqueued = True
+            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Take the reducer's hooks off the parameters."""
         self._ddp.reducer._remove_autograd_hooks()

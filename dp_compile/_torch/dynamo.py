@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -17,6 +17,7 @@ with named():
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
+    from torch._dynamo.external_utils import call_backward as call_backward
     from torch._dynamo.external_utils import call_hook as call_hook
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
     from torch._logging._internal import LazyTraceHandler as _TraceFile
@@ -32,12 +33,43 @@ with named():
 CAPTURE_ERRORS: tuple[type[BaseException], ...] = (Unsupported, UserError)
 RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitHit,)
 
+# c10::ScalarType, in its order: a part of torch's file format, so it does not change.
+_DTYPES = (
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128, torch.bool, torch.qint8, torch.quint8, torch.qint32),
+    torch.bfloat16,
+)
+
 EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
 
 
 def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> contextlib.AbstractContextManager[None]:
     """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
     return cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False)
+
+
+def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:
+    """What a captured graph's check of an autograd function's outputs is given, each with what it has to be like.
+
+    Nothing for a node that is no such check; `None` for an output that nobody wants.
+    """
+    if getattr(node.target, "__name__", "") != "validate_outputs" or len(node.args) < 2:
+        return []
+    outputs, wanted = cast(tuple[Any, Any], node.args[:2])
+    return [(each, None if like is None else _gradient_like(like)) for each, like in zip(outputs, wanted, strict=True)]
+
+
+class GradientLike(NamedTuple):
+    """The shape, dtype and device that a gradient has to have."""
+
+    shape: tuple[Any, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def _gradient_like(metadata: Any) -> GradientLike:
+    """As `IValue`s come from C++: ((_, _, device, dtype, layout, _), shape, is_nested, dtype)."""
+    return GradientLike(tuple(metadata[1]), _DTYPES[metadata[3]], metadata[0][2])
 
 
 def configure_process(settings: Mapping[str, Any]) -> None:

@@ -1,13 +1,17 @@
 """Every backward of the process passes here: which ones are ours, and which way each of them goes.
 
-The entry is a wrapper on the one Python function through which `torch.autograd` enters its engine. It is there while
-there are replicated modules, and gone with the last one. A backward without our parameters passes untouched.
+The entry is a door in front of the autograd engine. It is there while there are replicated modules, and gone with the
+last one. A backward without our parameters passes untouched.
 
 | forward of the module            | what reduces                                                      |
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, traced with the backward into one graph                    |
-| not compiled                     | torch's C++ reducer; the hooks come back with the first compiled  |
+| not compiled                     | torch's C++ reducer, until the first compiled forward             |
 | compiled, capture not possible   | hooks, run eagerly: same collectives, said once in the log        |
+
+A backward inside another one, as reentrant checkpointing runs it, is a part of the outermost one: its gradients are
+reduced when that one ends. What is inside is told by the engine: by its own number of the backward that a thread is in,
+and by the stack of calls through the door, for a captured backward has no such number.
 """
 
 from __future__ import annotations
@@ -16,48 +20,50 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile.engine.bucket_events import backward_range
 from dp_compile.engine.finite import check_finite
-from dp_compile.engine.hooks import close_round, install_hooks, open_rounds
+from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
+from dp_compile.engine.hooks import (
+    LocalArrivals,
+    NoArrivals,
+    NotedArrivals,
+    ReductionRound,
+    reduce_eagerly,
+    reporting,
+    round_of_inner_backwards,
+)
 from dp_compile.engine.intact import check_intact, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
-from dp_compile.engine.replica import Replica, Revision, owners
-from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
+from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
+from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.insight.launch_clock import TORCH_REDUCES
+from dp_compile.passes.reduction import REDUCE_OPS
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
 FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
-_CAPTURE_PATIENCE_S = 600.0
+MOST_CAPTURES: Final = 32
+MOST_PARTIAL_CAPTURES: Final = 8
+"""How many graphs of one module are compiled, and how many of them in which parameters are left out. A model that takes
+another path in each step, as routed experts do, would be compiled in each step."""
+_CAPTURE_PATIENCE_S: Final = 600.0
 
 _scope = threading.local()
-_under_way: set[Replica] = set()
-"""The modules whose backward is running in some thread."""
-_original: autograd.BackwardEntry | None = None
 
 
 def install_entry() -> None:
     """Start to look at backwards. Does nothing if that was done already."""
-    global _original
-    if autograd.backward_entry() is not _enter:
-        _original = autograd.backward_entry()
-        autograd.set_backward_entry(_enter)
-
-
-def _remove_entry_if_idle() -> None:
-    """Take the wrapper away when the last replicated module is gone, unless somebody wrapped it in turn."""
-    if not len(owners) and _original is not None and autograd.backward_entry() is _enter:
-        autograd.set_backward_entry(_original)
+    autograd.watch_engine(_enter)
 
 
 @contextlib.contextmanager
@@ -71,6 +77,133 @@ def compiled_backward() -> Iterator[None]:
         _scope.forced = before
 
 
+# --- the door ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the engine, by its own names of the arguments."""
+
+    tensors: Sequence[Any]
+    grad_tensors: Sequence[Any]
+    keep_graph: bool
+    create_graph: bool
+    inputs: Sequence[Any] = ()
+    allow_unreachable: bool = False
+    accumulate_grad: bool = False
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end.
+
+        Raises:
+            NotImplementedError: the backward is inside a capture of its own thread.
+            ReductionError: torch's own compiled autograd is on, and a module of ours is reduced by torch's reducer.
+        """
+        deadline = time.monotonic() + _CAPTURE_PATIENCE_S
+        depth, _scope.depth = getattr(_scope, "depth", 0), getattr(_scope, "depth", 0) + 1
+        arguments = (self.tensors, self.grad_tensors, self.keep_graph, self.create_graph, self.inputs)
+        try:
+            while True:
+                try:
+                    return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
+                except NotImplementedError as error:
+                    if depth or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
+                        raise
+                    time.sleep(0.002)
+        finally:
+            _scope.depth = depth
+
+
+@compiler.untraced("dp_compile decides at each backward how it is reduced")
+def _enter(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    wait_for_window()
+    call = _Call(*args, **kwargs)
+    outermost: _Outermost | None = getattr(_scope, "outermost", None)
+    if outermost is not None:
+        return outermost.run_inner(call)
+    if autograd.graph_task() != autograd.NO_GRAPH_TASK:
+        return _run_inside_the_engine(call)
+    if not len(owners):
+        autograd.unwatch_engine()
+        return call.run()
+    _scope.outermost = outermost = _Outermost()
+    try:
+        return outermost.run(call)
+    finally:
+        _scope.outermost = None
+
+
+@dataclass(eq=False, slots=True)
+class _Outermost:
+    """A backward that is not inside another one, with all that are inside it."""
+
+    late: dict[Replica, ReductionRound] = field(default_factory=dict)
+    """Modules that only inner backwards reach."""
+
+    def run(self, call: _Call) -> tuple[torch.Tensor, ...]:
+        # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
+        found = _search(call) if call.accumulate_grad else _NOTHING
+        try:
+            if found.replicas:
+                return _reduce(found, call, self)
+            result = call.run()
+            self.finish()
+            return result
+        finally:
+            for replica in self.late:
+                replica.arrivals_in = None
+
+    def run_inner(self, call: _Call) -> tuple[torch.Tensor, ...]:
+        """Run a backward that began inside this one, in the same thread."""
+        for replica in _search(call).replicas if call.accumulate_grad else ():
+            self._take_in(replica)
+        return call.run()
+
+    def _take_in(self, replica: Replica) -> None:
+        if replica.arrivals_in is None:
+            if replica.sync:
+                self.late[replica] = replica.arrivals_in = round_of_inner_backwards(replica)
+        else:
+            _expect_more(replica)
+
+    def finish(self) -> None:
+        """Reduce what only inner backwards reached: the last of them has ended."""
+        for replica, reduction_round in self.late.items():
+            replica.backwards["eager hooks"] += 1
+            with Watched([replica]):
+                reduction_round.finish()
+                replica.arrivals_in = None
+                _complete(replica, ())
+
+
+def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
+    """Run a backward inside one that did not come through the door in this thread.
+
+    A thread of the engine's own works for an accelerator; or somebody entered the engine in C++.
+    """
+    for replica in _search(call).replicas if call.accumulate_grad else ():
+        if replica.arrivals_in is not None:
+            _expect_more(replica)
+        elif replica.sync:
+            reduction_round = replica.arrivals_in = round_of_inner_backwards(replica)
+            reduction_round.graph_task = autograd.graph_task()
+            autograd.queue_after_backward(reduction_round.finish)
+    return call.run()
+
+
+def _expect_more(replica: Replica) -> None:
+    """An inner backward is about to add gradients to those of a backward that is under way."""
+    arrivals = replica.arrivals_in
+    if isinstance(arrivals, ReductionRound):
+        arrivals.is_held = True
+    if isinstance(arrivals, NotedArrivals) and replica.config.unused == "find" and not replica.config.static_graph:
+        raise ReductionError(
+            f"a backward inside a backward, as of reentrant checkpointing, reaches the module of {replica.names[0]}, "
+            "which torch's C++ reducer reduces with find_unused_parameters=True: it takes what only the inner one uses "
+            "for unused. Use checkpoint(..., use_reentrant=False), compile the forward, or pass static_graph=True."
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Found:
     """What a backward reaches: replicated modules, in launch order, and whether AOTAutograd compiled any of it."""
@@ -78,36 +211,8 @@ class _Found:
     replicas: tuple[Replica, ...]
     compiled: bool
 
-    def without(self, replicas: Set[Replica]) -> _Found:
-        return _Found(tuple(each for each in self.replicas if each not in replicas), self.compiled)
-
 
 _NOTHING = _Found((), compiled=False)
-
-
-@compiler.untraced("dp_compile decides at each backward how it is reduced")
-def _enter(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    wait_for_window()
-    # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
-    found = _search(outputs) if kwargs.get("accumulate_grad") else _NOTHING
-    if autograd.graph_task() != autograd.NO_GRAPH_TASK:
-        found = found.without(_under_way)
-    call = _Call(outputs, args, kwargs)
-    if not found.replicas:
-        _remove_entry_if_idle()
-        return call.run()
-    with _marked(found.replicas):
-        return _reduce(found, call)
-
-
-@contextlib.contextmanager
-def _marked(replicas: Sequence[Replica]) -> Iterator[None]:
-    """A backward of these modules is under way: those inside it, as of reentrant checkpointing, are parts of it."""
-    _under_way.update(replicas)
-    try:
-        yield
-    finally:
-        _under_way.difference_update(replicas)
 
 
 @contextlib.contextmanager
@@ -127,26 +232,64 @@ def _end_reducer(replica: Replica) -> None:
         replica.reducer = None
 
 
-def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
-    outputs, args, kwargs = call.outputs, call.args, call.kwargs
+# --- one backward of ours ---------------------------------------------------------------------------------------
+
+
+def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Tensor, ...]:
     synced = [replica for replica in found.replicas if replica.sync]
     with Watched(synced) as watched:
+        _check_alone(found.replicas)
         for replica in synced:
-            replica.check_unchanged()
+            _check_inputs(replica, call)
+            replica.begin()
         _announce(synced)
         for replica in synced:
             revise_if_due(replica)
-        by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, outputs)]
+        by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
         watched.count_from_here()
-        obstacle = _obstacle(found, create_graph=bool(args[2] if len(args) > 2 else kwargs.get("create_graph")))
+        obstacle = _obstacle(found, by_hooks, create_graph=call.create_graph)
         with _interrupted_reducers_end(found.replicas):
-            result = _run(by_hooks, obstacle, call)
+            with reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
+                result = _run(by_hooks, obstacle, call)
+                for replica in synced:
+                    if replica not in by_hooks:
+                        _complete_reducer(replica, call)
+            outermost.finish()
         for replica in synced:
-            _complete(replica, outputs)
+            _complete(replica, call.tensors)
     for replica in found.replicas:
         if not replica.sync:
             replica.note_without_sync()
     return result
+
+
+def _check_alone(replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        arrivals = replica.arrivals_in
+        if arrivals is not None and not (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
+            raise ReductionError(
+                f"two backwards of the module of {replica.names[0]} run at the same time, in two threads or inside an "
+                "operator. Their gradients cannot be told apart: run one after the other."
+            )
+
+
+def _check_inputs(replica: Replica, call: _Call) -> None:
+    """`backward(inputs=...)` with some of the parameters is no way to leave the others out."""
+    if not call.inputs or replica.config.unused != "error":
+        return
+    given = {id(each) for each in map(_leaf_of, call.inputs)}
+    left_out = [index for index, parameter in enumerate(replica.parameters) if id(parameter) not in given]
+    if left_out:
+        raise ReductionError(
+            f"backward(inputs=...) names some parameters of a replicated module but not {replica.name_list(left_out)}. "
+            "Pass all of them, or none; call it under no_sync(); or pass find_unused_parameters=True to replicate()."
+        )
+
+
+def _arrivals_without_hooks(replicas: Sequence[Replica], by_hooks: Sequence[Replica]) -> Mapping[Replica, Arrivals]:
+    """Where hooks report in modules that torch's reducer reduces, or that nobody reduces in this backward."""
+    others = [replica for replica in replicas if replica not in by_hooks]
+    return {each: NotedArrivals() if each.sync else LocalArrivals(each) for each in others}
 
 
 def _run(by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
@@ -156,8 +299,13 @@ def _run(by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tupl
         return _run_eagerly(by_hooks, obstacle, call)
     with try_capturing(by_hooks, _capture) as backward:
         if backward is not None:
-            return _run_captured(by_hooks, backward, call)
-    return _run_eagerly(by_hooks, "another backward is captured at the moment", call)
+            try:
+                return _run_captured(by_hooks, backward, call)
+            except RuntimeError as error:
+                if backward.ran or not compiler.is_reducer_in_the_way(error):
+                    raise
+                obstacle = "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
+    return _run_eagerly(by_hooks, obstacle or "another backward is captured at the moment", call)
 
 
 def _capture() -> contextlib.AbstractContextManager[None]:
@@ -174,14 +322,39 @@ def _announce(replicas: Sequence[Replica]) -> None:
         members[0].announce(replicas)
 
 
+def _complete_reducer(replica: Replica, call: _Call) -> None:
+    """Let torch's reducer end, and tell the others what this rank did.
+
+    It waits for every parameter, on every rank, for those that one rank left out: they get zeros by a backward of their
+    own. Then one small all-reduce carries the flags, which travel in a bucket where hooks reduce.
+    """
+    noted = replica.arrivals_in
+    assert isinstance(noted, NotedArrivals)
+    assert replica.reducer is not None
+    missing = set(range(len(replica.parameters))) - noted.seen
+    reached = missing & set(_reached(call.tensors, replica)) if missing else missing  # a function gave no gradient
+    unused = sorted(missing - reached)
+    if unused and replica.config.unused != "find":
+        parameters = [replica.parameters[index] for index in unused]
+        autograd.run_engine(tuple(parameters), tuple(map(torch.zeros_like, parameters)), False, False, (), True, True)
+    replica.reducer.finish()
+    replica.note_steps()
+    used = sorted({*noted.seen, *reached, *replica.used_without_sync})
+    replica.used_without_sync.clear()
+    if replica.config.check_reductions:
+        flags = flags_to_send(replica, unused, used)
+        averaging, group = replica.group.averaging, replica.group.process_group
+        reduced = flags * averaging.scale
+        torch.distributed.all_reduce(reduced, op=REDUCE_OPS[averaging.reduce_op], group=group)
+        read_flags(replica, reduced, unused)
+
+
 def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     """What a rank does after a synchronised backward of its own."""
     if replica.uneven is not None:
         replica.uneven.rescale()
-    if replica.reducer is not None:
-        replica.fill_missing()
-        if replica.recording is not None:
-            replica.recording.skipped[TORCH_REDUCES] += 1
+    if replica.reducer is not None and replica.recording is not None:
+        replica.recording.skipped[TORCH_REDUCES] += 1
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
@@ -208,45 +381,19 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
         check_finite(replica, reduced, outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of the engine's entry."""
-
-    outputs: Sequence[Any]
-    args: Sequence[Any]
-    kwargs: Mapping[str, Any]
-
-    def run(self) -> tuple[torch.Tensor, ...]:
-        """Enter the engine. If another thread's capture is in the way nothing has run yet: wait for its end.
-
-        Raises:
-            NotImplementedError: the backward is inside a capture of its own thread.
-        """
-        assert _original is not None
-        deadline = time.monotonic() + _CAPTURE_PATIENCE_S
-        depth, _scope.depth = getattr(_scope, "depth", 0), getattr(_scope, "depth", 0) + 1
-        try:
-            while True:
-                try:
-                    return _original(self.outputs, *self.args, **self.kwargs)
-                except NotImplementedError as error:
-                    if depth or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.002)
-        finally:
-            _scope.depth = depth
+# --- which way it goes ------------------------------------------------------------------------------------------
 
 
-def _search(outputs: Sequence[Any]) -> _Found:
+def _search(call: _Call) -> _Found:
     """Walk the autograd graph, depth first, until everything there is to know is known.
 
     The first leaf is usually a parameter behind a compiled backward, so this ends after a few nodes.
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
-    compiled = bool(getattr(_scope, "forced", False))
+    compiled = bool(getattr(_scope, "forced", False)) or not any(map(_may_capture, owners))
     seen: set[Any] = set()
-    stack = [output.grad_fn if isinstance(output, torch.Tensor) else output.node for output in outputs]
+    stack = list(map(_node_of, call.tensors))
     all_replicas = len(owners)
     while stack and not (compiled and len(replicas) == all_replicas):
         node = stack.pop()
@@ -263,10 +410,55 @@ def _search(outputs: Sequence[Any]) -> _Found:
             continue
         compiled = compiled or autograd.is_aot_backward(node)
         stack.extend(following for following, _ in node.next_functions)
-    if not replicas:
+    if call.inputs:  # nothing else is accumulated
+        leaves = [leaf for leaf in map(_leaf_of, call.inputs) if leaf is not None]
+        replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
+    elif not replicas:
         _refuse_unreduced(strangers)
     # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
     return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
+
+
+def _reached(tensors: Sequence[Any], replica: Replica) -> set[int]:
+    """The parameters of a module that are in the graph of a backward."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack = list(map(_node_of, tensors))
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            owner = owners.find(variable)
+            if owner is not None and owner[0] is replica:
+                found.add(owner[1])
+            continue
+        stack.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _node_of(output: Any) -> Any:
+    """Where a backward from an output starts; a leaf has no function, its gradient is accumulated at once."""
+    if not isinstance(output, torch.Tensor):
+        return output.node
+    return output.grad_fn if output.grad_fn is not None or not output.requires_grad else _Leaf(output)
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A tensor from which a backward starts and where it ends, in the place of its node."""
+
+    variable: torch.Tensor
+
+    def __hash__(self) -> int:
+        return id(self.variable)
+
+
+def _leaf_of(given: Any) -> torch.Tensor | None:
+    """The tensor behind what `inputs` holds: a tensor, or an edge of the graph."""
+    return given if isinstance(given, torch.Tensor) else getattr(getattr(given, "node", None), "variable", None)
 
 
 def _refuse_unreduced(parameters: Sequence[torch.Tensor]) -> None:
@@ -283,22 +475,17 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
             why = "the forward is compiled now" if compiled else "inputs may be uneven"
             logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
             _end_reducer(replica)
-            # No hook has noted what was used while torch's reducer was at work, inside no_sync() for example.
-            parameters = enumerate(replica.parameters)
-            replica.used_without_sync.update(index for index, parameter in parameters if parameter.grad is not None)
-        if replica.hooks is None:
-            replica.hooks = install_hooks(replica)
         return True
     check_intact(replica)
     if replica.reducer is None:
         assert replica.make_reducer is not None
-        if replica.hooks is not None:
-            logger.warning(
+        if _wants_hooks(replica):
+            warn_once(
+                logger,
+                [replica],
                 "the forward is not compiled: torch's C++ reducer reduces the gradients. "
-                "Call torch.compile(model) for one graph with fused all-reduces."
+                "Call torch.compile(model) for one graph with fused all-reduces.",
             )
-            replica.hooks.remove()
-            replica.hooks = None
         replica.reducer = replica.make_reducer()
     if replica.sync:
         replica.reducer.prepare([output for output in outputs if isinstance(output, torch.Tensor)])
@@ -312,24 +499,52 @@ def _reduces_by_hooks(replica: Replica, compiled: bool) -> bool:
     The ranks ask each other in the first synchronised backward, and while torch's reducer is at work in the second,
     third, fifth, ninth and so on: often after a start that was not compiled, next to never in a long run.
     """
-    if not replica.config.uses_python_hook() or replica.comm_hook is not None:
+    if not _wants_hooks(replica):
         return False
-    done = replica.synced_backwards
-    asks = replica.by_hooks is None or (not replica.by_hooks and done & (done - 1) == 0)
-    if replica.sync and asks:
+    if replica.sync and _asks(replica):
         now, replica.by_hooks = agree_on_hooks(replica, compiled)
         return now
     return replica.by_hooks is not False
 
 
-def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
+def _wants_hooks(replica: Replica) -> bool:
+    return replica.config.uses_python_hook() and replica.comm_hook is None
+
+
+def _asks(replica: Replica) -> bool:
+    done = replica.synced_backwards
+    return replica.by_hooks is None or (not replica.by_hooks and done & (done - 1) == 0)
+
+
+def _may_capture(replica: Replica) -> bool:
+    """Whether it matters in the next backward of the module that its forward was compiled."""
+    return _wants_hooks(replica) and (replica.by_hooks is not False or _asks(replica))
+
+
+def _obstacle(found: _Found, by_hooks: Sequence[Replica], *, create_graph: bool) -> str | None:
     """Why this backward cannot be captured, or `None`."""
     if not found.compiled:
         return "its forward was not compiled"
+    return _obstacle_of_modules(found, by_hooks) or _obstacle_of_process(create_graph=create_graph)
+
+
+def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | None:
+    if len(by_hooks) < len(found.replicas):
+        return "torch's C++ reducer reduces another module in it"
+    if len({(each.passes, each.config.backend) for each in by_hooks}) > 1:
+        return "modules in it have different passes or backends"
+    for replica in by_hooks:
+        partial_captures = sum(record.completed > 0 for record in replica.captures.values())
+        if len(replica.captures) >= MOST_CAPTURES or partial_captures >= MOST_PARTIAL_CAPTURES:
+            return f"it was compiled {len(replica.captures)} times, for other sets of used parameters or other graphs"
     if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
         return FIRST_AS_DDP
     if any(replica.beside_shards for replica in found.replicas):
         return "parts of the module are managed by fully_shard"
+    return None
+
+
+def _obstacle_of_process(*, create_graph: bool) -> str | None:
     if create_graph:
         return "create_graph=True"
     if torch.is_anomaly_enabled():
@@ -342,7 +557,8 @@ def _obstacle(found: _Found, *, create_graph: bool) -> str | None:
 
 
 def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
-    result = call.run()
+    with reporting({each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}):
+        result = call.run()
     if not backward.ran:
         names = ", ".join(replica.names[0] for replica in replicas)
         raise ReductionError(
@@ -351,7 +567,19 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
         )
     for replica in replicas:
         replica.backwards["captured" if replica.sync else "captured without sync"] += 1
+    _check_not_stepped(replicas)
     return result
+
+
+def _check_not_stepped(replicas: Sequence[Replica]) -> None:
+    """A captured backward has sent its flags before its hooks ran: what they changed is found on this rank."""
+    for replica in replicas:
+        if replica.sync:
+            replica.note_steps()
+            if replica.stepped:
+                indices = sorted(replica.stepped)
+                replica.stepped.clear()
+                raise ReductionError(stepped_message(replica, indices))
 
 
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
@@ -361,14 +589,4 @@ def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tup
     synced = [replica for replica in replicas if replica.sync]
     if obstacle is not FIRST_AS_DDP:
         warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
-    settle(synced)
-    rounds = open_rounds(synced)
-    try:
-        with backward_range() if synced else contextlib.nullcontext():
-            result = call.run()
-            for reduction_round in rounds:
-                reduction_round.finish()
-    finally:
-        for replica in synced:
-            close_round(replica)
-    return result
+    return reduce_eagerly(replicas, call.run, reached=partial(_reached, call.tensors))

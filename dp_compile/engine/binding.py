@@ -113,6 +113,9 @@ class Binder:
         unhooked = [inputs[position] for position in sites.unhooked]
         if self._memory is not None and self._memory.matches(mine, existing, replicas, unhooked):
             return self._memory.binding
+        for hook in mine:
+            if hook is not None and hook.replica is None:
+                hook(inputs[sites.hook_calls[mine.index(hook)].parameter])  # says that nobody reduces it any more
         binding = _bind(replicas, mine, existing)
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)

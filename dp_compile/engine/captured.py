@@ -14,14 +14,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_compile._torch import autograd, distributed, dynamo
+from dp_compile._torch import distributed, dynamo
 from dp_compile.engine import window
 from dp_compile.engine.binding import Binder, Binding, find_sites
-from dp_compile.engine.bucket_events import backward_range
 from dp_compile.engine.compilation import CompiledBackward, NotTraced, first_line
-from dp_compile.engine.hooks import close_round, open_rounds
+from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.logs import warn_once
-from dp_compile.engine.reduced_graph import CapturedGraph
+from dp_compile.engine.reduced_graph import CapturedGraph, give_zeros_for_none
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import Shares, settle
 from dp_compile.errors import ReductionError
@@ -38,6 +37,7 @@ class CapturedBackward:
     """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
 
     def __init__(self, graph_module: fx.GraphModule) -> None:
+        give_zeros_for_none(graph_module)
         self._graph_module = graph_module
         self._sites = find_sites(graph_module.graph)
         self._binder = Binder(self._sites)
@@ -64,7 +64,6 @@ class CapturedBackward:
             _refuse_shards(rest[2])
             captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
             compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
-            compiled.gave_up = _is_reentrant(rest[2], replicas)
         if compiled.gave_up:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
@@ -87,30 +86,7 @@ class CapturedBackward:
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""
-        synced = [replica for replica in replicas if replica.sync]
-        settle(synced)
-        rounds = open_rounds(synced)
-        try:
-            with backward_range() if synced else contextlib.nullcontext():
-                outputs = torch.compiler.disable(self._graph_module.forward)(inputs, *rest)
-                for reduction_round in rounds:
-                    reduction_round.finish()
-        finally:
-            for replica in synced:
-                close_round(replica)
-        return outputs
-
-
-def _is_reentrant(hooks: Sequence[Any], replicas: Sequence[Replica]) -> bool:
-    if not any(autograd.is_reentrant_checkpoint(hook) for hook in hooks):
-        return False
-    warn_once(
-        logger,
-        replicas,
-        "a backward is not compiled, its hooks run eagerly: reentrant checkpointing runs a backward inside it. "
-        "Use checkpoint(..., use_reentrant=False).",
-    )
-    return True
+        return reduce_eagerly(replicas, lambda: torch.compiler.disable(self._graph_module.forward)(inputs, *rest))
 
 
 def _refuse_shards(hooks: Sequence[Any]) -> None:

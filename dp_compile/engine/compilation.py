@@ -16,13 +16,15 @@ from torch import fx, nn
 from dp_compile._torch import dynamo, inductor
 from dp_compile.engine.binding import Place
 from dp_compile.engine.bucket_events import BucketEvents, backward_range, ranges_if_profiled
+from dp_compile.engine.flags import flags_to_send, read_flags
+from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.record import CaptureRecord, Placement
-from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions
+from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions, without_hooks
 from dp_compile.engine.replica import Replica, Revision, owners
 from dp_compile.engine.settling import Shares, settle
-from dp_compile.errors import DPCompileError, ReductionError
+from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 from dp_compile.insight.dumps import CAPTURED, Dump, dump_steps, dumps_wanted
 from dp_compile.insight.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
 from dp_compile.passes.estimates import ready_shares
@@ -79,20 +81,31 @@ class CompiledBackward:
         """What the graph says of ready times, by the replica's position."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
-        self._run = self._compile(replicas, whole=True)
+        self._is_broken = False
+        """It could not be captured as one graph: it runs in compiled pieces, then everything is reduced at its end."""
+        self._run = self._compile(replicas)
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
             if not replica.sync:
                 replica.used_without_sync.update(self._used[ordinal])
+        if self._is_broken:
+            return self._run_in_pieces(replicas, inputs, rest)
+        n_inputs = len(inputs)
         inputs.extend(self._extra_inputs(replicas))
         self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
         self._clock = self._clock_for(replicas)
         self._events = self._events_for()
         try:
             with backward_range() if self._synced else contextlib.nullcontext():
-                outputs, reduced = self._run_whole_or_broken(replicas, inputs, rest)
+                outputs, reduced = self._call(inputs, rest)
             self._keep_time()
+        except dynamo.CAPTURE_ERRORS as error:
+            if self._has_code or self._log.graphs:
+                raise  # Not from tracing: the code was running, and its inputs are used up.
+            self._break(replicas, error)
+            del inputs[n_inputs:]
+            return self._run_in_pieces(replicas, inputs, rest)
         finally:
             self._clock, self._events, self._settling = None, None, ()
         self._has_code = True
@@ -142,29 +155,34 @@ class CompiledBackward:
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             used = sorted({*self._used[ordinal], *replica.used_without_sync})
-            yield replica.unused_flags(unused, used)
+            yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:
                     grad = replica.parameters[index].grad
                     assert grad is not None
                     yield grad
 
-    def _run_whole_or_broken(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        try:
-            return self._call(inputs, rest)
-        except dynamo.CAPTURE_ERRORS as error:
-            if self._has_code or self._log.graphs:
-                raise  # Not from tracing: the code was running, and its inputs are used up.
-            warn_once(
-                logger,
-                replicas,
-                "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
-                first_line(error),
-            )
-            self._deferred = True
-            self._log = CompileLog()
-            self._run = self._compile(replicas, whole=False)
-            return self._call(inputs, rest)
+    def _break(self, replicas: Sequence[Replica], error: BaseException) -> None:
+        warn_once(
+            logger,
+            replicas,
+            "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
+            first_line(error),
+        )
+        self._is_broken = True
+        self._log = CompileLog()
+        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+        self._run = torch.compile(without_hooks(self._captured).forward, backend=self._compile_piece)
+
+    def _run_in_pieces(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        """Compiled pieces, then a round of reductions: nothing is reduced before all hooks of the user's have run."""
+        ordinals = {replica: ordinal for ordinal, replica in enumerate(replicas)}
+        outputs, _ = reduce_eagerly(
+            replicas, lambda: self._call(inputs, rest), pieces=lambda replica: self._used[ordinals[replica]]
+        )
+        self._has_code = True
+        self._record(replicas)
+        return outputs
 
     def _call(self, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         try:
@@ -176,36 +194,36 @@ class CompiledBackward:
 
     def _settle(self, replicas: Sequence[Replica], reduced: Sequence[torch.Tensor]) -> None:
         remaining = iter(reduced)
-        complaints: list[ReductionError] = []
+        complaints: list[DPCompileError] = []
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             flags, averages = next(remaining), [next(remaining) for _ in unused]
             replica.used_without_sync.clear()
             try:
-                replica.settle_unused(flags, unused, averages)
-            except ReductionError as error:
+                replica.hand_out(unused, averages, flags)
+                read_flags(replica, flags, unused)
+            except (ReductionError, DesyncError) as error:
                 complaints.append(error)
         if complaints:
             raise complaints[0]
 
     # --- making the graph
 
-    def _compile(self, replicas: tuple[Replica, ...], *, whole: bool) -> Callable[..., Any]:
+    def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
         module = with_reductions(self._captured, replicas, Wanted(self._synced, self._unused, self._deferred))
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=whole)
+        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
 
     # --- compiling it
 
     def _compile_dynamo_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """The backend that Dynamo calls with what it captured, for the whole backward or a piece of it."""
-        if not self._deferred:
-            self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
+        """The backend that Dynamo calls with the whole backward."""
+        self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
         expected = self._expected_reductions()
-        if expected and not found and not self._deferred:
+        if expected and not found:
             raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
-        if found != expected and (found or not self._deferred):
+        if found != expected:
             wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
             raise ReductionError(
                 f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse? That is "
@@ -218,7 +236,6 @@ class CompiledBackward:
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
-        if found:
             self._look_at_ready_times(graph_module.graph)
         if not dumps_wanted(self._dump_dir):
             return self._timed(self._compile_with_passes(graph_module, example_inputs))
@@ -227,6 +244,12 @@ class CompiledBackward:
                 replica.dumped_to = dump.directory
             dump.stage(CAPTURED, graph_module.graph)
             return self._timed(self._compile_with_passes(graph_module, example_inputs, dump))
+
+    def _compile_piece(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """The backend that Dynamo calls with a piece of a backward: there are no reductions in it."""
+        self._log.graphs += 1
+        logger.debug("compiling piece %d of a backward", self._log.graphs)
+        return self._compile_with_passes(graph_module, example_inputs)
 
     def _compile_with_passes(
         self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], dump: Dump | None = None
@@ -301,11 +324,11 @@ class CompiledBackward:
             log, self._log = self._log, CompileLog()
             self._latest = CaptureRecord(
                 hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
-                reductions=log.reductions,
+                reductions=sum(self._expected_reductions().values()) if self._is_broken else log.reductions,
                 completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
                 collectives=sum(len(self._plans[ordinal].buckets) for ordinal in self._synced),
                 graphs=log.graphs,
-                deferred=self._deferred,
+                deferred=self._deferred or self._is_broken,
                 cached=not log.passes_ran,
                 synced=bool(self._synced),
                 passes=log.passes,

@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd
-from dp_compile.engine.bucket_events import Observers, launching, ranges_if_profiled, waiting
+from dp_compile.engine.bucket_events import Observers, backward_range, launching, ranges_if_profiled, waiting
+from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.intact import refuse_unreduced
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Arrivals, Replica, real_view
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.insight.launch_clock import SEVERAL_MODULES, LaunchClock
 from dp_compile.passes.reduction import REDUCE_OPS
 from dp_compile.plan.buckets import Bucket, Member, Rows
+
+ResultT = TypeVar("ResultT")
 
 
 class GradHook:
@@ -34,10 +39,10 @@ class GradHook:
     Parameters hold their hooks where Python's garbage collector does not look, so a hook must not hold its replica.
     """
 
-    __slots__ = ("_replica", "index")
+    __slots__ = ("_replica", "index", "name")
 
     def __init__(self, replica: Replica, index: int) -> None:
-        self._replica, self.index = weakref.ref(replica), index
+        self._replica, self.index, self.name = weakref.ref(replica), index, replica.names[index]
 
     @property
     def replica(self) -> Replica | None:
@@ -47,16 +52,66 @@ class GradHook:
     def __call__(self, parameter: torch.Tensor) -> None:
         replica = self.replica
         if replica is None:
-            return
+            raise ReductionError(
+                f"{self.name} got a gradient that nobody reduces: every module that held the parameter is gone, and "
+                "its replication with them. Keep the module that was given to replicate(), or a part of it."
+            )
         if torch.compiler.is_dynamo_compiling():
             raise ReductionError(
-                f"the hook of {replica.names[self.index]} is being traced by a capture that is not dp_compile's. "
+                f"the hook of {self.name} is being traced by a capture that is not dp_compile's. "
                 "Switch torch's own compiled autograd off around this backward."
             )
-        if not replica.sync:
-            replica.used_without_sync.add(self.index)
-            return
-        _round_of_this_backward(replica).arrive(self.index)
+        arrivals = replica.arrivals_in
+        if arrivals is None or (isinstance(arrivals, ReductionRound) and arrivals.is_left_over()):
+            arrivals = _arrivals_of_the_engine(replica)
+        arrivals.arrive(self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalArrivals:
+    """A backward without synchronisation: what was used is told in the next one with it."""
+
+    replica: Replica
+
+    def arrive(self, index: int) -> None:
+        self.replica.used_without_sync.add(index)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedArrivals:
+    """A backward that torch's reducer reduces."""
+
+    seen: set[int] = field(default_factory=set)
+
+    def arrive(self, index: int) -> None:
+        self.seen.add(index)
+
+
+@dataclass(frozen=True, slots=True)
+class NoArrivals:
+    """A backward that was captured as one graph: the reductions are in the graph, and no hook is called."""
+
+    replica: Replica
+
+    def arrive(self, index: int) -> None:
+        raise ReductionError(
+            f"the gradient of {self.replica.names[index]} was completed inside an operator of a captured backward: a "
+            "backward runs in it that no graph shows. Run it in a torch.autograd.Function instead, or leave the "
+            "forward that holds the operator uncompiled."
+        )
+
+
+@contextlib.contextmanager
+def reporting(arrivals: Mapping[Replica, Arrivals]) -> Iterator[None]:
+    """Inside, hooks of these modules report there."""
+    before = [(replica, replica.arrivals_in) for replica in arrivals]
+    for replica, now in arrivals.items():
+        replica.arrivals_in = now
+    try:
+        yield
+    finally:
+        for replica, earlier in before:
+            replica.arrivals_in = earlier
 
 
 @dataclass(slots=True)
@@ -101,6 +156,11 @@ class ReductionRound:
     """The round of another module in the same backward. It launches everything first, as captured code does."""
     absent: bool = False
     """This rank has no inputs left: it takes part with zeros and keeps nothing of the result."""
+    is_held: bool = False
+    """Nothing is launched before the end, as an inner backward may add to a gradient once more."""
+    reached: Callable[[], Collection[int]] = tuple
+    """Parameters that are in the backward's graph. Asked for if some did not arrive: a function of the user's may have
+    given none, which counts as zeros, as for torch's DDP."""
     arrived: dict[int, None] = field(default_factory=dict)
     """Parameters in the order in which their gradients were completed."""
     flights: list[_Flight] = field(default_factory=list)
@@ -122,7 +182,7 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} is sparse, which is not supported. "
                 "Compute it with sparse=False."
             )
-        if index in self.arrived:
+        if index in self.arrived and self._is_launched(index):
             raise ReductionError(
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
                 "been reduced. Use non-reentrant checkpointing, or compile the forward."
@@ -131,8 +191,15 @@ class ReductionRound:
         self._launch_complete()
         self.arrived[index] = None
 
+    def _is_launched(self, index: int) -> bool:
+        return any(member.gradient.index == index for flight in self.flights for member in flight.bucket.members)
+
+    def is_left_over(self) -> bool:
+        """Whether it belongs to an earlier backward, that was interrupted before the engine saw its end."""
+        return self.graph_task is not None and self.graph_task != autograd.graph_task()
+
     def _launch_complete(self) -> None:
-        if self.before is not None and not self.before.is_launched():
+        if self.is_held or (self.before is not None and not self.before.is_launched()):
             return
         buckets = self.replica.plan.buckets
         while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
@@ -142,14 +209,19 @@ class ReductionRound:
         """Complete the set with zeros, wait for all buckets and hand the averages out.
 
         Raises:
-            ReductionError: a parameter was unused on some rank and that is an error, or a parameter that has a
-                gradient has no hook any more.
+            ReductionError: a parameter was unused on some rank and that is an error, parameters were changed before
+                they were reduced, or a parameter that has a gradient has no hook any more.
+            DesyncError: ranks reduced different modules, or by different plans.
         """
         replica, everything = self.replica, range(len(self.replica.parameters))
         try:
+            if not self.absent and len(self.arrived) < len(everything):
+                self.arrived |= dict.fromkeys(sorted(self.reached()))
+            if not self.absent:
+                replica.note_steps()
             unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.used_without_sync})
-            flags = replica.unused_flags(unused, used)
+            flags = flags_to_send(replica, unused, used)
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
             reduced: list[tuple[Member, torch.Tensor]] = []
@@ -158,19 +230,24 @@ class ReductionRound:
                     flight.work.wait()
                 reduced += _views(flight.bucket, flight.tensors)
             self.averages = _whole(reduced)
-            with torch.no_grad():
-                for index in self.arrived:
-                    grad = replica.parameters[index].grad
-                    assert grad is not None
-                    grad.copy_(self.averages[index])
+            for index in self.arrived:
+                # In place if the gradient is still there: a hook of the user's may have dropped it.
+                grad = replica.parameters[index].grad
+                if grad is None:
+                    replica.set_grad(index, self.averages[index])
+                else:
+                    with torch.no_grad():
+                        real_view(grad).copy_(self.averages[index])
             replica.used_without_sync.clear()
             replica.arrivals = replica.arrivals or tuple(self.arrived)
             flags = self.averages[len(replica.parameters)]
-            replica.settle_unused(flags, unused, [self.averages[index] for index in unused])
+            replica.hand_out(unused, [self.averages[index] for index in unused], flags)
             self._keep_time()
+            read_flags(replica, flags, unused)
         finally:
-            replica.synced_backwards += self.graph_task is not None  # else whoever saw the end counts
-            close_round(replica)
+            if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
+                replica.synced_backwards += 1
+                replica.arrivals_in = None
 
     def _keep_time(self) -> None:
         if self.clock is not None and self.replica.recording is not None:
@@ -193,6 +270,7 @@ class ReductionRound:
                 index = member.gradient.index
                 source = parameters[index].grad if index < len(parameters) else flags
                 if source is not None and not self.absent:
+                    source = real_view(source)
                     source = source if member.rows is None else source[slice(*member.rows)]
                     torch.mul(source, member.gradient.scale, out=view)
         with launching(self.observers, len(self.flights)) if self.observers else contextlib.nullcontext():
@@ -214,19 +292,49 @@ def _all_reduce(tensors: list[torch.Tensor], reduce_op: str, group: dist.Process
     return work
 
 
-_open_rounds: dict[Replica, ReductionRound] = {}
+def reduce_eagerly(
+    replicas: Sequence[Replica],
+    run: Callable[[], ResultT],
+    *,
+    reached: Callable[[Replica], Collection[int]] | None = None,
+    pieces: Callable[[Replica], Sequence[int]] | None = None,
+) -> ResultT:
+    """Run a backward that is not captured as one graph; its hooks reduce.
+
+    Args:
+        replicas: the modules that it reaches, in the order in which they are reduced.
+        run: the backward.
+        reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
+        pieces: the backward runs in compiled pieces, in which no hook is called. Which parameters get a gradient in
+            them. Everything is launched behind the last piece.
+    """
+    synced = [replica for replica in replicas if replica.sync]
+    settle(synced)
+    rounds = _make_rounds(synced)
+    for each in rounds:
+        each.is_held = pieces is not None
+        each.reached = tuple if reached is None else partial(reached, each.replica)
+    local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.sync}
+    with reporting(local | {each.replica: each for each in rounds}):
+        with backward_range() if synced else contextlib.nullcontext():
+            result = run()
+            for each in rounds:
+                for index in () if pieces is None else pieces(each.replica):
+                    each.arrive(index)
+            for reduction_round in rounds:
+                reduction_round.finish()
+    return result
 
 
-def open_rounds(replicas: Sequence[Replica]) -> list[ReductionRound]:
-    """Start the rounds of a backward whose end the caller sees. To be finished in the same order."""
+def _make_rounds(replicas: Sequence[Replica]) -> list[ReductionRound]:
+    """The rounds of a backward whose end the caller sees. To be finished in the same order."""
     rounds: list[ReductionRound] = []
     plans = [replica.plan for replica in replicas]
     for number, replica in enumerate(replicas):
         clock = _clock_for(replica, alone=len(replicas) == 1)
         observers = ranges_if_profiled(plans, number) + (() if clock is None else (clock,))
         before = rounds[-1] if rounds else None
-        _open_rounds[replica] = ReductionRound(replica, before=before, clock=clock, observers=observers)
-        rounds.append(_open_rounds[replica])
+        rounds.append(ReductionRound(replica, before=before, clock=clock, observers=observers))
     return rounds
 
 
@@ -236,21 +344,26 @@ def _clock_for(replica: Replica, *, alone: bool) -> LaunchClock | None:
     return LaunchClock(replica.device) if replica.recording is not None and alone else None
 
 
-def close_round(replica: Replica) -> None:
-    _open_rounds.pop(replica, None)
-
-
-def _round_of_this_backward(replica: Replica) -> ReductionRound:
-    """The open round; a new one that ends with this backward if somebody entered the engine past `torch.autograd`."""
-    current = _open_rounds.get(replica)
-    if current is not None and current.graph_task in (None, autograd.graph_task()):
-        return current
+def round_of_inner_backwards(replica: Replica) -> ReductionRound:
+    """A round for a module that only backwards inside another one reach. To be finished when that one ends."""
     if replica.uneven is not None:
         raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
-    # None is open, or an earlier backward was interrupted and left its round behind.
+    replica.begin()
     revise_if_due(replica)
     settle([replica])
-    current = _open_rounds[replica] = ReductionRound(replica, graph_task=autograd.graph_task())
+    return ReductionRound(replica, is_held=True)
+
+
+def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
+    """Somebody entered the engine past Python, in C++: the engine itself says when that backward ends."""
+    if not replica.sync:
+        return LocalArrivals(replica)
+    current = round_of_inner_backwards(replica)
+    # Nobody looked for inner backwards in it: it may launch as gradients arrive.
+    current.is_held, current.graph_task = False, autograd.graph_task()
+    # What changed before the backward cannot be told from what changed in it.
+    replica.versions_at_start = ()
+    replica.arrivals_in = current
     autograd.queue_after_backward(current.finish)
     return current
 

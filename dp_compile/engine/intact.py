@@ -52,7 +52,7 @@ def check_not_moved(replica: Replica) -> None:
         if gradient.index == len(replica.parameters):
             continue
         parameter = replica.parameters[gradient.index]
-        dtype, device = str(parameter.dtype).removeprefix("torch."), parameter.device.type
+        dtype, device = str(parameter.dtype.to_real()).removeprefix("torch."), parameter.device.type
         if (dtype, device) != (gradient.key.dtype, gradient.key.device):
             change = (
                 f"{gradient.name} is on {device}, it was on {gradient.key.device}"

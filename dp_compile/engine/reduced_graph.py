@@ -2,7 +2,8 @@
 
     compiled autograd's graph               what is compiled
       accumulate_grad(p, g)                   accumulate_grad(p, g)
-      call_hook(GradHook, p)          ->      reduce_accumulated(p, ...)      in the hook's place
+      call_hook(GradHook, p)          ->      call_hook(another hook, p)      hooks of the user's
+      call_hook(another hook, p)              reduce_accumulated(p, ...)      behind all of them
       ...                                     ...
       return []                               reduce the gradients that are missing, and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
@@ -24,7 +25,7 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import Replica, real_view
 from dp_compile.passes.reduction import REDUCE_GRAD, ReductionTag, emit
 
 
@@ -50,6 +51,57 @@ class Wanted:
     deferred: bool
 
 
+def without_hooks(captured: CapturedGraph) -> fx.GraphModule:
+    """A copy of the graph that calls no hook of ours, and reduces nothing; it returns what the graph does."""
+    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
+    outputs = graph.graph_copy(captured.graph_module.graph, nodes)
+    copied = {old.name: new for old, new in nodes.items()}
+    for call, place in zip(captured.sites.hook_calls, captured.binding.hooked, strict=True):
+        if place is not None:
+            _take_out(graph, copied[call.node])
+    graph.output((outputs, ()))
+    graph.lint()
+    module = fx.GraphModule(captured.graph_module, graph, "CapturedBackward")
+    dynamo.set_locals_to_steal(module, ["inputs"])
+    return module
+
+
+def give_zeros_for_none(graph_module: fx.GraphModule) -> None:
+    """Let an autograd function of the user's give `None` for a gradient, which means zeros.
+
+    The engine hands an undefined gradient on, and torch's DDP reduces zeros for it. In a captured graph it is a Python
+    `None` at which tracing fails (torch 2.13).
+    """
+    graph, found = graph_module.graph, False
+    for check in list(graph.nodes):
+        for position, (output, like) in enumerate(dynamo.validated_outputs(check)):
+            if like is not None and _is_of_a_function(output):
+                with graph.inserting_before(check):
+                    given = graph.call_function(given_or_zeros, (output, *like))
+                outputs = list(check.args[0])
+                outputs[position] = given
+                check.args = (outputs, *check.args[1:])
+                found = True
+    if found:
+        graph_module.recompile()
+
+
+def _is_of_a_function(output: Any) -> bool:
+    return (
+        isinstance(output, fx.Node)
+        and output.target is operator.getitem
+        and isinstance(output.args[0], fx.Node)
+        and output.args[0].target is dynamo.call_backward
+    )
+
+
+def given_or_zeros(
+    value: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Traced behind an autograd function: its gradient, or zeros if it gave none."""
+    return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
+
+
 def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted: Wanted) -> fx.GraphModule:
     """A copy of the graph that also reduces. It returns its outputs, and the reduced flags and missing gradients."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -72,24 +124,37 @@ def _place_reductions(
     replicas: Sequence[Replica],
     wanted: Wanted,
 ) -> dict[Place, tuple[fx.Node, bool]]:
-    """Replace each call of one of our hooks by the reduction itself, or only take it out if all come at the end."""
+    """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
+
+    A reduction stands behind all hooks of its parameter: those of the user's see the rank's own gradient, and may
+    change it, whenever they were set, as with torch's DDP.
+    """
     hooked: dict[Place, tuple[fx.Node, bool]] = {}
+    last_call = {call.parameter: call.node for call in captured.sites.hook_calls}
     for call, place, existing in zip(
         captured.sites.hook_calls, captured.binding.hooked, captured.binding.into_existing, strict=True
     ):
         if place is None:
             continue
-        node = copied[call.node]
+        node, last = copied[call.node], copied[last_call[call.parameter]]
         parameter = node.args[1]
         assert isinstance(parameter, fx.Node)
         if replicas[place[0]].sync:
             hooked[place] = (parameter, existing)
             if not wanted.deferred:
-                with graph.inserting_before(node):
+                with graph.inserting_after(last):
                     graph.call_function(reduce_accumulated, (parameter, existing, *_tag(replicas, place)))
-        node.replace_all_uses_with(parameter)
-        graph.erase_node(node)
+        _take_out(graph, node)
     return hooked
+
+
+def _take_out(graph: fx.Graph, call: fx.Node) -> fx.Node:
+    """Take out a hook's call; its parameter."""
+    parameter = call.args[1]
+    assert isinstance(parameter, fx.Node)
+    call.replace_all_uses_with(parameter)
+    graph.erase_node(call)
+    return parameter
 
 
 def _add_completion(
@@ -114,7 +179,8 @@ def _add_completion(
             if index == len(replica.parameters) or (ordinal, index) in binding.kept:
                 # Early: compiled code empties the list, and if the backward breaks the rest runs after that.
                 with graph.inserting_before(start):
-                    sources[index] = graph.call_function(operator.getitem, (tensors, position))
+                    source = graph.call_function(operator.getitem, (tensors, position))
+                    sources[index] = graph.call_function(real_view, (source,))
                 position += 1
             else:
                 sources[index] = _zeros(graph, replica.parameters[index])
@@ -142,12 +208,18 @@ def reduce_accumulated(
     scale: float,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Traced in a hook's place: reduce the gradient that was just accumulated. A gradient that existed stays itself."""
-    grad = parameter.grad
-    assert grad is not None
-    reduced = emit(grad, index, replica, group, reduce_op, scale, after)
-    if existing:
-        grad.copy_(reduced)
+    """Traced behind a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
+
+    A hook may have dropped it: then this rank adds zeros, as with torch's DDP.
+    """
+    grad, in_place = parameter.grad, existing or parameter.is_complex()
+    if grad is None:
+        grad = torch.zeros_like(parameter, requires_grad=False)
+        in_place = parameter.is_complex()
+    reduced = emit(real_view(grad), index, replica, group, reduce_op, scale, after)
+    if in_place:
+        real_view(grad).copy_(reduced)
+        parameter.grad = grad
     else:
         parameter.grad = reduced
     return reduced
@@ -159,8 +231,9 @@ def _tag(replicas: Sequence[Replica], place: Place) -> tuple[int, int, str, str,
 
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
-    options: dict[str, Any] = {"dtype": parameter.dtype, "device": parameter.device}
-    return graph.call_function(torch.zeros, (list(parameter.shape),), options)
+    options: dict[str, Any] = {"dtype": parameter.dtype.to_real(), "device": parameter.device}
+    shape = [*parameter.shape, 2] if parameter.is_complex() else list(parameter.shape)
+    return graph.call_function(torch.zeros, (shape,), options)
 
 
 def reductions_in(graph: fx.Graph) -> Counter[Place]:

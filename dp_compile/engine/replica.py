@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from dp_compile._torch import autograd
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.record import CaptureRecord
-from dp_compile.errors import ModuleError, ReductionError
+from dp_compile.errors import ModuleError
 from dp_compile.insight.launch_clock import Recording
 from dp_compile.insight.step import MeasuredStep
 from dp_compile.passes.reduction import Averaging, ReductionTag
@@ -28,10 +28,13 @@ from dp_compile.plan.backends import PLAYED
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec
 from dp_compile.plan.certificate import Certificate
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.flags import MORE
 from dp_compile.plan.ready_times import Launches, ReadyTimes
 from dp_compile.plan.strategies import Planned
 
-MAX_UNREAD_FLAGS: Final = 2
+if TYPE_CHECKING:
+    from dp_compile.engine.flags import UnreadFlags
+
 _numbers = itertools.count()
 
 
@@ -59,6 +62,12 @@ class Revision(enum.Enum):
     FROM_LAUNCHES = "after some synchronised backwards, from measured launches"
 
 
+class Arrivals(Protocol):
+    """Where the hooks of a module report in one backward: its gradients arrive there."""
+
+    def arrive(self, index: int) -> None: ...
+
+
 class Removable(Protocol):
     """Something that was installed and can be taken off."""
 
@@ -69,6 +78,8 @@ class Reducer(Protocol):
     """What reduces instead of the hooks: torch's C++ reducer."""
 
     def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
+
+    def finish(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -179,14 +190,25 @@ class Replica:
     backwards: Counter[str] = field(default_factory=Counter)
     used_without_sync: set[int] = field(default_factory=set)
     """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
-    version_without_sync: int | None = None
-    """How often the parameters had been changed at the latest backward without synchronisation since then."""
+    versions_without_sync: dict[int, int] = field(default_factory=dict)
+    """Of the parameters with a gradient that is not reduced yet: how often each had been changed by then."""
+    stepped: set[int] = field(default_factory=set)
+    """Parameters that were changed although they had a gradient that was not reduced."""
+    versions_at_start: tuple[int, ...] = ()
+    """How often the parameters had been changed when the synchronised backward began; nothing if nobody looked."""
+    arrivals_in: Arrivals | None = None
+    """Where the hooks report, while a backward of this module is under way that somebody of ours has seen begin."""
+    renormalised: frozenset[int] = frozenset()
+    """Parameters that a forward changes itself: weights of an embedding with `max_norm`."""
+    gave_up: str = ""
+    """Why backwards are not captured any more."""
     untouched: tuple[int, ...] = ()
     """Parameters whose gradients the last synchronised backward left as they were, because no rank had used them."""
     uneven: Uneven | None = None
     """While ranks may run out of inputs: how the others learn what this rank's next backward reduces."""
-    _flags: tuple[tuple[int, ...], torch.Tensor] | None = None
-    _unread: deque[_HostCopy] = field(default_factory=deque)
+    flags_told: tuple[tuple[object, ...], torch.Tensor] | None = None
+    """The flags that were sent last, and what they say."""
+    flags_unread: deque[UnreadFlags] = field(default_factory=deque)
 
     def tag(self, index: int, ordinal: int) -> ReductionTag:
         """The constants of the reduction of parameter `index` when this is replica `ordinal` of the backward."""
@@ -195,6 +217,12 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.code_key = self._code_key()
+        index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self.renormalised = frozenset(
+            index_of[id(place.find())]
+            for place in self.parameter_places
+            if id(place.find()) in index_of and getattr(place.owner(), "max_norm", None) is not None
+        )
 
     def _code_key(self) -> str:
         return repr((self.group.name, self.plan, self.passes, self.config))
@@ -202,11 +230,11 @@ class Replica:
     @property
     def mode(self) -> str:
         """What reduces, for people."""
-        if self.hooks is not None:
-            return "python hooks"
         if self.comm_hook is not None:
             return f"torch's C++ reducer with comm hook {self.comm_hook.name}"
-        return "not decided, no backward yet" if self.reducer is None else "torch's C++ reducer"
+        if self.reducer is not None:
+            return "torch's C++ reducer"
+        return "python hooks" if self.config.uses_python_hook() else "not decided, no backward yet"
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
@@ -217,13 +245,6 @@ class Replica:
         """Whether this is the next occasion on which the plan is made anew."""
         return self.revisions[:1] == (revision,)
 
-    def fill_missing(self) -> None:
-        """Zeros for parameters that no rank used, for a reducer that leaves them without a gradient."""
-        if self.config.unused == "zeros":
-            for parameter in self.parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-
     @property
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """The buffers as they are now."""
@@ -233,85 +254,81 @@ class Replica:
     def device(self) -> torch.device:
         return self.parameters[0].device
 
-    def unused_flags(self, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
-        """What this rank tells the others, one number for each parameter.
+    def owning_modules(self) -> list[nn.Module]:
+        """The modules that owned its parameters when it was replicated, as far as they are still there."""
+        owners = (place.owner() for place in self.parameter_places)
+        return [owner for owner in owners if owner is not None]
 
-        To find unused ones a one says "used here", so that nothing but zeros means that no rank used it; if they are
-        errors a one says "unused here", so that nothing but zeros means that all is well. Both survive averaging in any
-        floating dtype. If they take part as zeros there is nothing to tell.
-        """
-        told = tuple({"find": used, "error": unused, "zeros": ()}[self.config.unused])
-        if self._flags is None or self._flags[0] != told:
-            flags = torch.zeros(len(self.parameters), dtype=self.parameters[0].dtype)
-            flags[list(told)] = 1.0
-            self._flags = (told, flags.to(self.device))
-        return self._flags[1]
-
-    def settle_unused(self, flags: torch.Tensor, unused: Sequence[int], averages: Sequence[torch.Tensor]) -> None:
-        """Act on the reduced flags: hand out averages of gradients that only others produced, or raise.
+    def hand_out(self, unused: Sequence[int], averages: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
+        """Give parameters without a gradient on this rank what the others have.
 
         Args:
-            flags: the reduced flags.
-            unused: parameters without a gradient on this rank.
+            unused: parameters without a gradient here.
             averages: the reduced gradient of each of them.
-
-        Raises:
-            ReductionError: a parameter was unused on some rank and that is an error. What only other ranks did not
-                use is reported at once on a CPU, up to `MAX_UNREAD_FLAGS` backwards later on a GPU.
+            flags: the reduced flags.
         """
         self.untouched = ()
-        if self.config.unused != "error":
-            found = self.config.unused == "find"
-            self.untouched = tuple(index for index in unused if found and not bool(flags[index]))
-            with torch.no_grad():
-                for index, average in zip(unused, averages, strict=True):
-                    if index not in self.untouched:
-                        _set_grad(self.parameters[index], average)
-        elif self.config.check_reductions:
-            self._unread.append(_HostCopy(flags))
-            self._read_flags(unused)
+        if self.config.unused == "error":
+            return
+        found = self.config.unused == "find"
+        self.untouched = tuple(index for index in unused if found and not bool(flags[index]))
+        for index, average in zip(unused, averages, strict=True):
+            if index not in self.untouched:
+                self.set_grad(index, average)
+
+    def set_grad(self, index: int, value: torch.Tensor) -> None:
+        """Let the gradient of a parameter be `value`, which is the real view of it if the parameter is complex."""
+        parameter = self.parameters[index]
+        with torch.no_grad():
+            if parameter.grad is None and not parameter.is_complex() and value.stride() == dense_strides(parameter):
+                parameter.grad = value
+                return
+            if parameter.grad is None:
+                parameter.grad = torch.empty_strided(
+                    parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device=value.device
+                )
+            real_view(parameter.grad).copy_(value)
+
+    # --- guards against steps on gradients that are not reduced
 
     def note_without_sync(self) -> None:
         """A backward without synchronisation has ended."""
-        self.version_without_sync = self._version()
+        self.stepped |= self._changed_without_sync()
+        if self.config.check_reductions:
+            self.versions_without_sync = {
+                index: autograd.version_of(parameter)
+                for index, parameter in enumerate(self.parameters)
+                if parameter.grad is not None and index not in self.renormalised
+            }
 
-    def check_unchanged(self) -> None:
-        """The guard before a synchronised backward: nobody stepped on gradients that were not reduced.
+    def begin(self) -> None:
+        """A synchronised backward begins."""
+        self.stepped |= self._changed_without_sync()
+        self.versions_without_sync.clear()
+        self.versions_at_start = self._versions() if self.config.check_reductions else ()
 
-        Raises:
-            ReductionError: parameters were changed after a backward without synchronisation.
+    def note_steps(self) -> None:
+        """Nobody may have changed parameters since the backward began, as an optimizer in a hook does."""
+        if self.versions_at_start:
+            versions = zip(self.versions_at_start, self._versions(), strict=True)
+            changed = {index for index, (before, now) in enumerate(versions) if before != now}
+            self.stepped |= changed - self.renormalised
+            self.versions_at_start = ()
+
+    def _changed_without_sync(self) -> set[int]:
+        """Parameters that changed since a local backward, and whose local gradient is still there.
+
+        Not those of which it was dropped or zeroed: the first backward of SAM is only there to find a direction.
         """
-        before, self.version_without_sync = self.version_without_sync, None
-        if self.config.check_reductions and before is not None and before != self._version():
-            raise ReductionError(
-                "parameters were changed after a backward under no_sync and before its gradients were reduced, so "
-                "they differ between ranks: did optimizer.step() follow it, perhaps on this rank only? End each "
-                "accumulation with a backward outside of no_sync, or pass check_reductions=False."
-            )
+        return {
+            index
+            for index, version in self.versions_without_sync.items()
+            if version != autograd.version_of(self.parameters[index])
+            if (grad := self.parameters[index].grad) is not None and bool(grad.any())
+        }
 
-    def _version(self) -> int:
-        return sum(autograd.version_of(parameter) for parameter in self.parameters)
-
-    def _read_flags(self, unused: Sequence[int]) -> None:
-        """Look at the flags that have reached the host. Reading a GPU's at once would stop it once a step."""
-        while self._unread and (unused or self._unread[0].arrived() or len(self._unread) > MAX_UNREAD_FLAGS):
-            flags = self._unread.popleft().read()
-            if unused or bool(flags.any()):
-                elsewhere = [index for index in flags.nonzero().flatten().tolist() if index not in set(unused)]
-                self._unread.clear()
-                raise ReductionError(self._unused_message(unused, elsewhere))
-
-    def _unused_message(self, here: Sequence[int], elsewhere: Sequence[int]) -> str:
-        parts = []
-        if here:
-            parts.append(f"without a gradient on this rank: {self.name_list(here)}")
-        if elsewhere:
-            parts.append(f"without a gradient on another rank: {self.name_list(elsewhere)}")
-        return (
-            f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
-            "If some may be left out, pass find_unused_parameters=True, or unused_parameters='zeros'; if they never "
-            "train, call requires_grad_(False) on them before replicate()."
-        )
+    def _versions(self) -> tuple[int, ...]:
+        return tuple(map(autograd.version_of, self.parameters))
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:
         names = [self.names[index] for index in indices[:most]]
@@ -322,23 +339,19 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
     """The gradients of a module in the order in which they are expected: last parameter first, flags at the end."""
     specs = []
     for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        key = BucketKey(
-            group.name, group.averaging.reduce_op, str(parameter.dtype).removeprefix("torch."), parameter.device.type
-        )
-        specs.append(
-            GradientSpec(
-                index,
-                name,
-                tuple(parameter.shape),
-                dense_strides(parameter),
-                parameter.element_size(),
-                key,
-                group.averaging.scale,
-            )
-        )
-    last = specs[0]
-    flags = GradientSpec(len(specs), UNUSED_FLAGS, (len(specs),), (1,), last.itemsize, last.key, group.averaging.scale)
+        dtype, shape, stride = parameter.dtype, tuple(parameter.shape), dense_strides(parameter)
+        if parameter.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
+            dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
+        key = BucketKey(group.name, group.averaging.reduce_op, str(dtype).removeprefix("torch."), parameter.device.type)
+        specs.append(GradientSpec(index, name, shape, stride, dtype.itemsize, key, group.averaging.scale))
+    first, length = specs[0], len(specs) + MORE
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, first.key, group.averaging.scale)
     return (*reversed(specs), flags)
+
+
+def real_view(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as it is reduced: itself, or real and imaginary parts of a complex one, in the same memory."""
+    return torch.view_as_real(grad) if grad.is_complex() else grad
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -356,44 +369,14 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride()
 
 
-def _set_grad(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    if parameter.grad is None and value.stride() == dense_strides(parameter):
-        parameter.grad = value
-        return
-    if parameter.grad is None:
-        parameter.grad = torch.empty_strided(
-            parameter.shape, dense_strides(parameter), dtype=value.dtype, device=value.device
-        )
-    parameter.grad.copy_(value)
-
-
-class _HostCopy:
-    """Flags on their way to the host."""
-
-    def __init__(self, flags: torch.Tensor) -> None:
-        self._event: torch.Event | None = None
-        self._flags = flags.detach()
-        if flags.device.type != "cpu":
-            self._flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
-            self._flags.copy_(flags, non_blocking=True)
-            self._event = torch.Event(flags.device)
-            self._event.record()
-
-    def arrived(self) -> bool:
-        return self._event is None or bool(self._event.query())
-
-    def read(self) -> torch.Tensor:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._flags
-
-
 class Owners:
-    """Which replica a parameter belongs to. Holds neither parameters nor replicas alive."""
+    """Which replica a parameter belongs to. Holds no module alive, and a replica as long as a module of its own."""
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[weakref.ref[Replica], int]] = {}
         self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
+        """By each module that owns a parameter: a part of what was replicated may train on when the whole is gone."""
 
     def add(self, replica: Replica) -> None:
         """Register a replica.
@@ -408,11 +391,15 @@ class Owners:
                 )
         for index, parameter in enumerate(replica.parameters):
             self._of[id(parameter)] = (weakref.ref(replica), index)
+        for owner in replica.owning_modules():
+            self._kept[owner] = replica
         # Entries go with their replica, so that a later tensor at the same address is not taken for a parameter.
         self._forget[replica] = weakref.finalize(replica, self._drop, [id(p) for p in replica.parameters])
 
     def remove(self, replica: Replica) -> None:
         self._forget.pop(replica)()
+        for owner in replica.owning_modules():
+            self._kept.pop(owner, None)
 
     def _drop(self, identities: Sequence[int]) -> None:
         for identity in identities:

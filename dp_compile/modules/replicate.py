@@ -340,7 +340,8 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         process_group=replica.group.process_group,
         # torch's DDP takes no math.inf
         bucket_cap_mb=min(replica.config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),
-        find_unused_parameters=replica.config.unused != "error",
+        find_unused_parameters=replica.config.unused == "find" and not replica.config.static_graph,
+        static_graph=replica.config.static_graph,
     )
     if replica.comm_hook is not None:
         _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
@@ -410,8 +411,7 @@ def _broadcast(replica: Replica) -> None:
 
 def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> None:
     owners.add(replica)
-    if replica.config.uses_python_hook() and replica.comm_hook is None:
-        replica.hooks = install_hooks(replica)
+    replica.hooks = install_hooks(replica)
     set_state(module, replica)
     module.register_forward_pre_hook(ForwardCheck(replica))
     module.__class__ = swapped

@@ -207,9 +207,6 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
     owner.comm_hook = make_comm_hook(state, hook, owner.group.backend)
-    if isinstance(owner, Replica) and owner.hooks is not None:
-        owner.hooks.remove()
-        owner.hooks = None
     logger.warning(
         "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured.",
         name,

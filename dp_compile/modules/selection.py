@@ -226,8 +226,8 @@ def _check_kinds(target: Selection) -> None:
     for name, parameter in target.trainable.items():
         if type(parameter.data) is not torch.Tensor and not isinstance(parameter.data, nn.Parameter):
             raise ModuleError(f"{name} is a {type(parameter.data).__name__}; only plain tensors are supported.")
-        if not parameter.is_floating_point():
-            raise ModuleError(f"{name} is {parameter.dtype}; gradients of real floating dtypes are supported.")
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")
         if owners.find(parameter) is not None:
             raise ModuleError(
                 f"parameter {name} is replicated already. Call replicate() once, on the outermost module, or name the "

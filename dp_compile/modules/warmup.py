@@ -174,11 +174,11 @@ def _without_a_trace(module: nn.Module, replica: Replica) -> Iterator[None]:
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.synced_backwards, replica.backwards.copy()
     launches, used = list(replica.seen_launches), set(replica.used_without_sync)
-    version = replica.version_without_sync
+    versions = dict(replica.versions_without_sync)
     try:
         yield
     finally:
-        replica.version_without_sync = version
+        replica.versions_without_sync = versions
         replica.synced_backwards, replica.backwards = steps, backwards
         replica.seen_launches, replica.used_without_sync = launches, used
 

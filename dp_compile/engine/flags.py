@@ -1,0 +1,151 @@
+"""What the ranks tell each other in each synchronised backward, and what follows from it (`plan/flags.py`: how).
+
+The flags travel in the plan's last bucket; where torch's reducer reduces, in a small all-reduce behind it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from dp_compile.engine.agreement import exchange
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import table_of
+from dp_compile.errors import DesyncError, ReductionError
+from dp_compile.plan.flags import is_mixed, is_stepped, more_elements
+
+MAX_UNREAD: Final = 2
+
+_settled: Final[Counter[str]] = Counter()
+"""How many flags were reduced on each group, by its name: the same number on every rank."""
+
+
+def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) -> torch.Tensor:
+    """What this rank tells the others, as the flags' gradient of the plan.
+
+    To find unused parameters a one says "used here", so that nothing but zeros means that no rank used it; if they are
+    errors a one says "unused here", so that nothing but zeros means that all is well. If they take part as zeros there
+    is nothing to tell.
+    """
+    told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
+    key = (told, bool(replica.stepped), replica.plan)
+    if replica.flags_told is None or replica.flags_told[0] != key:
+        elements = [0.0] * len(replica.parameters)
+        for index in told:
+            elements[index] = 1.0
+        elements += more_elements(f"{replica.topic} {replica.plan.signature()}", stepped=bool(replica.stepped))
+        flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
+        replica.flags_told = (key, flags)
+    return replica.flags_told[1]
+
+
+def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
+    """Act on the reduced flags of a backward.
+
+    Args:
+        replica: whose backward it was.
+        flags: the reduced flags.
+        unused: parameters without a gradient on this rank.
+
+    Raises:
+        ReductionError: a parameter was unused on some rank and that is an error, or some rank changed parameters that
+            had a gradient which was not reduced. What happened on other ranks only is reported at once on a CPU, up to
+            `MAX_UNREAD` backwards later on a GPU.
+        DesyncError: ranks reduced different modules, or by different plans.
+    """
+    _settled[replica.group.name] += 1
+    stepped = sorted(replica.stepped)
+    replica.stepped.clear()
+    if not replica.config.check_reductions:
+        return
+    reported = tuple(unused) if replica.config.unused == "error" else ()
+    replica.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), _settled[replica.group.name]))
+    while (unread := replica.flags_unread) and (
+        reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD
+    ):
+        _judge(replica, unread.popleft())
+
+
+def _judge(replica: Replica, unread: UnreadFlags) -> None:
+    flags, n_parameters = unread.read(), len(replica.parameters)
+    more = flags[n_parameters:].tolist()
+    try:
+        if is_mixed(more):
+            raise DesyncError(_who_reduced_what(replica, unread.number))
+        if unread.stepped or is_stepped(more):
+            raise ReductionError(stepped_message(replica, unread.stepped))
+        if replica.config.unused == "error" and (unread.unused or bool(flags[:n_parameters].any())):
+            here = set(unread.unused)
+            elsewhere = [index for index in flags[:n_parameters].nonzero().flatten().tolist() if index not in here]
+            raise ReductionError(_unused_message(replica, unread.unused, elsewhere))
+    except (DesyncError, ReductionError):
+        replica.flags_unread.clear()
+        raise
+
+
+def _who_reduced_what(replica: Replica, number: int) -> str:
+    """Every rank comes here, for every rank has read the same flags."""
+    table = table_of(replica.group, replica.config.timeout_s)
+    own = f"the module of {replica.names[0]}, plan {replica.plan.signature()[:8]}"
+    topic = f"dp_compile.mixed/{replica.group.name}/{number}"
+    said = [own] if table is None else exchange(table, topic, own)
+    what = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(said))
+    return (
+        f"the ranks reduced different modules together, or by different plans; their gradients are of no use: {what}. "
+        "On every rank the backwards have to reach the same replicated modules in the same order."
+    )
+
+
+def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
+    whose = replica.name_list(stepped) if stepped else "parameters of another rank"
+    return (
+        f"{whose} changed before the gradient was reduced, so the ranks differ now: did optimizer.step() run after a "
+        "backward under no_sync, or inside a hook, where gradients are still this rank's own? Call it after a backward "
+        "outside of no_sync; or pass check_reductions=False if it changes parameters in the same way on every rank."
+    )
+
+
+def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Sequence[int]) -> str:
+    parts = []
+    if here:
+        parts.append(f"without a gradient on this rank: {replica.name_list(here)}")
+    if elsewhere:
+        parts.append(f"without a gradient on another rank: {replica.name_list(elsewhere)}")
+    return (
+        f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
+        "If some may be left out, pass find_unused_parameters=True, or "
+        "config=ReplicateConfig(unused_parameters='zeros'); if they never train, call requires_grad_(False) on them "
+        "before replicate()."
+    )
+
+
+@dataclass(eq=False, slots=True)
+class UnreadFlags:
+    """Reduced flags on their way to the host: reading a GPU's at once would stop it once a step."""
+
+    flags: torch.Tensor
+    unused: tuple[int, ...]
+    stepped: tuple[int, ...]
+    number: int
+    """The number of these flags on their group."""
+    event: torch.Event | None = None
+
+    def __post_init__(self) -> None:
+        self.flags = flags = self.flags.detach()
+        if flags.device.type != "cpu":
+            self.flags = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+            self.flags.copy_(flags, non_blocking=True)
+            self.event = torch.Event(flags.device)
+            self.event.record()
+
+    def has_arrived(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+    def read(self) -> torch.Tensor:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.flags

@@ -1,0 +1,44 @@
+"""What travels beside the gradients: a few elements by which the ranks tell each other what each of them did.
+
+| elements                | a one says                                                                        |
+|-------------------------|-----------------------------------------------------------------------------------|
+| one for each parameter  | unused here; with `unused_parameters="find"`: used here                           |
+| `2 * NUMBER_BITS`       | each bit of a number for module and plan, and each bit of its complement          |
+| one                     | parameters were changed here that had gradients which were not reduced            |
+
+Only zero and not zero are told apart, so the elements survive averaging over any number of ranks in any floating dtype.
+A bit that is not zero together with its complement means that two ranks sent different numbers: they reduced different
+modules, or by different plans, and what they got is no gradient of anything.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Final
+
+NUMBER_BITS: Final = 24
+MORE: Final = 2 * NUMBER_BITS + 1
+"""The elements behind those of the parameters."""
+
+
+def more_elements(word: str, *, stepped: bool) -> list[float]:
+    """The elements behind those of the parameters.
+
+    Args:
+        word: what all ranks have to agree on in this reduction.
+        stepped: whether this rank changed parameters that it may not have changed.
+    """
+    number = zlib.crc32(word.encode())
+    bits = [number >> place & 1 for place in range(NUMBER_BITS)]
+    return [*map(float, bits), *(1.0 - bit for bit in bits), float(stepped)]
+
+
+def is_mixed(more: Sequence[float]) -> bool:
+    """Whether some ranks agreed on another word than others, from the reduced elements."""
+    return any(more[place] and more[NUMBER_BITS + place] for place in range(NUMBER_BITS))
+
+
+def is_stepped(more: Sequence[float]) -> bool:
+    """Whether some rank changed parameters, from the reduced elements."""
+    return bool(more[-1])

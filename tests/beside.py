@@ -1,0 +1,129 @@
+"""Train a model with torch's DDP and its twin with ours, by the same steps, and compare after each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parity import compare
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.insight.report import Report
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+def mlp(width: int = 6) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
+
+
+class Block(nn.Module):
+    """Unlike torch's own containers, a module of the user's file is compiled by `Module.compile()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+def batch(number: int, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two models that train beside each other."""
+
+    module: nn.Module
+    run: Callable[..., torch.Tensor]
+    optimizer: torch.optim.Optimizer
+    no_sync: Callable[[], AbstractContextManager[None]]
+    ours: bool
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, number: int) -> torch.Tensor:
+        return self.run(batch(number)).square().mean()
+
+
+def compile_whole(module: nn.Module) -> Any:
+    return torch.compile(module, backend="aot_eager")
+
+
+def not_compiled(module: nn.Module) -> Any:
+    return module
+
+
+Step = Callable[[Side, int], None]
+
+
+def beside(
+    build: Callable[[], nn.Module],
+    step: Step,
+    *,
+    steps: int = 3,
+    compile_model: Callable[[nn.Module], Any] = compile_whole,
+    find_unused: bool = False,
+    **options: Any,
+) -> Report:
+    """Train `build()` twice, with torch's DDP and with ours, by the same steps; raise where they differ."""
+    torch._dynamo.reset()
+    with _both(build, compile_model, find_unused, options) as sides:
+        for number in range(steps):
+            for side in sides:
+                torch.manual_seed(100 * number + dist.get_rank())
+                side.optimizer.zero_grad()
+                step(side, number)
+            compare(sides[0].module, sides[1].module, f"step {number}", rtol=1e-4, atol=1e-6)
+            for side in sides:
+                side.optimizer.step()
+        compare(sides[0].module, sides[1].module, "the end", rtol=1e-4, atol=1e-6)
+        return dp_compile.report(sides[0].module)
+
+
+@contextmanager
+def _both(
+    build: Callable[[], nn.Module],
+    compile_model: Callable[[nn.Module], Any],
+    find_unused: bool,
+    options: dict[str, Any],
+) -> Iterator[tuple[Side, Side]]:
+    torch.manual_seed(0)
+    ours = build()
+    torch.manual_seed(0)
+    theirs = build()
+    wrapped = DistributedDataParallel(theirs, find_unused_parameters=find_unused)
+    dp_compile.replicate(ours, config=AOT, find_unused_parameters=find_unused, **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    try:
+        yield (
+            Side(ours, compile_model(ours), optimizers[0], lambda: dp_compile.no_sync(ours), ours=True),
+            Side(theirs, wrapped, optimizers[1], wrapped.no_sync, ours=False),
+        )
+    finally:
+        dp_compile.unreplicate(ours)
+
+
+def plain(side: Side, number: int) -> None:
+    side.loss(number).backward()
+
+
+def anomaly(side: Side, number: int) -> None:
+    with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False):
+        warnings.simplefilter("ignore")
+        side.loss(number).backward()
+
+
+def compile_blocks(module: nn.Module) -> nn.Module:
+    for each in module.children():
+        each.compile(backend="aot_eager")
+    return module

@@ -1,0 +1,177 @@
+"""Backwards inside a backward, by any function, in every way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from beside import AOT, Block, Side, anomaly, batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dp_compile
+from dp_compile.errors import ReductionError
+from dp_compile.testing.ranks import Ranks
+
+
+class Recomputed(torch.autograd.Function):
+    """A checkpoint of somebody's own: runs a part of the model again in its backward, and a backward of that."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+class Model(nn.Module):
+    """Blocks that are recomputed, and a part that is not, unless `everything` is recomputed."""
+
+    def __init__(self, everything: bool, reentrant: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Block(), Block(), Block()
+        self.everything, self.reentrant = everything, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        for block in (self.first, self.middle):
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else Recomputed.apply(block, x)
+        result: torch.Tensor = Recomputed.apply(self.last, x) if self.everything else self.last(x)
+        return result
+
+
+WAYS: dict[str, tuple[Any, Any]] = {
+    "compiled blocks": (compile_blocks, plain),
+    "eager hooks": (compile_blocks, anomaly),
+    "torch's reducer": (not_compiled, plain),
+}
+
+
+def run_inner(way: str, everything: bool, unused: str, reentrant: bool) -> dict[str, int]:
+    compile_model, step = WAYS[way]
+    options = {"config": dp_compile.ReplicateConfig(backend="aot_eager", unused_parameters=unused)}
+    return dict(
+        beside(lambda: Model(everything, reentrant), step, compile_model=compile_model, **options).backwards
+    )
+
+
+@pytest.mark.parametrize("unused", ["error", "zeros"])
+@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_inner_backwards_are_parts_of_the_outermost(ranks: Ranks, way: str, everything: bool, unused: str) -> None:
+    """With `zeros` the inner ones' gradients were zeros on every rank, once: the module never trained."""
+    ranks.run(run_inner, way, everything, unused, False)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reentrant_checkpoints(ranks: Ranks, way: str) -> None:
+    ranks.run(run_inner, way, False, "error", True)
+
+
+def run_refused() -> str:
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Model(everything=False), config=AOT, find_unused_parameters=True)
+    try:
+        model(batch(0)).square().mean().backward()
+    except ReductionError as error:
+        return str(error)
+    finally:
+        dp_compile.unreplicate(model)
+    return ""
+
+
+def test_torchs_reducer_cannot_find_what_inner_backwards_use(ranks: Ranks) -> None:
+    for error in ranks.run(run_refused):
+        assert "find_unused_parameters" in error
+        assert "static_graph=True" in error
+
+
+# --- started in C++, and past torch.autograd --------------------------------------------------------------------------
+
+
+def past_torch(side: Side, number: int) -> None:
+    """As Megatron's schedules do."""
+    loss = side.loss(number)
+    if not side.ours:
+        loss.backward()
+        return
+    torch.autograd.Variable._execution_engine.run_backward(
+        tensors=(loss,),
+        grad_tensors=(torch.ones_like(loss),),
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
+
+def in_cpp(side: Side, number: int) -> None:
+    """The engine is entered without Python: `Tensor._backward` is the C++ method behind `torch.Tensor.backward`."""
+    loss = side.loss(number)
+    if side.ours:
+        loss._backward(loss.new_ones(()), retain_graph=False)
+    else:
+        loss.backward()
+
+
+ENTRIES = {"past torch.autograd": past_torch, "in C++": in_cpp}
+
+
+def run_entry(entry: str, way: str) -> dict[str, int]:
+    def first_plain(side: Side, number: int) -> None:
+        (plain if number == 0 else ENTRIES[entry])(side, number)
+
+    return dict(beside(mlp, first_plain, compile_model={"compiled": compile_whole, "not": not_compiled}[way]).backwards)
+
+
+@pytest.mark.parametrize("way", ["compiled", "not"])
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_backward_that_does_not_come_from_torch_autograd(ranks: Ranks, entry: str, way: str) -> None:
+    ranks.run(run_entry, entry, way)
+
+
+# --- two at a time --------------------------------------------------------------------------------------------------
+
+
+class Waits(torch.autograd.Function):
+    started, may_end = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        Waits.started.set()
+        assert Waits.may_end.wait(60)
+        return grad
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_two_backwards_of_one_module_at_a_time_are_refused() -> None:
+    model = dp_compile.replicate(mlp(), config=AOT)
+    slow = threading.Thread(target=lambda: Waits.apply(model(torch.ones(2, 6))).sum().backward())
+    slow.start()
+    assert Waits.started.wait(60)
+    try:
+        with pytest.raises(ReductionError, match="two backwards of the module of 0.weight run at the same time"):
+            model(torch.ones(2, 6)).sum().backward()
+    finally:
+        Waits.may_end.set()
+        slow.join()
+    model(torch.ones(2, 6)).sum().backward()
+    assert dp_compile.report(model).backwards.total() == 2
