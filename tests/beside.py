@@ -73,11 +73,12 @@ def beside(
     steps: int = 3,
     compile_model: Callable[[nn.Module], Any] = compile_whole,
     find_unused: bool = False,
+    theirs: dict[str, Any] | None = None,
     **options: Any,
 ) -> Report:
     """Train `build()` twice, with torch's DDP and with ours, by the same steps; raise where they differ."""
     torch._dynamo.reset()
-    with _both(build, compile_model, find_unused, options) as sides:
+    with _both(build, compile_model, find_unused, theirs or {}, options) as sides:
         for number in range(steps):
             for side in sides:
                 torch.manual_seed(100 * number + dist.get_rank())
@@ -95,14 +96,15 @@ def _both(
     build: Callable[[], nn.Module],
     compile_model: Callable[[nn.Module], Any],
     find_unused: bool,
+    theirs_options: dict[str, Any],
     options: dict[str, Any],
 ) -> Iterator[tuple[Side, Side]]:
     torch.manual_seed(0)
     ours = build()
     torch.manual_seed(0)
     theirs = build()
-    wrapped = DistributedDataParallel(theirs, find_unused_parameters=find_unused)
-    dp_compile.replicate(ours, config=AOT, find_unused_parameters=find_unused, **options)
+    wrapped = DistributedDataParallel(theirs, find_unused_parameters=find_unused, **theirs_options)
+    dp_compile.replicate(ours, **{"config": AOT, "find_unused_parameters": find_unused} | options)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
     try:
         yield (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, Block, Side, anomaly, batch, beside, compile_whole, mlp, not_compiled, plain
+from beside import AOT, Block, Side, anomaly, beside, compile_whole, mlp, not_compiled, plain
 from torch import nn
 
 import dp_compile
@@ -138,7 +138,7 @@ def test_an_optimizer_in_a_hook_is_an_error_that_names_the_parameter(ranks: Rank
         assert "inside a hook" in error
 
 
-# --- a function that gives no gradient ---------------------------------------------------------------------------------
+# --- a function that gives no gradient -----------------------------------------------------------------------
 
 
 class GivesNone(torch.autograd.Function):

@@ -1,0 +1,98 @@
+"""A parameter that is left out is named on every rank, in the step in which it happens, whichever way that goes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import dp_compile
+from dp_compile.errors import ReductionError
+from dp_compile.testing.ranks import Ranks
+
+WAYS: dict[str, Any] = {"captured": compile_whole, "torch's reducer": not_compiled}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.often = mlp(), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, often: bool = True) -> torch.Tensor:
+        x = self.common(x)
+        return self.often(x) if often else x
+
+
+def run_left_out(way: str, by: str, option: str) -> tuple[str, float, torch.Tensor | None]:
+    """In the second step all ranks, or the last one, leave a part out."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", unused_parameters=option)
+    model = dp_compile.replicate(Branches(), config=config)
+    run, error = WAYS[way](model), ""
+    started = time.monotonic()
+    try:
+        for number in range(2):
+            model.zero_grad()
+            leaves_out = number == 1 and (by == "all" or dist.get_rank() == dist.get_world_size() - 1)
+            run(batch(number), not leaves_out).square().mean().backward()
+    except ReductionError as found:
+        error = str(found)
+    grad = model.often.weight.grad
+    dp_compile.unreplicate(model)
+    return error, time.monotonic() - started, None if grad is None else grad.clone()
+
+
+@pytest.mark.parametrize("by", ["all", "one"])
+@pytest.mark.parametrize("way", WAYS)
+def test_it_is_named_on_every_rank(ranks: Ranks, way: str, by: str) -> None:
+    found = ranks.run(run_left_out, way, by, "error")
+    for rank, (error, _, _) in enumerate(found):
+        here = by == "all" or rank == len(found) - 1
+        assert f"without a gradient on {'this' if here else 'another'} rank: often.weight, often.bias" in error
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_takes_part_as_zeros(ranks: Ranks, way: str) -> None:
+    first, *others = ranks.run(run_left_out, way, "one", "zeros")
+    assert first[0] == ""
+    assert first[2] is not None
+    assert first[2].any()
+    for _, _, grad in others:
+        torch.testing.assert_close(grad, first[2], rtol=0, atol=0)
+
+
+# --- static graphs ------------------------------------------------------------------------------------------------
+
+
+class Static(nn.Module):
+    """Shared weights, a layer that is checkpointed twice with inner backwards, and a part that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.never = mlp(), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).clone()
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return x
+
+
+def run_static(way: str) -> None:
+    compiled = {"captured in parts": compile_blocks, "torch's reducer": not_compiled}[way]
+    beside(Static, plain, compile_model=compiled, theirs={"static_graph": True}, config=AOT_STATIC)
+
+
+AOT_STATIC = dp_compile.ReplicateConfig(backend="aot_eager", static_graph=True)
+
+
+@pytest.mark.parametrize("way", ["captured in parts", "torch's reducer"])
+def test_static_graph_means_what_it_says(ranks: Ranks, way: str) -> None:
+    ranks.run(run_static, way)
