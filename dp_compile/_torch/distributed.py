@@ -21,6 +21,7 @@ with named():
         _get_default_store,
         _get_process_group_name,
         _resolve_process_group,
+        _world,
     )
     from torch.distributed.utils import _sync_params_and_buffers
 
@@ -37,6 +38,11 @@ def group_name(group: dist.ProcessGroup) -> str:
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The inverse of `group_name`."""
     return _resolve_process_group(cast(Any, name))
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    return group in _world.pg_map
 
 
 def default_store() -> Store:
@@ -91,6 +97,11 @@ def broadcast_state(
 def join_is_on(joinable: Joinable) -> bool:
     """Whether the latest `Join` context of a joinable is enabled."""
     return bool(joinable._join_config.enable)
+
+
+def is_first_in_join(joinable: Joinable) -> bool:
+    """Whether a joinable is the one of its `Join` context that meets ranks without inputs."""
+    return bool(joinable._join_config.enable and joinable._join_config.is_first_joinable)
 
 
 def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:

@@ -132,6 +132,7 @@ def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
     synced = [replica for replica in found.replicas if replica.sync]
     with Watched(synced) as watched:
         for replica in synced:
+            replica.check_group()
             replica.check_unchanged()
         _announce(synced)
         for replica in synced:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.record import CaptureRecord
-from dp_compile.errors import ModuleError, ReductionError
+from dp_compile.errors import CommunicationError, ModuleError, ReductionError
 from dp_compile.insight.launch_clock import Recording
 from dp_compile.insight.step import MeasuredStep
 from dp_compile.passes.reduction import Averaging, ReductionTag
@@ -275,6 +275,18 @@ class Replica:
         """A backward without synchronisation has ended."""
         self.version_without_sync = self._version()
 
+    def check_group(self) -> None:
+        """The guard before a synchronised backward: there is somebody to reduce with.
+
+        Raises:
+            CommunicationError: the process group was destroyed.
+        """
+        if not distributed.is_alive(self.group.process_group):
+            raise CommunicationError(
+                f"the process group with which the gradients of {self.names[0]} and others are reduced was destroyed. "
+                "End training before destroy_process_group(); or, with a new group, call unreplicate() and replicate()."
+            )
+
     def check_unchanged(self) -> None:
         """The guard before a synchronised backward: nobody stepped on gradients that were not reduced.
 
@@ -307,11 +319,24 @@ class Replica:
             parts.append(f"without a gradient on this rank: {self.name_list(here)}")
         if elsewhere:
             parts.append(f"without a gradient on another rank: {self.name_list(elsewhere)}")
+        gone = [index for index in here if self._is_gone(index)]
+        if gone:
+            return (
+                f"parameters {'; '.join(parts)}. No longer in the module, where others took their places after "
+                f"replicate(): {self.name_list(gone)}. Tie or replace parameters before replicate(), or call "
+                "unreplicate() and replicate() again."
+            )
         return (
             f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
             "If some may be left out, pass find_unused_parameters=True, or unused_parameters='zeros'; if they never "
             "train, call requires_grad_(False) on them before replicate()."
         )
+
+    def _is_gone(self, index: int) -> bool:
+        """Whether the module has nowhere the parameter that it had: tied to another, for one."""
+        parameter, name = self.parameters[index], self.names[index]
+        places = [place for place in self.parameter_places if place.name == name]
+        return bool(places) and all(place.find() is not parameter for place in self.parameter_places)
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:
         names = [self.names[index] for index in indices[:most]]

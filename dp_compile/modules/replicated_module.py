@@ -63,6 +63,13 @@ class ReplicatedModule:
             "state_dict()."
         )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` takes instead: the same parameters without our hooks, which it cannot read."""
+        module = _module(self)
+        plain = original_class(module).__new__(original_class(module))
+        plain.__dict__ = module.__dict__ | _hooks_of_the_user(module.__dict__, _our_hooks(self))
+        return plain
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickles hold the plain module, of its own class and without our hooks, and load without this package."""
         reduced: Any = super().__reduce_ex__(protocol)
@@ -71,10 +78,7 @@ class ReplicatedModule:
         rebuild, args, *rest = reduced
         original = original_class(_module(self))
         if rest and isinstance(rest[0], dict) and "_forward_pre_hooks" in rest[0]:
-            rest[0] = rest[0] | {
-                name: OrderedDict((key, value) for key, value in rest[0][name].items() if key not in _our_hooks(self))
-                for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-            }
+            rest[0] = rest[0] | _hooks_of_the_user(rest[0], _our_hooks(self))
         args = tuple(original if value is type(self) else value for value in args)
         if getattr(rebuild, "__name__", "") == "__newobj__":
             # The pickler lets that function make nothing but the class that the object has at present.
@@ -120,8 +124,14 @@ def set_state(module: nn.Module, state: Replica | Pending) -> None:
     _state_of[module] = weakref.ref(state)
 
 
-def forget_state(module: nn.Module) -> None:
-    _state_of.pop(module, None)
+def known_by(state: Replica | Pending) -> list[nn.Module]:
+    """The modules through which a state is found: the replicated one, and the wrapper around it if there is one."""
+    return [module for module, found in _state_of.items() if found() is state]
+
+
+def forget_state(state: Replica | Pending) -> None:
+    for module in known_by(state):
+        del _state_of[module]
 
 
 def share_replica(outer: nn.Module, inner: nn.Module) -> None:
@@ -224,6 +234,13 @@ def _plain(kind: type[nn.Module]) -> type[nn.Module]:
 def _module(replicated: ReplicatedModule) -> nn.Module:
     assert isinstance(replicated, nn.Module)
     return replicated
+
+
+def _hooks_of_the_user(attributes: dict[str, Any], ours: set[int]) -> dict[str, Any]:
+    return {
+        name: OrderedDict((key, value) for key, value in attributes[name].items() if key not in ours)
+        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    }
 
 
 def _our_hooks(replicated: ReplicatedModule) -> set[int]:
