@@ -24,6 +24,9 @@ with named():
         _world,
     )
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.nn.parallel.distributed import (
+        DistributedDataParallel as TorchDDP,  # users may put ours under its public name
+    )
 
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
@@ -115,6 +118,26 @@ def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], o
     return _assign_by_size(list(parameters), list(caps_bytes), [], list(order))[0]
 
 
+def active_ddp() -> nn.Module | None:
+    """torch's DDP whose forward this thread's code is in."""
+    return TorchDDP._active_ddp_module
+
+
+def parameters_of_ddp(ddp: nn.Module) -> Sequence[nn.Parameter]:
+    """The parameters that torch's DDP looks after."""
+    return cast(Sequence[nn.Parameter], ddp._module_parameters)
+
+
+def is_torch_ddp(module: nn.Module) -> bool:
+    """Whether a module really is torch's DDP, and not only registered as such."""
+    return TorchDDP in type(module).__mro__
+
+
+def count_as_torch_ddp(kind: type[nn.Module]) -> None:
+    """Let instances of a class pass `isinstance(module, torch.nn.parallel.DistributedDataParallel)`."""
+    cast(Any, TorchDDP).register(kind)
+
+
 def composable_apis(module: nn.Module) -> tuple[str, ...]:
     """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
     contract = sys.modules.get("torch.distributed._composable.contract")  # not loaded: nobody applied one
@@ -151,7 +174,7 @@ class TorchReducer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
         holder = nn.Module()
         holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
-        self._ddp = nn.parallel.DistributedDataParallel(holder, init_sync=False, **options)
+        self._ddp = TorchDDP(holder, init_sync=False, **options)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""

@@ -27,14 +27,20 @@ class Meeting:
     """Where the ranks of a group compare one call of `replicate`: a topic in the store that no other call has."""
 
     group: Group
-    number: int
+    number: int = 0
+    """Which call of `replicate` with this group it is; 0: not called yet."""
     held: int = 0
 
     @classmethod
-    def of_next_call(cls, group: Group) -> Meeting:
+    def of_this_call(cls, group: Group) -> Meeting:
         """Counted before anything can go wrong, so that a rank that raises stays in step with the others."""
-        _calls[group.name] += 1
-        return cls(group, _calls[group.name])
+        meeting = cls(group)
+        meeting._count()
+        return meeting
+
+    def _count(self) -> None:
+        _calls[self.group.name] += 1
+        self.number = _calls[self.group.name]
 
     def compare(self, statement: Statement, *, timeout_s: float, own_error: Exception | None = None) -> str:
         """Compare with the other ranks; a rank with an error of its own only tells the others and raises nothing.
@@ -44,6 +50,8 @@ class Meeting:
         Raises:
             DesyncError: ranks differ, one reports an error or is missing.
         """
+        if not self.number:
+            self._count()
         self.held += 1
         topic = f"dp_compile.replicate/{self.group.name}/{self.number}" + (f"/{self.held}" if self.held > 1 else "")
         table = table_of(self.group, timeout_s)

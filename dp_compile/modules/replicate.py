@@ -38,9 +38,10 @@ from dp_compile.modules.forward_hooks import (
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import BucketPolicy, PlanRequest, make_plan
 from dp_compile.modules.replicated_module import (
+    behind,
     forget_state,
+    has_lost_its_wrapper,
     is_pending,
-    known_by,
     replicated_class,
     restore_class,
     set_state,
@@ -133,7 +134,7 @@ def replicate(
         "broadcast_buffers": broadcast_buffers,
         "check_reductions": check_reductions,
     }
-    meeting, inner = Meeting.of_next_call(resolve_group(process_group, device_mesh)), unwrap(module)
+    meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
         _check_torch_options(gradient_as_bucket_view, static_graph, device_ids)
         options = _merge_options(config, given)
@@ -142,6 +143,7 @@ def replicate(
         device = None if device_id is None else device_of(device_id, "device_id")
         order = _Order(meeting, request, chosen, ignored, device)
         check_not_managed(inner, ignored)
+        _release_abandoned(inner)
         _check_not_pending(inner)
         waiting = is_waiting(inner, ignored)
         if waiting:
@@ -168,7 +170,7 @@ def replicate_without_values(
         ConfigError, ModuleError: as in `replicate`.
     """
     chosen, request = _requested(config, bucket_policy, plan, passes)
-    meeting = Meeting.of_next_call(resolve_group(None, None))
+    meeting = Meeting.of_this_call(resolve_group(None, None))
     order = _Order(meeting, request, chosen, frozenset(), None, needs_values=False)
     check_not_managed(module, order.ignored)
     _start(module, order)
@@ -184,12 +186,25 @@ def unreplicate(module: ModuleT) -> ModuleT:
     state = state_of(module)
     if isinstance(state, Replica):
         _release(state)
-    for known in known_by(state):  # the module itself, and the wrapper around it
-        for submodule in known.modules() if isinstance(state, Pending) else (known,):
-            remove_forward_hooks(submodule)
-        restore_class(known)
-    forget_state(state)
+    inner = behind(module)
+    for submodule in inner.modules() if isinstance(state, Pending) else (inner,):
+        remove_forward_hooks(submodule)
+    restore_class(inner)
+    forget_state(inner)
     return module
+
+
+def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None:
+    """Replicate a copy with its first forward that computes gradients, over the default group; its class stays.
+
+    One rank may make or load a copy alone, to evaluate it: only with gradients the others are needed.
+
+    Raises:
+        ConfigError: no process group is initialised.
+    """
+    passes, request = _requested(config, None, None, None)
+    group = resolve_group(None, None)
+    _wait_for_forward(module, _Order(Meeting(group), request, passes, frozenset(), None, is_copy=True))
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------
@@ -205,6 +220,8 @@ class _Order:
     ignored: frozenset[nn.Module]
     device: torch.device | None
     needs_values: bool = True
+    is_copy: bool = False
+    """It belongs to a copy of the wrapper: `.module` keeps its class, and nothing happens without gradients."""
 
 
 def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
@@ -290,7 +307,9 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         _move_inputs(module, order.device)
     else:
         replica.sync, replica.comm_hook = pending.sync, pending.comm_hook
-    _install(module, replica, swapped)
+    _install(module, replica)
+    if not order.is_copy:
+        module.__class__ = swapped
 
 
 def _make_replica(target: Selection, order: _Order) -> Replica:
@@ -335,7 +354,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
     )
     if replica.comm_hook is not None:
         statement = {"comm hook": replica.comm_hook.name}
-        Meeting.of_next_call(replica.group).compare(statement, timeout_s=replica.config.timeout_s)
+        Meeting.of_this_call(replica.group).compare(statement, timeout_s=replica.config.timeout_s)
         reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
     return reducer
 
@@ -372,16 +391,24 @@ def _broadcast(replica: Replica) -> None:
         distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
 
 
-def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> None:
+def _install(module: nn.Module, replica: Replica) -> None:
     owners.add(replica)
     if replica.config.uses_python_hook() and replica.comm_hook is None:
         replica.hooks = install_hooks(replica)
     set_state(module, replica)
     module.register_forward_pre_hook(ForwardCheck(replica))
-    module.__class__ = swapped
     install_entry()
     watch(replica)
     logger.info("the plan: %s", describe_plan(replica))
+
+
+def _release_abandoned(module: nn.Module) -> None:
+    """Undo what wrappers did that are gone since: as in torch, the module may then be wrapped anew."""
+    found = [owners.find(parameter) for parameter in module.parameters()]
+    roots = {entry[0].outline.root() for entry in found if entry is not None}
+    for root in roots | ({module} if is_pending(module) else set()):
+        if root is not None and has_lost_its_wrapper(root):
+            unreplicate(root)
 
 
 def _release(replica: Replica) -> None:
@@ -407,10 +434,11 @@ def _wait_for_forward(module: nn.Module, order: _Order) -> None:
         for submodule in root.modules():
             remove_forward_hooks(submodule, only=pending)
 
-    pending = Pending(module, order.meeting.group, start)
+    pending = Pending(module, order.request.config, order.meeting.group, start, needs_grad=order.is_copy)
     swapped = replicated_class(type(module), waiting=True)
     _move_inputs(module, order.device)
     for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
         owner.register_forward_pre_hook(pending, with_kwargs=True)
     set_state(module, pending)
-    module.__class__ = swapped
+    if not order.is_copy:
+        module.__class__ = swapped

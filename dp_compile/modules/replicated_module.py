@@ -7,6 +7,7 @@ As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNe
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import types
 import weakref
@@ -26,6 +27,8 @@ from dp_compile.modules.forward_hooks import Installed, Pending
 logger = logging.getLogger(__name__)
 
 _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
+_wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+_wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
 
@@ -124,19 +127,31 @@ def set_state(module: nn.Module, state: Replica | Pending) -> None:
     _state_of[module] = weakref.ref(state)
 
 
-def known_by(state: Replica | Pending) -> list[nn.Module]:
-    """The modules through which a state is found: the replicated one, and the wrapper around it if there is one."""
-    return [module for module, found in _state_of.items() if found() is state]
+def forget_state(module: nn.Module) -> None:
+    _state_of.pop(module, None)
+    _wrapper_of.pop(module, None)
 
 
-def forget_state(state: Replica | Pending) -> None:
-    for module in known_by(state):
-        del _state_of[module]
+def wrap(outer: nn.Module, inner: nn.Module) -> None:
+    """Let `report`, `no_sync` and `unreplicate` find the state of `inner` through a module that wraps it."""
+    _wrapped_by[outer], _wrapper_of[inner] = weakref.ref(inner), weakref.ref(outer)
 
 
-def share_replica(outer: nn.Module, inner: nn.Module) -> None:
-    """Let `report`, `no_sync` and `unreplicate` find the replica of `inner` through a module that wraps it."""
-    set_state(outer, replica_of(inner))
+def has_lost_its_wrapper(module: nn.Module) -> bool:
+    """Whether a module was replicated by a wrapper that is gone since."""
+    wrapper = _wrapper_of.get(module)
+    if wrapper is None:
+        return False
+    if wrapper() is not None:
+        gc.collect()  # perhaps only this keeps it, on this rank and not on others
+    return wrapper() is None
+
+
+def behind(module: nn.Module) -> nn.Module:
+    """The module that is replicated, inside what `torch.compile` returned and inside the wrapper."""
+    inner = unwrap(module)
+    wrapped = _wrapped_by.get(inner) if isinstance(inner, nn.Module) else None
+    return (wrapped() if wrapped else None) or inner
 
 
 def state_of(module: nn.Module) -> Replica | Pending:
@@ -145,11 +160,10 @@ def state_of(module: nn.Module) -> Replica | Pending:
     Raises:
         ModuleError: the module is not replicated.
     """
-    module = unwrap(module)
-    found = _state_of.get(module)
+    found = _state_of.get(behind(module))
     state = found() if found else None
     if state is None:
-        raise ModuleError(f"{class_name(module)} is not replicated. Call dp_compile.replicate(module) first.")
+        raise ModuleError(f"{class_name(unwrap(module))} is not replicated. Call dp_compile.replicate(module) first.")
     return state
 
 
@@ -166,6 +180,12 @@ def replica_of(module: nn.Module) -> Replica:
             f"{name} is not replicated yet: it has parameters without values and starts with its forward."
         )
     return state
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether the module is replicated, or will be with its first forward."""
+    found = _state_of.get(behind(module))
+    return found is not None and found() is not None
 
 
 def is_pending(module: nn.Module) -> bool:

@@ -164,7 +164,7 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 
 def _manager(module: nn.Module) -> str | None:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    if distributed.is_torch_ddp(module):
         return "torch's DistributedDataParallel"
     if distributed.is_fsdp_module(module):
         return "FullyShardedDataParallel"
