@@ -38,6 +38,39 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 class ReplicateConfig:
     """How a module is replicated. The same on every rank, but for `dump_dir`; ranks compare it at the start.
 
+    Sizes in `*_mb` are MiB, times in `*_s` seconds. The text at each field, in the source, says more.
+
+    Args:
+        ddp_python_hook: `bool | None`, default `None`. `True`: hooks, traced with the backward. `False`: torch's
+            C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
+        strategy: `str | None`, default `None`. Where buckets end: `"optimal"`, `"fixed"`, `"per_module"`,
+            `"coalesced"`, `"ddp"`, `"explicit"`. `None`: what the other options ask for, else `"optimal"`.
+        bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed` and `ddp`: a bucket is closed when it holds at
+            least this much, 25 if not given; `math.inf`: one bucket.
+        first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
+            given.
+        cost: `AllReduceCost | None`, default `None`. For `optimal` and `coalesced`: what an all-reduce costs, from
+            `calibrate().cost`. `None`: a nominal link.
+        alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
+        replan_after: `int | None`, backwards, default `None`. For `optimal` and `coalesced`: plan once more, from so
+            many measured backwards. `None`: never.
+        unused_parameters: `str | None`, default `None`. What a parameter without a gradient means: `"error"`, `"zeros"`
+            (it takes part with zeros) or `"find"` (as torch's DDP). `None`: what `find_unused_parameters` says.
+        find_unused_parameters: `bool`, default `False`. torch's name: `True` means `unused_parameters="find"`, `False`
+            means `"error"`.
+        static_graph: `bool`, default `False`. torch's name: every backward uses the same parameters in the same way,
+            and some may be left out.
+        broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks after each synchronised
+            backward.
+        check_reductions: `bool`, default `True`. Check that every gradient was reduced exactly once on every rank.
+        check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
+        backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
+        timeout_s: `float`, seconds, default 300. How long a rank waits for the others when ranks compare.
+        monitor_after_s: `float | None`, seconds, default 30. After how long in one backward the log says who is waited
+            for. `None`: no monitor.
+        dump_dir: `str | None`, default `None`. Directory for what becomes of each captured backward. `None`: the
+            environment variable `DP_COMPILE_DUMP_DIR`, and without it nothing is written.
+
     Raises:
         ConfigError: a value is not allowed.
     """
@@ -83,7 +116,9 @@ class ReplicateConfig:
 
     static_graph: bool = False
     """torch's name: every backward uses the same parameters in the same way. Then some may be left out, as with
-    `find_unused_parameters`, and where torch's reducer reduces it allows backwards inside the backward."""
+    `find_unused_parameters`, and where torch's reducer reduces, which then learns the graph from the first backward,
+    layers may be checkpointed twice and backwards run inside backwards."""
+
     broadcast_buffers: bool = True
     """Copy the buffers of the group's first rank to all ranks after each synchronised backward."""
 
@@ -177,7 +212,7 @@ class ReplicateConfig:
             raise ConfigError(f"strategy '{chosen}' needs {wanted}. Pass it to replicate().")
         return chosen
 
-    def uses_python_hook(self, environ: Mapping[str, str] = os.environ) -> bool:
+    def uses_python_hook(self, environ: Mapping[str, str] | None = None) -> bool:
         """The value of `ddp_python_hook` after the environment variable was asked.
 
         Raises:
@@ -185,15 +220,15 @@ class ReplicateConfig:
         """
         if self.ddp_python_hook is not None:
             return self.ddp_python_hook
-        text = environ.get(HOOK_VARIABLE, "1").strip().lower()
+        text = (os.environ if environ is None else environ).get(HOOK_VARIABLE, "1").strip().lower()
         if text not in _TRUE | _FALSE:
             allowed = ", ".join(sorted(_TRUE | _FALSE))
             raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
         return text in _TRUE
 
-    def dump_directory(self, environ: Mapping[str, str] = os.environ) -> str | None:
+    def dump_directory(self, environ: Mapping[str, str] | None = None) -> str | None:
         """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
-        return self.dump_dir or environ.get(DUMP_VARIABLE) or None
+        return self.dump_dir or (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
 
 
 def _check_positive(name: str, value: object, hint: str) -> None:

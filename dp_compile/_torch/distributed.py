@@ -21,8 +21,12 @@ with named():
         _get_default_store,
         _get_process_group_name,
         _resolve_process_group,
+        _world,
     )
     from torch.distributed.utils import _sync_params_and_buffers
+    from torch.nn.parallel.distributed import (
+        DistributedDataParallel as TorchDDP,  # users may put ours under its public name
+    )
 
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
@@ -37,6 +41,11 @@ def group_name(group: dist.ProcessGroup) -> str:
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The inverse of `group_name`."""
     return _resolve_process_group(cast(Any, name))
+
+
+def is_alive(group: dist.ProcessGroup) -> bool:
+    """Whether a process group has not been destroyed."""
+    return group in _world.pg_map
 
 
 def default_store() -> Store:
@@ -93,6 +102,11 @@ def join_is_on(joinable: Joinable) -> bool:
     return bool(joinable._join_config.enable)
 
 
+def is_first_in_join(joinable: Joinable) -> bool:
+    """Whether a joinable is the one of its `Join` context that meets ranks without inputs."""
+    return bool(joinable._join_config.enable and joinable._join_config.is_first_joinable)
+
+
 def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:
     """torch's own rule for the buckets of its DDP, as lists of indices.
 
@@ -102,6 +116,26 @@ def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], o
         order: the indices of `parameters`, or nothing for the rule before the first backward.
     """
     return _assign_by_size(list(parameters), list(caps_bytes), [], list(order))[0]
+
+
+def active_ddp() -> nn.Module | None:
+    """torch's DDP whose forward this thread's code is in."""
+    return TorchDDP._active_ddp_module
+
+
+def parameters_of_ddp(ddp: nn.Module) -> Sequence[nn.Parameter]:
+    """The parameters that torch's DDP looks after."""
+    return cast(Sequence[nn.Parameter], ddp._module_parameters)
+
+
+def is_torch_ddp(module: nn.Module) -> bool:
+    """Whether a module really is torch's DDP, and not only registered as such."""
+    return TorchDDP in type(module).__mro__
+
+
+def count_as_torch_ddp(kind: type[nn.Module]) -> None:
+    """Let instances of a class pass `isinstance(module, torch.nn.parallel.DistributedDataParallel)`."""
+    cast(Any, TorchDDP).register(kind)
 
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:
@@ -140,7 +174,7 @@ class TorchReducer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
         holder = nn.Module()
         holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
-        self._ddp = nn.parallel.DistributedDataParallel(holder, init_sync=False, **options)
+        self._ddp = TorchDDP(holder, init_sync=False, **options)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -32,13 +32,15 @@ class Table:
     timeout_s: float
 
 
-def agree(table: Table, topic: str, statement: Statement) -> None:
+def agree(table: Table, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
     """Return when every rank has made an equal statement on `topic`.
 
     Args:
         table: where to meet.
         topic: unique for this comparison on this table.
         statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
+        call: the user's call that this is a part of, for errors; the topic stands in its place if it is not given.
+        verb: what a missing rank has not done with that call.
 
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
@@ -46,17 +48,19 @@ def agree(table: Table, topic: str, statement: Statement) -> None:
     """
     table.store.set(f"{topic}/{table.rank}", json.dumps(statement, sort_keys=True))
     if table.rank == 0:
-        table.store.set(f"{topic}/verdict", _judge(table, topic, json.loads(json.dumps(statement))))
+        table.store.set(
+            f"{topic}/verdict", _judge(table, topic, json.loads(json.dumps(statement)), call and f"{verb} {call}")
+        )
     try:
         table.store.wait([f"{topic}/verdict"], timedelta(seconds=2 * table.timeout_s))
     except RuntimeError as error:
         raise DesyncError(
-            f"{topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. "
-            "Is it alive, and does it replicate the same modules in the same order?"
+            f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
+            f"{call or 'the same'}, for the same modules in the same order?"
         ) from error
     verdict = table.store.get(f"{topic}/verdict").decode()
     if verdict:
-        raise DesyncError(f"{topic}: {verdict}")
+        raise DesyncError(f"{call or topic}: {verdict}")
 
 
 def decide(table: Table, topic: str, value: Any) -> Any:
@@ -117,7 +121,7 @@ def _word_of(table: Table, topic: str, rank: int) -> Any:
     return json.loads(table.store.get(f"{topic}/{rank}"))
 
 
-def _judge(table: Table, topic: str, own: Statement) -> str:
+def _judge(table: Table, topic: str, own: Statement, deed: str) -> str:
     """The empty text if all ranks agree with the first, otherwise what is wrong."""
     missing: list[int] = []
     complaints: list[str] = []
@@ -136,8 +140,16 @@ def _judge(table: Table, topic: str, own: Statement) -> str:
         elif "error" not in own and other != own:
             complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
     if missing:
-        complaints.append(f"no word from rank(s) {', '.join(map(str, missing))} within {table.timeout_s:g} s")
+        complaints.append(_absent(missing, deed, table.timeout_s))
     return "; ".join(complaints[:4])
+
+
+def _absent(ranks: Sequence[int], deed: str, waited_s: float) -> str:
+    named = ", ".join(map(str, ranks))
+    if not deed:
+        return f"no word from rank(s) {named} within {waited_s:g} s"
+    subject = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
+    return f"{subject} not {deed} after {waited_s:g} s"
 
 
 def first_difference(mine: Any, theirs: Any) -> str:

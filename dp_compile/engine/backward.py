@@ -240,6 +240,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     with Watched(synced) as watched:
         _check_alone(found.replicas)
         for replica in synced:
+            replica.check_group()
             _check_inputs(replica, call)
             replica.begin()
         _announce(synced)

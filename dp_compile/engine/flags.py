@@ -115,6 +115,13 @@ def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Sequence[i
         parts.append(f"without a gradient on this rank: {replica.name_list(here)}")
     if elsewhere:
         parts.append(f"without a gradient on another rank: {replica.name_list(elsewhere)}")
+    gone = [index for index in here if replica.is_gone(index)]
+    if gone:
+        return (
+            f"parameters {'; '.join(parts)}. No longer in the module, where others took their places after "
+            f"replicate(): {replica.name_list(gone)}. Tie or replace parameters before replicate(), or call unreplicate() and "
+            "replicate() again."
+        )
     return (
         f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
         "If some may be left out, pass find_unused_parameters=True, or "

@@ -7,7 +7,7 @@ import itertools
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.record import CaptureRecord
-from dp_compile.errors import ModuleError
+from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.insight.launch_clock import Recording
 from dp_compile.insight.step import MeasuredStep
 from dp_compile.passes.reduction import Averaging, ReductionTag
@@ -241,6 +241,17 @@ class Replica:
         self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready
         self.code_key = self._code_key()
 
+    def take_for_static(self) -> None:
+        """Every backward will use the same parameters in the same way.
+
+        Raises:
+            ModuleError: a backward has run already.
+        """
+        if self.backwards.total():
+            raise ModuleError(f"a backward of the module of {self.names[0]} has run already. Pass static_graph=True.")
+        self.config = replace(self.config, static_graph=True)
+        self.code_key = self._code_key()
+
     def awaits(self, revision: Revision) -> bool:
         """Whether this is the next occasion on which the plan is made anew."""
         return self.revisions[:1] == (revision,)
@@ -301,6 +312,18 @@ class Replica:
                 if parameter.grad is not None and index not in self.renormalised
             }
 
+    def check_group(self) -> None:
+        """The guard before a synchronised backward: there is somebody to reduce with.
+
+        Raises:
+            CommunicationError: the process group was destroyed.
+        """
+        if not distributed.is_alive(self.group.process_group):
+            raise CommunicationError(
+                f"the process group with which the gradients of {self.names[0]} and others are reduced was destroyed. "
+                "End training before destroy_process_group(); or, with a new group, call unreplicate() and replicate()."
+            )
+
     def begin(self) -> None:
         """A synchronised backward begins."""
         self.stepped |= self._changed_without_sync()
@@ -329,6 +352,12 @@ class Replica:
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(map(autograd.version_of, self.parameters))
+
+    def is_gone(self, index: int) -> bool:
+        """Whether the module has nowhere the parameter that it had: tied to another, for one."""
+        parameter, name = self.parameters[index], self.names[index]
+        places = [place for place in self.parameter_places if place.name == name]
+        return bool(places) and all(place.find() is not parameter for place in self.parameter_places)
 
     def name_list(self, indices: Sequence[int], most: int = 8) -> str:
         names = [self.names[index] for index in indices[:most]]

@@ -173,7 +173,7 @@ def _measured_cost(replica: Replica) -> AllReduceCost | None:
     if replica.config.cost is not None or replica.group.backend == "fake":
         return None
     try:
-        return calibrate(replica.group.process_group, device=replica.device).cost
+        return calibrate(replica.group.process_group, device=replica.device, timeout_s=replica.config.timeout_s).cost
     except ConfigError as error:  # The same on every rank: all fit the same numbers.
         logger.warning("the nominal cost of the link stays: %s", error)
         return None

@@ -12,19 +12,22 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.modules.forward_hooks import remove_forward_hooks
 from dp_compile.modules.join import join, join_hook, joinable
-from dp_compile.modules.replicate import replicate
+from dp_compile.modules.replicate import replicate, replicate_with_gradients
 from dp_compile.modules.replicated_module import (
+    is_replicated,
     no_sync,
     register_comm_hook,
     replica_of,
     restore_class,
-    share_replica,
+    state_of,
     unwrap,
+    wrap,
 )
 from dp_compile.modules.selection import device_of, is_waiting
 
@@ -42,8 +45,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
     Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. What torch's reducer does
-    with `gradient_as_bucket_view` and `static_graph` happens here anyway: gradients are views of their buckets, and
-    a captured backward is static; both are accepted and change nothing in the result.
+    with `gradient_as_bucket_view` happens here anyway: it is accepted and changes nothing in the result.
+
+    It passes `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks
+    read, so that `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them.
+    Copies and loaded pickles reduce as well, from their first forward with gradients on.
 
     Args:
         module: the module to wrap; also found as `.module`.
@@ -55,6 +61,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: whom to average with.
         bucket_cap_mb: MiB at which a bucket is closed, 25 by default.
         find_unused_parameters: see `ReplicateConfig`.
+        static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
         check_reduction: without effect, as in torch; see `ReplicateConfig.check_reductions`.
         device_mesh: a mesh with one dimension, in place of `process_group`.
         forward_sync_buffers: torch's newer name of `broadcast_buffers`.
@@ -99,7 +106,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"{type(module).__name__} has lazy parameters, or parameters on the meta device. Give them values "
                 "first, or use dp_compile.replicate(), which can wait for the first forward."
             )
-        self.device = _one_device(module, device_ids, output_device)
+        self._inputs_to = _one_device(module, device_ids, output_device)
         self.module = replicate(
             module,
             ddp_python_hook=ddp_python_hook,
@@ -107,15 +114,28 @@ class DistributedDataParallel(nn.Module, Joinable):
             device_mesh=device_mesh,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph or None,
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             config=config,
         )
         restore_class(unwrap(self.module))  # as in torch, where `.module` keeps its class; it can be copied
-        share_replica(self, self.module)
+        self._take_in_step()
+        config = self._replica_config()
+        self.device = next(self.module.parameters()).device
+        self.device_type = self.device.type
+        on_gpu = self._inputs_to is not None and self._inputs_to.type != "cpu"
+        self.device_ids = [self._inputs_to.index] if self._inputs_to is not None and on_gpu else None
+        self.output_device = self.device_ids[0] if self.device_ids else None
+        self.is_multi_device_module = False
+        self.dim, self.gradient_as_bucket_view = dim, gradient_as_bucket_view
+        self.static_graph = config.static_graph
+        self.find_unused_parameters = config.unused != "error"
+        self.broadcast_buffers = self.forward_sync_buffers = config.broadcast_buffers
+        self.parameters_to_ignore = set(getattr(unwrap(module), "_ddp_params_and_buffers_to_ignore", ()))
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module, with tensors moved to its device if `device_ids` was given."""
-        if self.device is not None:
+        if self._inputs_to is not None:
             inputs, kwargs = autograd.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
         return self.module(*inputs, **kwargs)
 
@@ -161,7 +181,106 @@ class DistributedDataParallel(nn.Module, Joinable):
         return joinable(self.module).join_process_group
 
     def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self._inputs_to, non_blocking=True)
+
+    # --- copies and pickles
+
+    def __getstate__(self) -> dict[str, Any]:
+        """As in torch, a copy or a loaded pickle reduces too, over the default group. A comm hook is not copied.
+
+        Raises:
+            ConfigError: the process group is another one than the default group.
+        """
+        attributes = dict(self.__dict__)
+        if is_replicated(self):
+            if self.process_group is not dist.group.WORLD:
+                raise ConfigError(
+                    "a DistributedDataParallel can only be copied or pickled with the default process group, as in "
+                    "torch; the copy could not know another. Copy or save .module, and wrap that."
+                )
+            attributes["_config"] = self._replica_config()
+        return attributes
+
+    def __setstate__(self, attributes: dict[str, Any]) -> None:
+        """Make a copy one that reduces, from its first forward with gradients on, which all ranks have to run.
+
+        Raises:
+            ConfigError: no process group is initialised.
+        """
+        config = attributes.pop("_config", None)
+        super().__setstate__(attributes)  # type: ignore[no-untyped-call]
+        Joinable.__init__(self)
+        for submodule in self.modules():
+            remove_forward_hooks(submodule)
+        if config is not None:
+            replicate_with_gradients(unwrap(self.module), config)
+            self._take_in_step()
+
+    def _take_in_step(self) -> None:
+        wrap(self, unwrap(self.module))
+
+    def _replica_config(self) -> ReplicateConfig:
+        return state_of(self).config
+
+    # --- what frameworks read of torch's wrapper
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group whose ranks average with each other."""
+        return state_of(self).group.process_group
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backwards reduce. Can be set; looked at when a backward starts, not in its forward as in torch."""
+        return state_of(self).sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        state_of(self).sync = bool(value)
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward will copy buffers: never, that happens after each synchronised backward.
+
+        Setting it has no effect.
+        """
+        return False
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        pass
+
+    @property
+    def reducer(self) -> ReducerForFrameworks:
+        """Takes the calls with which frameworks arm torch's reducer."""
+        return ReducerForFrameworks()
+
+    def _set_static_graph(self) -> None:
+        """torch's way to say `static_graph=True` later.
+
+        Raises:
+            ModuleError: a backward has run already.
+        """
+        replica_of(self.module).take_for_static()
+        self.static_graph = True
+
+
+class ReducerForFrameworks:
+    """Stands where torch's wrapper has its C++ reducer. Nothing has to be armed: every backward is looked at."""
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to do."""
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Nothing to do: a backward is looked at when it starts."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Whether buckets were made anew: not by this call."""
+        return False
+
+
+# Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
+distributed.count_as_torch_ddp(DistributedDataParallel)
 
 
 def _refuse(options: dict[str, Any]) -> None:

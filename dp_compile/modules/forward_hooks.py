@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dp_compile._torch import autograd, compiler
+from dp_compile._torch import autograd, compiler, distributed
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.engine.replica import Group, Replica
@@ -30,13 +31,31 @@ class _Nothing(Installed):
 
 
 class ForwardCheck(Installed):
-    """Ties a replica's life to its module's, and refuses a tracing mode that would drop the gradients' hooks."""
+    """Ties a replica's life to its module's, and refuses what would drop the gradients' hooks or reduce twice."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         refuse_traced_backward()
+        around = distributed.active_ddp()
+        if around is not None:
+            _refuse_torch_ddp(self.replica, module, around)
+
+
+@compiler.untraced("torch's DistributedDataParallel is around a module that dp_compile replicates")
+def _refuse_torch_ddp(replica: Replica, module: nn.Module, around: nn.Module) -> None:
+    """Refuse torch's DDP around a replicated module. Its constructor calls nothing of ours, but its forward does.
+
+    Raises:
+        ModuleError: both would reduce the same gradients.
+    """
+    ours = {id(parameter) for parameter in replica.parameters}
+    if any(id(parameter) in ours for parameter in distributed.parameters_of_ddp(around)):
+        raise ModuleError(
+            f"{class_name(module)} is wrapped by torch's DistributedDataParallel and replicated by dp_compile. "
+            "Use one. Leave it out, or put dp_compile.DistributedDataParallel in its place, without replicate()."
+        )
 
 
 class InputMover(Installed):
@@ -64,8 +83,17 @@ class Pending(Installed):
     gradients that nobody reduces, before the start.
     """
 
-    def __init__(self, root: nn.Module, group: Group, start: Callable[[nn.Module, Pending], None]) -> None:
-        self._root, self.group, self._start = weakref.ref(root), group, start
+    def __init__(
+        self,
+        root: nn.Module,
+        config: ReplicateConfig,
+        group: Group,
+        start: Callable[[nn.Module, Pending], None],
+        *,
+        needs_grad: bool,
+    ) -> None:
+        self._root, self.config, self.group, self._start = weakref.ref(root), config, group, start
+        self._needs_grad = needs_grad
         self._is_starting = False
         self.sync = True
         self.comm_hook: CommHook | None = None
@@ -75,7 +103,7 @@ class Pending(Installed):
     )
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         root = self._root()
-        if root is None or self._is_starting:
+        if root is None or self._is_starting or (self._needs_grad and not torch.is_grad_enabled()):
             return
         lazy = first_lazy(root)
         if lazy is not None and module is not root:

@@ -36,6 +36,9 @@ from dp_compile.modules.replicated_module import replica_of
 MOST_MODULES: Final = 16
 """How many modules one backward may reach in a join context."""
 
+_SILENT: Final = -(2**62)
+"""Less than any word of a rank that has one."""
+
 
 @contextlib.contextmanager
 def join(
@@ -137,6 +140,8 @@ class _Membership:
         """The backward of another module has covered this one in the present step."""
         self.active: tuple[int, ...] = ()
         """The ranks of the group that had inputs in the latest backward."""
+        self.steps = 0
+        """Synchronised backwards of this module in the context."""
         self._member, self._divides_initially = member, divides_initially
 
     def announce(self, replicas: Sequence[Replica]) -> None:
@@ -144,6 +149,7 @@ class _Membership:
 
         Raises:
             ConfigError: one of them is not in the join context.
+            DesyncError: the backwards are not in the order of the context's modules, or differ between ranks.
             RuntimeError: some rank has no inputs left and `throw_on_early_termination` is on.
         """
         if not distributed.join_is_on(self._member):
@@ -155,6 +161,7 @@ class _Membership:
                 f"a backward inside join() reaches {len(replicas)} replicated modules (at most {MOST_MODULES}); not in "
                 f"the context: {', '.join(outside) or 'none'}. Give all modules to the same join()."
             )
+        self._check_turn(members)
         for member in members:
             work = Join.notify_join_context(member._member)
             if work is not None:
@@ -162,6 +169,19 @@ class _Membership:
         active, _ = _meet(self.replica, [_word(replica) for replica in replicas])
         for member in members:
             member.active = active
+
+    def _check_turn(self, members: Sequence[_Membership]) -> None:
+        """Each module once in a step, the first one first: torch's `Join` meets ranks without inputs for it only."""
+        everybody = [each for each in (replica.uneven for replica in owners) if isinstance(each, _Membership)]
+        first = next((each for each in everybody if distributed.is_first_in_join(each._member)), None)
+        for member in members:
+            member.steps += 1
+        for member in members:
+            if first is not None and member.steps > first.steps:
+                raise DesyncError(
+                    f"a backward inside join() reaches {member.replica.names[0]}, out of turn: each step has one "
+                    f"backward for each module, beginning with that of {first.replica.names[0]}, or one for all."
+                )
 
     def rescale(self) -> None:
         """From the average over the group to the average over the ranks with inputs, if that is wanted."""
@@ -228,20 +248,28 @@ def _shadow(replicas: Sequence[Replica]) -> None:
 def _meet(replica: Replica, words: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
     """Who has inputs, and what they are about to reduce. A rank without inputs has nothing to say.
 
-    One all-reduce: a one for each rank with inputs, then the sum of what they say, which is the same for all of them.
+    One all-reduce finds the largest of each entry: a one for each rank with inputs, then what they say, then the same
+    negated. What all of them say is the largest and the smallest.
+
+    Raises:
+        DesyncError: on every rank, if two do not say the same.
     """
     world_size, process_group = replica.group.world_size, replica.group.process_group
-    table = torch.zeros(world_size + MOST_MODULES, dtype=torch.int64)
+    table = torch.zeros(world_size + 2 * MOST_MODULES, dtype=torch.int64)
     if words:
         table[dist.get_rank(process_group)] = 1
-        table[world_size : world_size + len(words)] = torch.tensor(words)
+        padded = torch.tensor([*words, *[0] * (MOST_MODULES - len(words))])
+        table[world_size:] = torch.cat([padded, -padded])
+    else:
+        table[world_size:] = _SILENT
     table = table.to(replica.device)
-    dist.all_reduce(table, group=process_group)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX, group=process_group)
     present, said = table[:world_size].tolist(), table[world_size:].tolist()
+    largest, smallest = said[:MOST_MODULES], [-negated for negated in said[MOST_MODULES:]]
     active = tuple(rank for rank, is_active in enumerate(present) if is_active)
-    if any(total % len(active) for total in said if active):
+    if active and largest != smallest:
         raise DesyncError("in join(): the backwards of two ranks reach different modules. All have to reach the same.")
-    return active, [total // len(active) for total in said if total]
+    return active, [word for word in largest if word > 0]
 
 
 def _word(replica: Replica) -> int:

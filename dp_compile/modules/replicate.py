@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
+import re
 import weakref
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -21,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.agreement import Statement, agree
+from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import unwatch, watch
-from dp_compile.engine.replica import Group, Reducer, Replica, gradient_specs, owners
-from dp_compile.engine.settling import describe_plan, table_of
-from dp_compile.errors import ConfigError, DPCompileError, ModuleError
+from dp_compile.engine.replica import Reducer, Replica, gradient_specs, owners
+from dp_compile.engine.settling import describe_plan
+from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import (
     ForwardCheck,
     InputMover,
@@ -36,9 +35,12 @@ from dp_compile.modules.forward_hooks import (
     refuse_traced_backward,
     remove_forward_hooks,
 )
+from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import BucketPolicy, PlanRequest, make_plan
 from dp_compile.modules.replicated_module import (
+    behind,
     forget_state,
+    has_lost_its_wrapper,
     is_pending,
     replicated_class,
     restore_class,
@@ -57,15 +59,13 @@ from dp_compile.modules.selection import (
     select,
 )
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.reduction import Averaging, averaging_for
+from dp_compile.passes.reduction import Averaging
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import BYTES_PER_MB
 
 logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-_meetings: Counter[str] = Counter()
 
 
 def replicate(
@@ -80,6 +80,9 @@ def replicate(
     find_unused_parameters: bool | None = None,
     broadcast_buffers: bool | None = None,
     check_reductions: bool | None = None,
+    static_graph: bool | None = None,
+    gradient_as_bucket_view: bool = True,
+    device_ids: Sequence[int | torch.device] | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     plan: BucketPlan | str | os.PathLike[str] | None = None,
@@ -109,6 +112,10 @@ def replicate(
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
         broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
         check_reductions: check after each backward that every gradient was reduced exactly once.
+        static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
+        gradient_as_bucket_view: accepted, as torch's `replicate` does, and without effect: gradients whose kernels
+            allow it are computed in their buckets, whatever is said.
+        device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, or a function of a module's
             fully qualified name and the module that returns whether it is a unit.
@@ -127,15 +134,18 @@ def replicate(
         "find_unused_parameters": find_unused_parameters,
         "broadcast_buffers": broadcast_buffers,
         "check_reductions": check_reductions,
+        "static_graph": static_graph,
     }
-    group, inner = _resolve_group(process_group, device_mesh), unwrap(module)
-    with _telling_the_others(group):
+    meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
+    with meeting.telling_the_others():
+        _check_torch_options(gradient_as_bucket_view, device_ids)
         options = _merge_options(config, given)
         ignored = check_ignored(ignored_modules)
         chosen, request = _requested(options, bucket_policy, plan, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
-        order = _Order(group, request, chosen, ignored, device)
+        order = _Order(meeting, request, chosen, ignored, device)
         check_not_managed(inner, ignored)
+        _release_abandoned(inner)
         _check_not_pending(inner)
         waiting = is_waiting(inner, ignored)
         if waiting:
@@ -162,7 +172,8 @@ def replicate_without_values(
         ConfigError, ModuleError: as in `replicate`.
     """
     chosen, request = _requested(config, bucket_policy, plan, passes)
-    order = _Order(_resolve_group(None, None), request, chosen, frozenset(), None, needs_values=False)
+    meeting = Meeting.of_this_call(resolve_group(None, None))
+    order = _Order(meeting, request, chosen, frozenset(), None, needs_values=False)
     check_not_managed(module, order.ignored)
     _start(module, order)
     return module
@@ -174,10 +185,10 @@ def unreplicate(module: ModuleT) -> ModuleT:
     Raises:
         ModuleError: the module is not replicated.
     """
-    inner = unwrap(module)
     state = state_of(module)
     if isinstance(state, Replica):
         _release(state)
+    inner = behind(module)
     for submodule in inner.modules() if isinstance(state, Pending) else (inner,):
         remove_forward_hooks(submodule)
     restore_class(inner)
@@ -185,40 +196,17 @@ def unreplicate(module: ModuleT) -> ModuleT:
     return module
 
 
-# --- which group ------------------------------------------------------------------------------------------------
+def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None:
+    """Replicate a copy with its first forward that computes gradients, over the default group; its class stays.
 
+    One rank may make or load a copy alone, to evaluate it: only with gradients the others are needed.
 
-def _resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> Group:
-    if process_group is not None and device_mesh is not None:
-        raise ConfigError("give process_group or device_mesh, not both.")
-    if not dist.is_available() or not dist.is_initialized():
-        raise ConfigError(
-            "no process group is initialised. Call torch.distributed.init_process_group() before replicate()."
-        )
-    if device_mesh is not None:
-        if not isinstance(device_mesh, DeviceMesh):
-            raise ConfigError(f"device_mesh must be a DeviceMesh, got {type(device_mesh).__name__}.")
-        if device_mesh.ndim != 1:
-            raise ConfigError(
-                f"device_mesh must have one dimension, got {device_mesh.ndim}. Take a slice: mesh['name']."
-            )
-        process_group = device_mesh.get_group()
-    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
-        raise ConfigError(f"process_group must be a ProcessGroup, got {type(process_group).__name__}.")
-    process_group = process_group if process_group is not None else dist.group.WORLD
-    if process_group is None or dist.get_rank(process_group) < 0:
-        raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
-    return _group_on(process_group, "cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
-    """A group with the facts that hold for tensors on one type of device: each type can have a backend of its own."""
-    world_size = dist.get_world_size(process_group)
-    backends = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
-    backend = backends.get(device_type) or next(iter(backends.values()))
-    return Group(
-        process_group, distributed.group_name(process_group), backend, world_size, averaging_for(backend, world_size)
-    )
+    Raises:
+        ConfigError: no process group is initialised.
+    """
+    passes, request = _requested(config, None, None, None)
+    group = resolve_group(None, None)
+    _wait_for_forward(module, _Order(Meeting(group), request, passes, frozenset(), None, is_copy=True))
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------
@@ -228,12 +216,14 @@ def _group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
 class _Order:
     """What the user asked for, checked as far as that needs no parameters."""
 
-    group: Group
+    meeting: Meeting
     request: PlanRequest
     passes: tuple[GraphPass, ...]
     ignored: frozenset[nn.Module]
     device: torch.device | None
     needs_values: bool = True
+    is_copy: bool = False
+    """It belongs to a copy of the wrapper: `.module` keeps its class, and nothing happens without gradients."""
 
 
 def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
@@ -250,6 +240,16 @@ def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> 
             "its reducer. Leave it at its default, True."
         )
     return options
+
+
+def _check_torch_options(gradient_as_bucket_view: bool, device_ids: Sequence[int | torch.device] | None) -> None:
+    if device_ids is not None:
+        raise ConfigError(
+            f"replicate() takes one device, as device_id, got device_ids={device_ids!r}. "
+            "Pass device_id=..., or use dp_compile.DistributedDataParallel."
+        )
+    if not isinstance(gradient_as_bucket_view, bool):
+        raise ConfigError(f"gradient_as_bucket_view must be True or False, got {gradient_as_bucket_view!r}.")
 
 
 def _check_not_pending(module: nn.Module) -> None:
@@ -280,6 +280,12 @@ def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
             raise ConfigError(
                 f"passes must hold graph passes (name, realises_plan, __call__), got {type(graph_pass).__name__}."
             )
+        if re.search(r" at 0x[0-9a-f]+", repr(graph_pass)):
+            raise ConfigError(
+                f"pass {graph_pass.name} has the repr {graph_pass!r}, with an address that is another on each rank: "
+                "ranks compare passes, and compiled code is kept, by repr. Make it a frozen dataclass, with fields "
+                "whose repr says their value."
+            )
     return chosen
 
 
@@ -288,24 +294,27 @@ def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
 
 def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> None:
     """Replicate a module whose parameters have values."""
-    with _telling_the_others(order.group):
+    with order.meeting.telling_the_others():
         target = select(module, order.ignored)
         check_selection(target, order.device, needs_values=order.needs_values)
         swapped = replicated_class(type(module))
         replica = _make_replica(target, order)
-    replica.topic = _compare(order.group, _statement(target, replica), timeout_s=replica.config.timeout_s)
+        statement = _statement(target, replica)
+    replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
     _broadcast(replica)
     if pending is None:
         _move_inputs(module, order.device)
     else:
         replica.sync, replica.comm_hook = pending.sync, pending.comm_hook
-    _install(module, replica, swapped)
+    _install(module, replica)
+    if not order.is_copy:
+        module.__class__ = swapped
 
 
 def _make_replica(target: Selection, order: _Order) -> Replica:
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
-    group = _group_on(order.group.process_group, parameters[0].device.type)
+    group = group_on(order.meeting.group.process_group, parameters[0].device.type)
     if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
         group = dataclasses.replace(group, averaging=Averaging("sum", 1.0 / group.world_size))
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
@@ -344,7 +353,8 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         static_graph=replica.config.static_graph,
     )
     if replica.comm_hook is not None:
-        _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
+        statement = {"comm hook": replica.comm_hook.name}
+        Meeting.of_this_call(replica.group).compare(statement, timeout_s=replica.config.timeout_s)
         reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
     return reducer
 
@@ -375,49 +385,29 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
     return options
 
 
-def _compare(group: Group, statement: Statement, *, timeout_s: float, own_error: DPCompileError | None = None) -> str:
-    """Compare with the other ranks; a rank that found an error itself only tells the others and raises its own.
-
-    Returns the topic of the meeting, which no other call of `replicate` has.
-    """
-    _meetings[group.name] += 1
-    topic = f"dp_compile.replicate/{group.name}/{_meetings[group.name]}"
-    table = table_of(group, timeout_s)
-    if table is None:
-        return topic
-    try:
-        agree(table, topic, statement)
-    except DPCompileError:
-        if own_error is None:
-            raise
-    return topic
-
-
-@contextlib.contextmanager
-def _telling_the_others(group: Group) -> Iterator[None]:
-    """An error inside reaches the other ranks too, which wait for this one."""
-    try:
-        yield
-    except DPCompileError as error:
-        _compare(group, {"error": str(error)}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
-        raise
-
-
 def _broadcast(replica: Replica) -> None:
     states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *replica.buffers)]
     if replica.group.world_size > 1:
         distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
 
 
-def _install(module: nn.Module, replica: Replica, swapped: type[nn.Module]) -> None:
+def _install(module: nn.Module, replica: Replica) -> None:
     owners.add(replica)
     replica.hooks = install_hooks(replica)
     set_state(module, replica)
     module.register_forward_pre_hook(ForwardCheck(replica))
-    module.__class__ = swapped
     install_entry()
     watch(replica)
     logger.info("the plan: %s", describe_plan(replica))
+
+
+def _release_abandoned(module: nn.Module) -> None:
+    """Undo what wrappers did that are gone since: as in torch, the module may then be wrapped anew."""
+    found = [owners.find(parameter) for parameter in module.parameters()]
+    roots = {entry[0].outline.root() for entry in found if entry is not None}
+    for root in roots | ({module} if is_pending(module) else set()):
+        if root is not None and has_lost_its_wrapper(root):
+            unreplicate(root)
 
 
 def _release(replica: Replica) -> None:
@@ -443,10 +433,11 @@ def _wait_for_forward(module: nn.Module, order: _Order) -> None:
         for submodule in root.modules():
             remove_forward_hooks(submodule, only=pending)
 
-    pending = Pending(module, order.group, start)
+    pending = Pending(module, order.request.config, order.meeting.group, start, needs_grad=order.is_copy)
     swapped = replicated_class(type(module), waiting=True)
     _move_inputs(module, order.device)
     for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
         owner.register_forward_pre_hook(pending, with_kwargs=True)
     set_state(module, pending)
-    module.__class__ = swapped
+    if not order.is_copy:
+        module.__class__ = swapped

@@ -7,6 +7,7 @@ As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNe
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import types
 import weakref
@@ -26,6 +27,8 @@ from dp_compile.modules.forward_hooks import Installed, Pending
 logger = logging.getLogger("dp_compile.replicated_module")
 
 _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
+_wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+_wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
 
@@ -63,6 +66,13 @@ class ReplicatedModule:
             "state_dict()."
         )
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What `torch.jit.script` takes instead: the same parameters without our hooks, which it cannot read."""
+        module = _module(self)
+        plain = original_class(module).__new__(original_class(module))
+        plain.__dict__ = module.__dict__ | _hooks_of_the_user(module.__dict__, _our_hooks(self))
+        return plain
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickles hold the plain module, of its own class and without our hooks, and load without this package."""
         reduced: Any = super().__reduce_ex__(protocol)
@@ -71,10 +81,7 @@ class ReplicatedModule:
         rebuild, args, *rest = reduced
         original = original_class(_module(self))
         if rest and isinstance(rest[0], dict) and "_forward_pre_hooks" in rest[0]:
-            rest[0] = rest[0] | {
-                name: OrderedDict((key, value) for key, value in rest[0][name].items() if key not in _our_hooks(self))
-                for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
-            }
+            rest[0] = rest[0] | _hooks_of_the_user(rest[0], _our_hooks(self))
         args = tuple(original if value is type(self) else value for value in args)
         if getattr(rebuild, "__name__", "") == "__newobj__":
             # The pickler lets that function make nothing but the class that the object has at present.
@@ -122,11 +129,29 @@ def set_state(module: nn.Module, state: Replica | Pending) -> None:
 
 def forget_state(module: nn.Module) -> None:
     _state_of.pop(module, None)
+    _wrapper_of.pop(module, None)
 
 
-def share_replica(outer: nn.Module, inner: nn.Module) -> None:
-    """Let `report`, `no_sync` and `unreplicate` find the replica of `inner` through a module that wraps it."""
-    set_state(outer, replica_of(inner))
+def wrap(outer: nn.Module, inner: nn.Module) -> None:
+    """Let `report`, `no_sync` and `unreplicate` find the state of `inner` through a module that wraps it."""
+    _wrapped_by[outer], _wrapper_of[inner] = weakref.ref(inner), weakref.ref(outer)
+
+
+def has_lost_its_wrapper(module: nn.Module) -> bool:
+    """Whether a module was replicated by a wrapper that is gone since."""
+    wrapper = _wrapper_of.get(module)
+    if wrapper is None:
+        return False
+    if wrapper() is not None:
+        gc.collect()  # perhaps only this keeps it, on this rank and not on others
+    return wrapper() is None
+
+
+def behind(module: nn.Module) -> nn.Module:
+    """The module that is replicated, inside what `torch.compile` returned and inside the wrapper."""
+    inner = unwrap(module)
+    wrapped = _wrapped_by.get(inner) if isinstance(inner, nn.Module) else None
+    return (wrapped() if wrapped else None) or inner
 
 
 def state_of(module: nn.Module) -> Replica | Pending:
@@ -135,11 +160,10 @@ def state_of(module: nn.Module) -> Replica | Pending:
     Raises:
         ModuleError: the module is not replicated.
     """
-    module = unwrap(module)
-    found = _state_of.get(module)
+    found = _state_of.get(behind(module))
     state = found() if found else None
     if state is None:
-        raise ModuleError(f"{class_name(module)} is not replicated. Call dp_compile.replicate(module) first.")
+        raise ModuleError(f"{class_name(unwrap(module))} is not replicated. Call dp_compile.replicate(module) first.")
     return state
 
 
@@ -156,6 +180,12 @@ def replica_of(module: nn.Module) -> Replica:
             f"{name} is not replicated yet: it has parameters without values and starts with its forward."
         )
     return state
+
+
+def is_replicated(module: nn.Module) -> bool:
+    """Whether the module is replicated, or will be with its first forward."""
+    found = _state_of.get(behind(module))
+    return found is not None and found() is not None
 
 
 def is_pending(module: nn.Module) -> bool:
@@ -221,6 +251,13 @@ def _plain(kind: type[nn.Module]) -> type[nn.Module]:
 def _module(replicated: ReplicatedModule) -> nn.Module:
     assert isinstance(replicated, nn.Module)
     return replicated
+
+
+def _hooks_of_the_user(attributes: dict[str, Any], ours: set[int]) -> dict[str, Any]:
+    return {
+        name: OrderedDict((key, value) for key, value in attributes[name].items() if key not in ours)
+        for name in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    }
 
 
 def _our_hooks(replicated: ReplicatedModule) -> set[int]:

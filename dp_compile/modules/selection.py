@@ -164,7 +164,7 @@ def _is_fully_sharded(module: nn.Module) -> bool:
 
 
 def _manager(module: nn.Module) -> str | None:
-    if isinstance(module, nn.parallel.DistributedDataParallel):
+    if distributed.is_torch_ddp(module):
         return "torch's DistributedDataParallel"
     if distributed.is_fsdp_module(module):
         return "FullyShardedDataParallel"
@@ -190,12 +190,20 @@ def _tensors(module: nn.Module, ignored: frozenset[nn.Module]) -> Iterator[tuple
     """Every parameter and buffer that is not left alone, once, with its name as the module has it."""
     left_alone = _left_alone(module, ignored)
     seen = {id(tensor) for each in left_alone for tensor in (*each.parameters(), *each.buffers())}
+    seen |= {id(tensor) for tensor in _ignored_by_name(module)}
     for prefix, submodule in _walk(module, left_alone):
         own = (*submodule.named_parameters(recurse=False), *submodule.named_buffers(recurse=False))
         for name, tensor in own:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (f"{prefix}.{name}" if prefix else name), tensor
+
+
+def _ignored_by_name(module: nn.Module) -> list[torch.Tensor]:
+    """What torch's DDP leaves alone because the module names it: torchrec and TRL do."""
+    names = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    named = (*module.named_parameters(), *module.named_buffers()) if names else ()
+    return [tensor for name, tensor in named if name in names or fully_qualified(name) in names]
 
 
 def _check_values(target: Selection) -> None:
@@ -228,6 +236,14 @@ def _check_kinds(target: Selection) -> None:
             raise ModuleError(f"{name} is a {type(parameter.data).__name__}; only plain tensors are supported.")
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")
+        # None: torch takes gradients of any dtype as they come.
+        grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype)
+        if grad_dtype != parameter.dtype:
+            raise ModuleError(
+                f"{name} is {parameter.dtype} and its grad_dtype is {grad_dtype}: gradients are reduced in their "
+                f"parameter's dtype. Leave grad_dtype at {parameter.dtype}, or name the module that owns it in "
+                "ignored_modules."
+            )
         if owners.find(parameter) is not None:
             raise ModuleError(
                 f"parameter {name} is replicated already. Call replicate() once, on the outermost module, or name the "

@@ -131,8 +131,8 @@ def _meet(replica: Replica, statement: Statement) -> Callable[[], None]:
     table = table_of(replica.group, replica.config.timeout_s)
     if table is None:
         return lambda: None
-    agree(table, topic, statement)
-    return lambda: agree(table, f"{topic}/done", {})
+    agree(table, topic, statement, call="warmup()")
+    return lambda: agree(table, f"{topic}/done", {}, call="warmup()", verb="finished")
 
 
 def _prepare(replica: Replica, *, kept: bool) -> None:
@@ -179,7 +179,9 @@ def _same_counts(replica: Replica) -> Iterator[None]:
         yield
     finally:
         replica.versions_without_sync = versions
-        replica.synced_backwards, replica.backwards = steps, backwards
+        replica.synced_backwards = steps
+        replica.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
+        replica.backwards.update(backwards)
         replica.seen_launches, replica.used_without_sync = launches, used
 
 

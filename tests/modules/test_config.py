@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -140,3 +143,14 @@ def test_switches_are_true_or_false(name: str, value: object) -> None:
 def test_replan_after_is_a_number_of_backwards(value: Any) -> None:
     with pytest.raises(ConfigError, match="replan_after must be a number of backwards >= 1"):
         ReplicateConfig(replan_after=value)
+
+
+def test_the_environment_is_not_in_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import dp_compile, pydoc; print(pydoc.render_doc(dp_compile.ReplicateConfig))"
+    environ = dict(os.environ) | {"A_TOKEN": "secret"}
+    text = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environ
+    ).stdout
+    assert "secret" not in text
+    for field in dataclasses.fields(ReplicateConfig):
+        assert f"{field.name}: `" in text, field.name

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import io
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
 from dp_compile import DistributedDataParallel
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 
@@ -77,3 +88,211 @@ def test_unknown_keyword_is_named() -> None:
 def test_device_of_inputs() -> None:
     wrapped = DistributedDataParallel(build(), device_ids=[torch.device("cpu")])
     assert wrapped(torch.ones(2, 4)).shape == (2, 2)
+
+
+# --- in the place of torch's class ------------------------------------------------------------------------------
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestInTorchsPlace:
+    def test_counts_as_torch_s(self) -> None:
+        assert isinstance(DistributedDataParallel(build()), TorchDDP)
+        assert not isinstance(build(), TorchDDP)
+        assert isinstance(torch.compile(DistributedDataParallel(build()), backend="aot_eager")._orig_mod, TorchDDP)
+
+    def test_attributes_that_frameworks_read(self) -> None:
+        ours = DistributedDataParallel(build(), static_graph=True, forward_sync_buffers=False)
+        assert ours.process_group is dist.group.WORLD
+        assert (ours.device_ids, ours.output_device, ours.dim) == (None, None, 0)
+        assert (ours.device, ours.device_type) == (torch.device("cpu"), "cpu")
+        assert ours.static_graph
+        assert not ours.find_unused_parameters
+        assert not ours.broadcast_buffers
+        assert ours.require_backward_grad_sync
+        with ours.no_sync():
+            assert not ours.require_backward_grad_sync
+        ours.require_backward_grad_sync = False
+        assert not replica_of(ours).sync
+        ours.require_forward_param_sync = True
+        assert not ours.require_forward_param_sync
+        ours.reducer._rebuild_buckets()
+        ours.reducer.prepare_for_backward([])
+
+    def test_again_once_the_wrapper_is_gone(self) -> None:
+        model = build()
+        first = DistributedDataParallel(model, bucket_cap_mb=1)
+        with pytest.raises(dp_compile.ModuleError, match="replicated already"):
+            DistributedDataParallel(model)
+        first.itself = [first]  # only the collector takes it away
+        del first
+        second = DistributedDataParallel(model, bucket_cap_mb=2)
+        assert replica_of(second).config.bucket_cap_mb == 2
+        assert len(model._forward_pre_hooks) == 1
+        del second
+        around = DistributedDataParallel(nn.Sequential(model))
+        assert replica_of(around).names[0] == "0.0.weight"
+        del around
+        assert DistributedDataParallel(model[3])(torch.ones(2, 8)).shape == (2, 2)
+
+    def test_what_was_replicated_without_a_wrapper_stays(self) -> None:
+        model = dp_compile.replicate(build())
+        gc.collect()
+        with pytest.raises(dp_compile.ModuleError, match="replicated already"):
+            DistributedDataParallel(model)
+
+    def test_a_copy_of_another_group_is_refused(self) -> None:
+        ours = DistributedDataParallel(build(), process_group=dist.new_group([0, 1]))
+        with pytest.raises(dp_compile.ConfigError, match="only be copied or pickled with the default process group"):
+            copy.deepcopy(ours)
+
+    def test_a_copy_of_what_is_not_replicated_any_more(self) -> None:
+        ours = dp_compile.unreplicate(DistributedDataParallel(build()))
+        with pytest.raises(dp_compile.ModuleError, match="is not replicated"):
+            dp_compile.report(copy.deepcopy(ours))
+
+
+def copied(ours: nn.Module, how: str) -> nn.Module:
+    if how == "deepcopy":
+        return copy.deepcopy(ours)
+    if how == "twice":
+        return copy.deepcopy(copy.deepcopy(ours))
+    buffer = io.BytesIO()
+    torch.save(ours, buffer)
+    buffer.seek(0)
+    loaded: nn.Module = torch.load(buffer, weights_only=False)
+    return loaded
+
+
+def train_a_copy(how: str, compiled: bool) -> None:
+    """Gradients of a copy against those of a copy of torch's wrapper; one rank evaluates the copy alone before."""
+    torch._dynamo.reset()
+    ours = DistributedDataParallel(build(), config=AOT)
+    theirs = copied(TorchDDP(build()), how)
+    twin = copied(ours, how)
+    assert type(twin) is DistributedDataParallel
+    assert type(twin.module) is nn.Sequential
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            copied(twin.eval(), how)(torch.ones(2, 4))
+        twin.train()
+    for _ in range(2):
+        call = torch.compile(twin, backend="aot_eager") if compiled else twin
+        x = torch.randn(6, 4, generator=generator)
+        for run in (call, theirs):
+            run.zero_grad()
+            run(x).square().mean().backward()
+        for (name, mine), other in zip(twin.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, n=name: f"{n}: {text}")
+    assert dp_compile.report(twin).backwards
+    assert all(parameter.grad is None for parameter in ours.parameters())
+    assert type(twin.module) is nn.Sequential
+
+
+@pytest.mark.parametrize(("how", "compiled"), [("deepcopy", True), ("twice", False), ("pickle", True)])
+def test_copies_reduce(ranks2: Ranks, how: str, compiled: bool) -> None:
+    ranks2.run(train_a_copy, how, compiled)
+
+
+def exchange_checkpoints() -> None:
+    """Both ways, by `state_dict` and by torch.distributed.checkpoint, which takes the prefix off."""
+    for wrap, other_wrap in ((DistributedDataParallel, TorchDDP), (TorchDDP, DistributedDataParallel)):
+        saved = wrap(build())
+        with torch.no_grad():
+            saved.module[0].weight.fill_(3.0)
+        loaded = other_wrap(build())
+        loaded.load_state_dict(saved.state_dict())
+        assert bool((loaded.module[0].weight == 3).all())
+        state = get_model_state_dict(saved)
+        assert list(state) == list(build().state_dict())
+        loaded = other_wrap(build())
+        assert not set_model_state_dict(loaded, state).missing_keys
+        assert bool((loaded.module[0].weight == 3).all())
+
+
+def test_checkpoints_of_torch_ddp_and_of_the_wrapper(ranks2: Ranks) -> None:
+    ranks2.run(exchange_checkpoints)
+
+
+def torch_reduces_under_our_name() -> str:
+    """Where a framework has put our class under torch's name, torch's reducer is still torch's."""
+    name, torch.nn.parallel.DistributedDataParallel = TorchDDP, DistributedDataParallel
+    try:
+        ours = torch.nn.parallel.DistributedDataParallel(build())
+        ours.register_comm_hook(None, default_hooks.allreduce_hook)
+        ours(torch.ones(2, 4)).sum().backward()
+    finally:
+        torch.nn.parallel.DistributedDataParallel = name
+    return replica_of(ours).mode
+
+
+def test_torch_s_reducer_under_our_name(ranks2: Ranks) -> None:
+    for mode in ranks2.run(torch_reduces_under_our_name):
+        assert mode.startswith("torch's C++ reducer with comm hook")
+
+
+def wrapped_by_both(how: str) -> str:
+    torch._dynamo.reset()
+    model = dp_compile.replicate(build(), config=AOT)
+    if how == "compiled inside":
+        call = TorchDDP(torch.compile(model, backend="aot_eager"))
+    elif how == "compiled before":
+        compiled = torch.compile(model, backend="aot_eager")
+        compiled(torch.ones(2, 4)).sum().backward()
+        call = TorchDDP(compiled)
+    else:
+        call = TorchDDP(model)
+        call = torch.compile(call, backend="aot_eager") if how == "compiled" else call
+    try:
+        call(torch.ones(2, 4)).sum().backward()
+    except dp_compile.ModuleError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["not compiled", "compiled", "compiled inside", "compiled before"])
+def test_torch_ddp_around_a_replicated_module(ranks2: Ranks, how: str) -> None:
+    for text in ranks2.run(wrapped_by_both, how):
+        assert text.startswith("Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_compile.")
+
+
+def beside_torch_ddp() -> dict[str, bool]:
+    """torch's DDP around a module whose other part we reduce: no gradient is reduced twice, nothing to refuse."""
+    model = build()
+    dp_compile.replicate(model[3], config=AOT)
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["3.weight", "3.bias"])
+    call = TorchDDP(model)
+    call(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
+    same = {}
+    for name, parameter in model.named_parameters():
+        grads = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, parameter.grad)
+        same[name] = torch.equal(grads[0], grads[1])
+    return same
+
+
+def test_torch_ddp_beside_a_replicated_part(ranks2: Ranks) -> None:
+    for same in ranks2.run(beside_torch_ddp):
+        assert all(same.values())
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed: pip install accelerate")
+@pytest.mark.parametrize("script", ["test_sync", "test_script"])
+def test_accelerate(script: str, tmp_path: Path) -> None:
+    """accelerate's own tests, with the wrapper under torch's name."""
+    environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    tests = Path(__file__).parents[1]
+    environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), *filter(None, [environ.get("PYTHONPATH")])])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(tests / "accelerate_script.py"), script],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("through") == 2

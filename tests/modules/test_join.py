@@ -270,6 +270,36 @@ def test_errors_reach_a_rank_without_inputs(ranks2: Ranks) -> None:
         assert "The loss was not finite on rank(s) 1" in message
 
 
+def run_other_modules() -> list[str]:
+    """Rank 1 reaches one module more. Several times: modules are known by numbers, which are others each time."""
+    said = []
+    for _ in range(4):
+        first, second = (dp_compile.replicate(nn.Linear(6, 6), config=CONFIG) for _ in range(2))
+        try:
+            with dp_compile.join(first, second), dp_compile.compiled_backward():
+                for x in batches(1):
+                    out = first(x.float()) + (second(x.float()) if dist.get_rank() else 0)
+                    out.sum().backward()
+        except dp_compile.DesyncError as error:
+            said.append(str(error))
+    return said
+
+
+def test_modules_that_differ_between_ranks_are_always_found(ranks2: Ranks) -> None:
+    for messages in ranks2.run(run_other_modules):
+        assert len(messages) == 4
+        assert all("the backwards of two ranks reach different modules" in message for message in messages)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_backward_out_of_turn() -> None:
+    """Only that of the first module meets ranks without inputs: they would wait for another collective."""
+    first, second = (dp_compile.replicate(nn.Linear(2, 2), config=CONFIG) for _ in range(2))
+    out_of_turn = pytest.raises(dp_compile.DesyncError, match="reaches weight, out of turn")
+    with dp_compile.join(first, second), out_of_turn, dp_compile.compiled_backward():
+        second(torch.ones(1, 2)).sum().backward()
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_refuses_torch_reducer() -> None:
     model = dp_compile.replicate(nn.Linear(2, 2), ddp_python_hook=False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import time
+import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -165,6 +167,69 @@ class TestLocal:
         with pytest.raises(dp_compile.ModuleError, match=r"takes an nn\.Module, got function"):
             dp_compile.replicate(lambda x: x)  # type: ignore[type-var]
 
+    def test_gradients_of_another_dtype(self) -> None:
+        model = Net().bfloat16()
+        model.head.bias.grad_dtype = torch.float32
+        with pytest.raises(
+            dp_compile.ModuleError, match=r"head\.bias is torch\.bfloat16 and its grad_dtype is torch\.float32"
+        ):
+            dp_compile.replicate(model)
+        model.head.bias.grad_dtype = None
+        with pytest.raises(dp_compile.ModuleError, match=r"head\.bias .* grad_dtype is None"):
+            dp_compile.replicate(model)
+
+    def test_what_the_module_itself_names_is_left_alone(self) -> None:
+        """As torch's DDP does for torchrec and TRL."""
+        model = Net()
+        model._ddp_params_and_buffers_to_ignore = ["body.0.weight", "steps"]
+        for replica in (
+            replica_of(dp_compile.replicate(model)),
+            replica_of(dp_compile.DistributedDataParallel(dp_compile.unreplicate(model))),
+        ):
+            assert replica.names == ("body.0.bias", "head.weight", "head.bias")
+            assert replica.buffers == ()
+
+    def test_options_that_torch_s_replicate_takes(self) -> None:
+        dp_compile.replicate(Net(), gradient_as_bucket_view=True, static_graph=True)
+        dp_compile.replicate(Net(), gradient_as_bucket_view=False)
+        with pytest.raises(dp_compile.ConfigError, match="static_graph must be True or False, got 1"):
+            dp_compile.replicate(Net(), static_graph=1)  # type: ignore[arg-type]
+        with pytest.raises(dp_compile.ConfigError, match=r"one device, as device_id, got device_ids=\[0\]"):
+            dp_compile.replicate(Net(), device_ids=[0])
+
+    def test_passes_that_ranks_could_not_compare(self) -> None:
+        class Mine:
+            name, realises_plan = "mine", False
+
+            def __call__(self, graph: Any, plans: Any) -> Any: ...
+
+        with pytest.raises(dp_compile.ConfigError, match=r"pass mine has the repr .* Make it a frozen dataclass"):
+            dp_compile.replicate(Net(), passes=[Mine()])
+
+    def test_unreplicate_of_the_wrapper(self) -> None:
+        inner = Net()
+        wrapped = dp_compile.DistributedDataParallel(inner)
+        gone = weakref.ref(replica_of(wrapped))
+        assert dp_compile.unreplicate(wrapped) is wrapped
+        gc.collect()
+        assert gone() is None
+        assert not inner._forward_pre_hooks
+        for module in (inner, wrapped):
+            with pytest.raises(dp_compile.ModuleError, match="is not replicated"):
+                module.no_sync().__enter__() if module is wrapped else dp_compile.no_sync(module).__enter__()
+        assert wrapped(torch.ones(1, 4)).shape == (1, 2)
+        dp_compile.replicate(inner)
+
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    def test_scripting(self) -> None:
+        model = dp_compile.replicate(Net())
+        scripted = torch.jit.script(model)
+        x = torch.ones(1, 4)
+        torch.testing.assert_close(scripted(x), model(x))
+        assert scripted.head.weight.data_ptr() == model.head.weight.data_ptr()
+        assert type(model).__name__ == "DDPNet"
+        assert len(model._forward_pre_hooks) == 1
+
     def test_device_id_of_a_cpu_moves_nothing(self) -> None:
         model = dp_compile.replicate(Net(), device_id=torch.device("cpu"))
         assert model(torch.ones(1, 4)).shape == (1, 2)
@@ -312,6 +377,106 @@ def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
     (first, _), (second, _), *_ = ranks.run(disagree, "error")
     assert "rank 1 cannot go on: Net has no parameter that requires a gradient" in first
     assert second.startswith("ModuleError")
+
+
+def fail_with_a_bug(how: str) -> list[str]:
+    """Rank 1 raises something that is no error of this package; then all go on."""
+    said = []
+
+    def policy(name: str, module: nn.Module) -> bool:
+        raise ZeroDivisionError("a bug")
+
+    second = dist.get_rank() == 1
+    for options in ({"bucket_policy": policy} if second else {"bucket_policy": {nn.Linear}}, {}):
+        try:
+            dp_compile.replicate(Net(), **options)  # type: ignore[arg-type]
+        except (dp_compile.DesyncError, ZeroDivisionError) as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_bug_on_one_rank_reaches_the_others_and_they_stay_in_step(ranks: Ranks) -> None:
+    (first, second, *_) = ranks.run(fail_with_a_bug, "policy")
+    assert first == ["replicate(): rank 1 cannot go on: ZeroDivisionError: a bug"]
+    assert second == ["a bug"]
+
+
+def one_rank_only(call: str) -> str:
+    config = dp_compile.ReplicateConfig(timeout_s=2.0)
+    try:
+        if dist.get_rank() == 0:
+            dp_compile.replicate(Net(), config=config) if call == "replicate" else dp_compile.calibrate(timeout_s=2.0)
+    except dp_compile.DesyncError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("call", ["replicate", "calibrate"])
+def test_a_call_that_another_rank_does_not_make(ranks: Ranks, call: str) -> None:
+    missing = (
+        "rank 1 has" if ranks.world_size == 2 else "ranks " + ", ".join(map(str, range(1, ranks.world_size))) + " have"
+    )
+    assert ranks.run(one_rank_only, call)[0] == f"{call}(): {missing} not called {call}() after 2 s"
+    ranks.stop()  # their counts of calls differ now
+
+
+def step_without_a_group(compiled: bool) -> list[str]:
+    """Backwards after the end of a group, and after the start of another one of the same name."""
+    said = []
+    config = dp_compile.ReplicateConfig(backend="aot_eager")
+    group = dist.new_group(list(range(dist.get_world_size())), group_desc="short-lived")
+    model = dp_compile.replicate(Net(), process_group=group, config=config)
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    call(torch.ones(1, 4)).sum().backward()
+    dist.destroy_process_group(group)
+    with torch.no_grad():
+        call(torch.ones(1, 4))
+    try:
+        call(torch.ones(1, 4)).sum().backward()
+    except dp_compile.CommunicationError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_step_after_the_end_of_the_group(ranks: Ranks, compiled: bool) -> None:
+    for said in ranks.run(step_without_a_group, compiled):
+        assert len(said) == 1
+        assert "the gradients of body.0.weight and others are reduced was destroyed" in said[0]
+
+
+def tie_later() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    model[1].weight = model[0].weight
+    try:
+        torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_parameter_that_is_no_longer_in_the_module(ranks: Ranks) -> None:
+    for text in ranks.run(tie_later):
+        assert "No longer in the module, where others took their places after replicate(): 1.weight." in text
+
+
+def rank_1_s_own_parameter() -> torch.Tensor:
+    """A parameter that the module names as its own affair, and that each rank trains for itself."""
+    model = Net()
+    model._ddp_params_and_buffers_to_ignore = ["head.bias"]
+    model.head.bias.data.fill_(dist.get_rank())
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    x = torch.full((1, 4), 1.0 + dist.get_rank())
+    (torch.compile(model, backend="aot_eager")(x) * (1 + dist.get_rank())).sum().backward()
+    assert model.head.weight.grad is not None
+    assert model.head.bias.grad is not None
+    return torch.stack([model.head.bias.detach(), model.head.bias.grad])
+
+
+def test_what_the_module_names_stays_each_rank_s_own(ranks2: Ranks) -> None:
+    for rank, values in enumerate(ranks2.run(rank_1_s_own_parameter)):
+        assert values.tolist() == [[rank, rank], [1 + rank, 1 + rank]]
 
 
 def buffers_follow() -> list[int]:

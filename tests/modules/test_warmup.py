@@ -14,6 +14,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile._torch import compiler
+from dp_compile.engine import monitor
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
@@ -207,4 +208,17 @@ def run_differently(missing: bool) -> str:
 def test_ranks_have_to_warm_up_alike(ranks: Ranks) -> None:
     for message in ranks.run(run_differently, False):
         assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in message
-    assert "no word from rank(s) 1" in ranks.run(run_differently, True)[0]
+    assert ranks.run(run_differently, True)[0] == "warmup(): rank 1 has not called warmup() after 3 s"
+
+
+def run_counted() -> int:
+    """What the monitor would tell other ranks of this one, after a warm-up and a local backward."""
+    model, loss = build()
+    dp_compile.warmup(model, [tokens(4, 9)], loss)
+    with dp_compile.no_sync(model):
+        loss(tokens(4, 9)).backward()
+    return monitor._records[replica_of(model).topic].standing(None).local
+
+
+def test_the_monitor_goes_on_counting(ranks: Ranks) -> None:
+    assert ranks.run(run_counted) == [1] * ranks.world_size
