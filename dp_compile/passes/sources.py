@@ -31,7 +31,7 @@ _of_class: weakref.WeakKeyDictionary[type, int] = weakref.WeakKeyDictionary()
 
 
 def code_key(graph_pass: object) -> str:
-    """A key of what a pass would do if it ran now. A class that was defined again is another one, though it be equal."""
+    """A key of what a pass would do if it ran now. A class that was defined again has another, though it be equal."""
     kind = type(graph_pass)
     # Not id(): that of a class that is gone goes to the next one.
     number = _of_class.setdefault(kind, next(_numbers))
@@ -80,37 +80,38 @@ class _Code:
             yield from self._of_new(value)
 
     def _of_new(self, value: Any) -> Iterator[str]:
-        if isinstance(value, (tuple, list)):
-            yield from itertools.chain.from_iterable(map(self.of, value))
-        elif isinstance(value, (set, frozenset)):
-            yield from sorted(itertools.chain.from_iterable(map(self.of, value)))
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                yield from (*self.of(key), *self.of(item))
+        if isinstance(value, (tuple, list, set, frozenset, dict)):
+            yield from self._of_collection(value)
         elif isinstance(value, types.ModuleType):
             yield value.__name__
         elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
             yield from self.of(value.__func__)
         elif isinstance(value, property):
-            yield from itertools.chain.from_iterable(map(self.of, (value.fget, value.fset)))
+            yield from (*self.of(value.fget), *self.of(value.fset))
         elif not self._is_ours(value):
             yield str(getattr(value, "__qualname__", type(value).__qualname__))
         elif isinstance(value, types.FunctionType):
             yield from self._of_function(value)
         elif isinstance(value, type):
-            yield value.__qualname__
-            for base in value.__mro__[:-1]:
-                if self._is_ours(base):
-                    for name, item in sorted(vars(base).items()):
-                        if name not in ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"):
-                            yield name
-                            yield from self.of(item)
+            yield from self._of_class(value)
         else:
+            slots = getattr(type(value), "__slots__", ())
             yield from self.of(type(value))
-            names = getattr(value, "__dict__", None) or getattr(type(value), "__slots__", ())
-            for name in sorted(names):
-                yield name
-                yield from self.of(getattr(value, name, None))
+            yield from self.of(getattr(value, "__dict__", {name: getattr(value, name, None) for name in slots}))
+
+    def _of_collection(self, value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            value = [item for pair in value.items() for item in pair]
+        parts = [part for item in value for part in self.of(item)]
+        yield from sorted(parts) if isinstance(value, (set, frozenset)) else parts
+
+    def _of_class(self, kind: type) -> Iterator[str]:
+        for base in filter(self._is_ours, kind.__mro__):
+            yield base.__qualname__
+            for name, item in sorted(vars(base).items()):
+                if name not in ("__dict__", "__weakref__", "__doc__", "__module__", "__firstlineno__"):
+                    yield name
+                    yield from self.of(item)
 
     def _of_function(self, function: types.FunctionType) -> Iterator[str]:
         # What a decorator made, as that of dataclasses does, has no text, and follows from what it decorates.
