@@ -18,6 +18,7 @@ from dp_compile.fx.printer import op_counts
 from dp_compile.fx.verify import facts_of, verify
 from dp_compile.passes.analysis import accounted
 from dp_compile.passes.result import GraphPass, PassRecord
+from dp_compile.passes.same_reductions import Sources, check_same, reductions_of
 from dp_compile.passes.sources import source_key
 from dp_compile.plan.buckets import BucketPlan
 
@@ -51,7 +52,13 @@ class Pipeline(inductor.CustomGraphPass):
         # Accumulation leaves dead allocations behind that would count as users of a gradient.
         graph.eliminate_dead_code()
         hold(graph, self.held)
-        facts, reductions = facts_of(graph), accounted(graph)
+        facts, reductions, sources = facts_of(graph), accounted(graph), Sources()
+        followed = reductions_of(graph, sources)
+        names = {
+            (replica, gradient.index): gradient.name
+            for replica, plan in enumerate(self.plans)
+            for gradient in plan.gradients
+        }
         records = []
         self._show("analysed", graph)
         for graph_pass in self.passes:
@@ -62,6 +69,8 @@ class Pipeline(inductor.CustomGraphPass):
             if accounted(graph) != reductions:
                 changed = (accounted(graph) - reductions) + (reductions - accounted(graph))
                 raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {next(iter(changed))}")
+            now = reductions_of(graph, sources)
+            check_same(followed, now, sources, made_by=graph_pass.name, names=names)
             duration_ms = (time.perf_counter() - start) * 1e3
             records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms))
         self.on_record(tuple(records))
