@@ -7,6 +7,7 @@ equal runs, whatever views they came through, as far as those divide evenly; a f
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +95,7 @@ def sliced(elements: Elements, shape: Sequence[int], dimension: int, first: int,
     stride = loops[dimension][0][1]
     loops[dimension] = [(last - first, stride)]
     run = elements[0]
-    return (replace(run, loops=_merged(sum(loops, [])), offset=run.offset + first * stride),)
+    return (replace(run, loops=_merged(itertools.chain.from_iterable(loops)), offset=run.offset + first * stride),)
 
 
 def strided(elements: Elements, shape: Sequence[int], stride: Sequence[int], offset: int) -> Elements | None:

@@ -16,7 +16,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.memory import hold
 from dp_compile.fx.printer import op_counts
 from dp_compile.fx.verify import facts_of, verify
-from dp_compile.passes.analysis import accounted
+from dp_compile.passes.analysis import accounted, is_reduction
 from dp_compile.passes.result import GraphPass, PassRecord
 from dp_compile.passes.same_reductions import Sources, check_same, reductions_of
 from dp_compile.passes.sources import source_key
@@ -72,7 +72,8 @@ class Pipeline(inductor.CustomGraphPass):
             now = reductions_of(graph, sources)
             check_same(followed, now, sources, made_by=graph_pass.name, names=names)
             duration_ms = (time.perf_counter() - start) * 1e3
-            records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms))
+            ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)
+            records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms, ours))
         self.on_record(tuple(records))
 
     def _show(self, stage: str, graph: fx.Graph) -> None:

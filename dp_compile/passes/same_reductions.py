@@ -54,7 +54,7 @@ class _Cast(NamedTuple):
 
 
 class _Pairs(NamedTuple):
-    """A source: real and imaginary parts of a complex one, side by side; or, if not `real`, complex numbers of those."""
+    """A source: real and imaginary parts of a complex one, side by side; if not `real`, complex numbers of those."""
 
     source: int
     real: bool
@@ -317,7 +317,8 @@ class _Walk:
 
     def strided(self, node: fx.Node) -> Elements | None:
         source, given = _node(node.args[0]), self.elements_of(node.args[0])
-        value, sizes = source.meta.get("val"), (*node.args[1:4], None)
+        value: Any = source.meta.get("val")
+        sizes = (*node.args[1:4], None)
         if given is None or _static(value) is None or not value.is_contiguous():
             return None
         shape, stride = _ints(sizes[0]), _ints(sizes[1])
@@ -477,7 +478,7 @@ class _Walk:
                 return None
             factor = alpha or beta
             ratio = float(f"{beta / alpha:.9g}") if alpha else "nothing but what is added"
-            key = ("sum and product", self.of(added), self.of(left), self.of(right), ratio)
+            key: Any = ("sum and product", self.of(added), self.of(left), self.of(right), ratio)
             return tuple(run.times(factor) for run in self._source(node, key))
         if node.target in (aten.bmm.default, aten.baddbmm.default):
             key = ("batch of products", self.of(left), self.of(right))
@@ -534,13 +535,11 @@ def _is_elements(found: Any) -> bool:
 
 def _rows(node: fx.Node, shape: Sequence[Any] | None, first: int = 1) -> tuple[int, int, int] | None:
     """Dimension, first and last index of a slice whose numbers are known and that leaves none out; in bounds."""
-    dimension, start, end, step = (*node.args[first : first + 4], *(0, None, None, 1)[len(node.args) - first :])
+    given: list[Any] = [*node.args[first : first + 4]]
+    dimension, start, end, step = given + [0, None, None, 1][len(given) :]
     start, end = 0 if start is None else start, 2**63 - 1 if end is None else end
     if node.kwargs or not all(isinstance(each, int) for each in (dimension, start, end, step)) or step != 1:
         return None
-    assert isinstance(dimension, int)
-    assert isinstance(start, int)
-    assert isinstance(end, int)
     if shape is None:
         return dimension, start, end
     dimension %= len(shape)

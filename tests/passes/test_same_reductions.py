@@ -255,7 +255,7 @@ def test_a_write_between_makes_another_value() -> None:
         bucket = first(graph, FLAT_BUCKET)
         edit.insert_call(graph, bucket, aten.zero_.default, (bucket.all_input_nodes[0],), edit.Provenance("u", "0.0"))
 
-    with pytest.raises(InvalidGraphError, match="the gradient of p0: .* became not reduced"):
+    with pytest.raises(InvalidGraphError, match=r"the gradient of p0: .* became not reduced"):
         run(overwrite)
 
 
@@ -276,7 +276,7 @@ def test_complex_gradients_are_followed() -> None:
         view = node.all_input_nodes[0]
         view.args = (view.args[0], [3, 2], [2, 0], 0)
 
-    with pytest.raises(InvalidGraphError, match="changed where reduced gradients go: .*p0"):
+    with pytest.raises(InvalidGraphError, match=r"changed where reduced gradients go: .*p0"):
         run_passes(
             trace(complex_backward, *inputs), plan_for(grads), passes=(*DEFAULT_PASSES, Changed(real_part_twice))
         )
