@@ -103,7 +103,8 @@ _GAP: Final = "what lies between the members of a bucket"
 
 def reductions_of(graph: fx.Graph, sources: Sources) -> Reductions:
     """Follow every reduction of a graph."""
-    walk = _Walk(sources)
+    writes = {node: written for node in graph.nodes if (written := written_by(node))}
+    walk = _Walk(sources, writes)
     for node in graph.nodes:
         walk.visit(node)
     return Reductions(walk.numel, tuple(walk.uses(graph.output_node())), walk.gradients, frozenset(walk.unknown))
@@ -179,8 +180,8 @@ def _gradients_in(value: Any, facts: Reductions, sources: Sources) -> Iterator[t
 class _Walk:
     """Elements of every node of a graph, in the order in which it runs."""
 
-    def __init__(self, sources: Sources) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sources, writes: Mapping[fx.Node, tuple[fx.Node, ...]]) -> None:
+        self.sources, self._written_by = sources, writes
         self.numel: Counter[int] = Counter()
         self.gradients: dict[int, tuple[int, int]] = {}
         self.unknown: set[str] = set()
@@ -202,9 +203,10 @@ class _Walk:
         if isinstance(found, tuple) and isinstance(value, torch.Tensor) and not self._fits(found, value):
             found = None
         self._of[node] = self._itself(node) if found is None else found
-        for storage in storages_of(node) if node.op != "output" else ():
+        # Who shares memory matters only where some is written.
+        for storage in storages_of(node) if self._written_by and node.op != "output" else ():
             self._aliases.setdefault(storage, []).append(node)
-        if written := written_by(node):
+        if written := self._written_by.get(node):
             self._write(node, written)
 
     def uses(self, output: fx.Node) -> Iterator[Any]:
@@ -288,7 +290,8 @@ class _Walk:
         return self.elements_of(node.args[0])
 
     def item(self, node: fx.Node) -> Any:
-        several, position = self._of.get(_node(node.args[0])), node.args[1]
+        several: Any = self._of.get(_node(node.args[0]))
+        position = node.args[1]
         known = isinstance(several, tuple) and isinstance(position, int) and position < len(several)
         return several[position] if known and _is_elements(several[position]) else None
 
