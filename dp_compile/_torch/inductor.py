@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from dp_compile._torch.missing import named
 
 with named():
     from torch._dynamo.backends.common import aot_autograd as _aot_autograd
+    from torch._functorch import config as _functorch_config
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as _config
     from torch._inductor import ir as _ir
@@ -88,14 +89,24 @@ def lower_multiplication(value: Any, factor: float) -> Any:
     return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
 
 
+def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
+    """Zeros among Inductor's tensors, written by whoever reads them."""
+    return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)
+
+
 def empty_cache() -> contextlib.AbstractContextManager[None]:
     """Inside, Inductor's caches start out empty and go away at the end."""
     return cast(Callable[[], contextlib.AbstractContextManager[None]], _fresh_cache)()
 
 
-def generated_anew() -> contextlib.AbstractContextManager[None]:
-    """Inside, Inductor generates all code, though it may find it compiled already."""
-    return cast(contextlib.AbstractContextManager[None], _config.patch(fx_graph_cache=False))
+@contextlib.contextmanager
+def generated_anew() -> Iterator[None]:
+    """Inside, all code is generated, though it may be found compiled already; the settings are what they were after.
+
+    AOTAutograd's cache lies in front of Inductor's, and knows whole graphs.
+    """
+    with _config.patch(fx_graph_cache=False), _functorch_config.patch(enable_autograd_cache=False):
+        yield
 
 
 def code_of(function: Callable[[], Any]) -> list[str]:

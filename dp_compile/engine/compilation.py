@@ -48,6 +48,7 @@ class CompileLog:
 
     graphs: int = 0
     reductions: int = 0
+    collectives: int = 0
     passes_ran: bool = False
     passes: tuple[PassRecord, ...] = ()
     placements: tuple[Placement, ...] = ()
@@ -239,7 +240,7 @@ class CompiledBackward:
             self._look_at_ready_times(graph_module.graph)
         if not dumps_wanted(self._dump_dir):
             return self._timed(self._compile_with_passes(graph_module, example_inputs))
-        with self._dump(example_inputs) as dump:
+        with self._dump(example_inputs) as dump, inductor.generated_anew():
             for replica in self._settling:
                 replica.dumped_to = dump.directory
             dump.stage(CAPTURED, graph_module.graph)
@@ -311,6 +312,10 @@ class CompiledBackward:
     def _note_passes(self, records: tuple[PassRecord, ...]) -> None:
         self._log.passes_ran = True
         self._log.passes += records
+        self._log.collectives += records[-1].collectives if records else self._log.reductions
+
+    def _planned_collectives(self) -> int:
+        return sum(len(self._plans[ordinal].buckets) for ordinal in self._synced)
 
     def _note_written(self, written: Written) -> None:
         replica, number = map(int, written.unit.split("."))
@@ -326,7 +331,8 @@ class CompiledBackward:
                 hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
                 reductions=sum(self._expected_reductions().values()) if self._is_broken else log.reductions,
                 completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
-                collectives=sum(len(self._plans[ordinal].buckets) for ordinal in self._synced),
+                # Code from a cache has no graph to count in; the same passes made it from the same plans.
+                collectives=log.collectives if log.passes_ran else self._planned_collectives(),
                 graphs=log.graphs,
                 deferred=self._deferred or self._is_broken,
                 cached=not log.passes_ran,

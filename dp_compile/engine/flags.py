@@ -119,8 +119,8 @@ def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Sequence[i
     if gone:
         return (
             f"parameters {'; '.join(parts)}. No longer in the module, where others took their places after "
-            f"replicate(): {replica.name_list(gone)}. Tie or replace parameters before replicate(), or call unreplicate() and "
-            "replicate() again."
+            f"replicate(): {replica.name_list(gone)}. Tie or replace parameters before replicate(), or call "
+            "unreplicate() and replicate() again."
         )
     return (
         f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "

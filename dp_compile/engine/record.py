@@ -27,7 +27,8 @@ class CaptureRecord:
     """One captured backward that was compiled.
 
     `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
-    without a gradient. `collectives` come out. `deferred`: all reductions stand at the end of the backward, because
+    without a gradient. `collectives` come out, counted in the graph after the last
+    pass, planned if `cached`. `deferred`: all reductions stand at the end of the backward, because
     it broke into several graphs or no pass makes buckets. `cached`: the code came from a compiler's cache, so the
     passes did not run. Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements`
     are of the gradients that code was generated for.
@@ -53,9 +54,10 @@ class CaptureRecord:
     def __str__(self) -> str:
         if not self.synced:
             return f"without synchronisation, {count(self.graphs, 'graph')}"
+        out = "planned" if self.cached else "out"
         head = (
             f"{count(self.hooks, 'hook')} fired, {count(self.reductions, 'reduction')} in, "
-            f"{count(self.collectives, 'collective')} out, {count(self.graphs, 'graph')}"
+            f"{count(self.collectives, 'collective')} {out}, {count(self.graphs, 'graph')}"
         )
         notes = [f"{self.completed} completed with zeros"] if self.completed else []
         notes += ["all reductions at the end of the backward"] if self.deferred else []

@@ -24,6 +24,7 @@ from dp_compile.insight.launch_clock import Recording
 from dp_compile.insight.step import MeasuredStep
 from dp_compile.passes.reduction import Averaging, ReductionTag
 from dp_compile.passes.result import GraphPass
+from dp_compile.passes.sources import code_key
 from dp_compile.plan.backends import PLAYED
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec
 from dp_compile.plan.certificate import Certificate
@@ -225,7 +226,8 @@ class Replica:
         )
 
     def _code_key(self) -> str:
-        return repr((self.group.name, self.plan, self.passes, self.config))
+        code = tuple(map(code_key, self.passes))
+        return repr((self.group.name, self.plan, self.passes, code, self.config))
 
     @property
     def mode(self) -> str:

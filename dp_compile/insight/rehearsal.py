@@ -258,9 +258,20 @@ def scalar_loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
     except Exception as error:
         raise ModuleError(f"the forward of the model failed: {type(error).__name__}: {error}") from error
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
-        shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ModuleError(f"loss_fn must return a scalar that a backward can start from, got {shape}.")
+        raise ModuleError(f"loss_fn must return a scalar that a backward can start from, got {_what_it_is(loss)}")
     return loss
+
+
+def _what_it_is(loss: object) -> str:
+    """What is wrong with a loss, and what to do."""
+    if not isinstance(loss, torch.Tensor):
+        return f"{type(loss).__name__}."
+    if loss.dim() != 0:
+        return f"a tensor of shape {list(loss.shape)}. Take its mean() or sum()."
+    return (
+        "a scalar that does not require a gradient: nothing that it was computed from does, or the forward ran under "
+        "torch.no_grad(), detached it, or made a tensor of a number. Does any parameter take part?"
+    )
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.is_multi_device_module = False
         self.dim, self.gradient_as_bucket_view = dim, gradient_as_bucket_view
         self.static_graph = config.static_graph
-        self.find_unused_parameters = config.unused != "error"
+        self.find_unused_parameters = config.unused != "error" and not config.static_graph
         self.broadcast_buffers = self.forward_sync_buffers = config.broadcast_buffers
         self.parameters_to_ignore = set(getattr(unwrap(module), "_ddp_params_and_buffers_to_ignore", ()))
 

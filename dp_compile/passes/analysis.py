@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError
-from dp_compile.fx.collectives import is_all_reduce
+from dp_compile.fx.collectives import is_all_reduce, is_collective
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, ReductionTag, match
 from dp_compile.passes.result import Refusal
@@ -30,6 +30,11 @@ def analyse(graph: fx.Graph) -> Analysis:
         tuple(item for item in found if isinstance(item, GradReduction)),
         tuple(item for item in found if isinstance(item, Refusal)),
     )
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node runs a collective: one of its own for a gradient, or one for a bucket."""
+    return is_collective(node) or (node.op == "call_function" and node.target is REDUCE_GRAD)
 
 
 def accounted(graph: fx.Graph) -> Counter[ReductionTag]:

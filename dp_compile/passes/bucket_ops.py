@@ -1,7 +1,8 @@
 """The ops that make buckets: what they are in a graph, and what they do where nothing is compiled.
 
     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
-                                                              offsets, each in its memory order
+                                                              offsets, each in its memory order; between them
+                                                              zeros if `zero_gaps`, else whatever was there
     assemble([a, b])                                      ->  one flat tensor, a and then b
 
 `lowering.py` says what compiled code makes of them.
@@ -16,7 +17,10 @@ from dataclasses import dataclass
 import torch
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define("flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel) -> Tensor")
+_library.define(
+    "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False)"
+    " -> Tensor"
+)
 
 _library.define("assemble(Tensor[] pieces) -> Tensor")
 
@@ -42,12 +46,24 @@ def places_of(shapes: Sequence[Sequence[int]], strides: Sequence[int], offsets: 
     return places
 
 
+def gaps_of(places: Sequence[MemberPlace], numel: int) -> list[tuple[int, int]]:
+    """What lies between members: first element and how many."""
+    gaps: list[tuple[int, int]] = []
+    at = 0
+    for place in sorted(places, key=lambda each: each.offset):
+        if place.offset > at:
+            gaps.append((at, place.offset - at))
+        at = max(at, place.offset + place.numel)
+    return gaps + ([(at, numel - at)] if numel > at else [])
+
+
 def _fill(
     gradients: Sequence[torch.Tensor],
     scales: Sequence[float],
     strides: Sequence[int],
     offsets: Sequence[int],
     numel: int,
+    zero_gaps: bool = False,
 ) -> torch.Tensor:
     bucket = gradients[0].new_zeros(numel)
     places = places_of([gradient.shape for gradient in gradients], strides, offsets)
@@ -66,6 +82,7 @@ def _shape_of_bucket(
     strides: Sequence[int],
     offsets: Sequence[int],
     numel: int,
+    zero_gaps: bool = False,
 ) -> torch.Tensor:
     return gradients[0].new_empty(numel)
 

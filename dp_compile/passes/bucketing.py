@@ -21,8 +21,9 @@ the `alpha` of a matrix product, the values that are scattered; else `flat_bucke
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -43,8 +44,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class BucketReductions:
-    """One all-reduce for each bucket of each plan, issued in the plan's order."""
+    """One all-reduce for each bucket of each plan, issued in the plan's order.
 
+    Args:
+        zero_gaps: write zeros between members that do not follow each other closely. By default only where NCCL looks
+            for NaN in all that it sends, with `TORCH_NCCL_NAN_CHECK` set: what is uninitialised may look like one.
+    """
+
+    zero_gaps: bool = field(default_factory=lambda: nan_check_is_on())
     name: ClassVar[str] = "bucket-reductions"
     realises_plan: ClassVar[bool] = True
 
@@ -58,7 +65,7 @@ class BucketReductions:
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
-                site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale)
+                site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps)
                 launch, parts = _reduce_bucket(site, bucket, members)
                 launches.append(launch)
                 for part, reduced in parts:
@@ -73,6 +80,11 @@ class BucketReductions:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.sort_stably(graph, chain=launches)
         return PassResult(changed=bool(launches), refusals=analysis.refusals)
+
+
+def nan_check_is_on(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether torch's NCCL looks for NaN in what it is given."""
+    return environ.get("TORCH_NCCL_NAN_CHECK", "").strip().lower() in ("1", "y", "yes", "t", "true")
 
 
 def _by_replica(
@@ -151,6 +163,7 @@ class _Site:
     before: fx.Node
     unit: str
     folds: bool
+    zero_gaps: bool
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         provenance = edit.Provenance(BucketReductions.name, self.unit, members)
@@ -174,7 +187,10 @@ class _Site:
             strides.extend(stride)
         offsets = [part.place.offset for part in parts]
         numbers = tuple(str(part.number) for part in parts)
-        return self.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, members=numbers)
+        # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
+        gaps = self.zero_gaps and numel > sum(part.member.numel for part in parts)
+        zeroed = (True,) if gaps else ()
+        return self.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *zeroed, members=numbers)
 
     def all_reduce(
         self, tensors: Sequence[fx.Node], key: BucketKey, parts: Sequence[_Part]

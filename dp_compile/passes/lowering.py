@@ -13,7 +13,8 @@ gradient has the whole bucket for itself, its own memory becomes the bucket.
 puts the reduced pieces of a gradient together. Compiled, buckets that hold one piece each are allocated side by side in
 that tensor: the collectives run there, and nothing is copied.
 
-What lies in the gaps between members is not defined: the collective adds it up, but nobody looks at it.
+What lies in the gaps between members is not defined unless the op says zeros: the collective adds it up, but nobody
+looks at it, except for NCCL's own check for NaN.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, places_of
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, gaps_of, places_of
 
 ir = inductor.ir
 
@@ -62,7 +63,12 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def _lower(
-    gradients: Sequence[Any], scales: Sequence[float], strides: Sequence[int], offsets: Sequence[int], numel: int
+    gradients: Sequence[Any],
+    scales: Sequence[float],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    numel: int,
+    zero_gaps: bool = False,
 ) -> Any:
     places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
     node = inductor.graph_being_lowered().current_node
@@ -85,6 +91,10 @@ def _lower(
             else:
                 bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale), part))
                 _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1))
+    for offset, gap in gaps_of(places, numel) if zero_gaps else ():
+        layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
+        zeros = inductor.lower_zeros([gap], device, dtype)
+        bucket.inputs.append(ir.ConcatKernel.realize_into(zeros, ir.ReinterpretView(data=storage, layout=layout)))
     bucket.name = inductor.graph_being_lowered().register_buffer(bucket)
     bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
     inductor.graph_being_lowered().register_operation(bucket)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +16,10 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.memory import hold
 from dp_compile.fx.printer import op_counts
 from dp_compile.fx.verify import facts_of, verify
-from dp_compile.passes.analysis import accounted
+from dp_compile.passes.analysis import accounted, is_reduction
 from dp_compile.passes.result import GraphPass, PassRecord
+from dp_compile.passes.same_reductions import Sources, check_same, reductions_of
+from dp_compile.passes.sources import source_key
 from dp_compile.plan.buckets import BucketPlan
 
 _SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
@@ -45,12 +46,19 @@ class Pipeline(inductor.CustomGraphPass):
     ) -> None:
         self.passes, self.plans, self.on_record, self.held = tuple(passes), tuple(plans), on_record, tuple(held)
         self.on_stage = on_stage
+        self._source_keys: tuple[str | None, ...] | None = None
 
     def __call__(self, graph: fx.Graph) -> None:
         # Accumulation leaves dead allocations behind that would count as users of a gradient.
         graph.eliminate_dead_code()
         hold(graph, self.held)
-        facts, reductions = facts_of(graph), accounted(graph)
+        facts, reductions, sources = facts_of(graph), accounted(graph), Sources()
+        followed = reductions_of(graph, sources)
+        names = {
+            (replica, gradient.index): gradient.name
+            for replica, plan in enumerate(self.plans)
+            for gradient in plan.gradients
+        }
         records = []
         self._show("analysed", graph)
         for graph_pass in self.passes:
@@ -61,8 +69,11 @@ class Pipeline(inductor.CustomGraphPass):
             if accounted(graph) != reductions:
                 changed = (accounted(graph) - reductions) + (reductions - accounted(graph))
                 raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {next(iter(changed))}")
+            now = reductions_of(graph, sources)
+            check_same(followed, now, sources, made_by=graph_pass.name, names=names)
             duration_ms = (time.perf_counter() - start) * 1e3
-            records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms))
+            ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)
+            records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms, ours))
         self.on_record(tuple(records))
 
     def _show(self, stage: str, graph: fx.Graph) -> None:
@@ -70,11 +81,19 @@ class Pipeline(inductor.CustomGraphPass):
             self.on_stage(stage, graph)
 
     def uuid(self) -> Any:
-        """Changes with our sources and those of the passes, with all that the passes are given, and with torch."""
-        text = repr((inductor.source_hash(self._sources()), torch.__version__, self.passes, self.plans, self.held))
+        """Changes with our sources and those of the passes, with all that the passes are given, and with torch.
+
+        `None`, which Inductor takes for "never from a cache", if the source of a pass cannot be known.
+        """
+        if self._source_keys is None:
+            self._source_keys = tuple(source_key(graph_pass) for graph_pass in self.passes if not _is_ours(graph_pass))
+        if None in self._source_keys:
+            return None
+        ours = inductor.source_hash(_SOURCES)
+        text = repr((ours, self._source_keys, torch.__version__, self.passes, self.plans, self.held))
         return hashlib.sha256(text.encode()).hexdigest()
 
-    def _sources(self) -> tuple[str, ...]:
-        modules = (sys.modules.get(type(graph_pass).__module__) for graph_pass in self.passes)
-        files = {file for module in modules if isinstance(file := getattr(module, "__file__", None), str)}
-        return (*_SOURCES, *sorted(files.difference(_SOURCES)))
+
+def _is_ours(graph_pass: GraphPass) -> bool:
+    """Whether the file of a pass is among our sources anyway."""
+    return type(graph_pass).__module__.startswith(f"{__package__}.")

@@ -59,13 +59,17 @@ def count_changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[s
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """One run of one pass, as the pipeline saw it. `duration_ms` is wall time."""
+    """One run of one pass, as the pipeline saw it. `duration_ms` is wall time.
+
+    `collectives`: how many reductions the graph runs after it, counted in the graph; none that the model itself has.
+    """
 
     name: str
     result: PassResult
     before: Mapping[str, int]
     after: Mapping[str, int]
     duration_ms: float
+    collectives: int = 0
 
     def __str__(self) -> str:
         changes = count_changes(self.before, self.after)

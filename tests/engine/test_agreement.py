@@ -100,10 +100,26 @@ def test_an_error_on_one_rank_stops_all(broken: int) -> None:
 
 
 def test_topics_do_not_mix() -> None:
+    """Rank 1 says one thing under one topic and another under the other, rank 0 too, but the other way round."""
     store = dist.HashStore()
-    table = Table(store, 0, 1, 1.0)
-    agree(table, "first", {"a": 1})
-    agree(table, "second", {"a": 2})
+    said = {"first": ({"a": 1}, {"a": 2}), "second": ({"a": 3}, {"a": 3})}
+    heard: dict[tuple[str, int], str] = {}
+
+    def meet_at(rank: int) -> None:
+        for topic, statements in said.items():
+            try:
+                agree(Table(store, rank, 2, 20.0), topic, statements[rank])
+                heard[topic, rank] = "agreed"
+            except DesyncError as error:
+                heard[topic, rank] = str(error)
+
+    threads = [threading.Thread(target=meet_at, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {heard["second", rank] for rank in range(2)} == {"agreed"}
+    assert all("a is 2 there, 1 on rank 0" in heard["first", rank] for rank in range(2))
 
 
 @pytest.mark.parametrize(

@@ -332,23 +332,53 @@ def test_the_index_links_to_what_is_there(tmp_path: Path) -> None:
 # --- Inductor ---------------------------------------------------------------------------------------------------
 
 
-def test_what_inductor_went_on_with_and_its_code_also_from_the_cache(tmp_path: Path) -> None:
+def test_a_second_run_is_dumped_as_the_first(tmp_path: Path) -> None:
+    """The compiler finds all of it in its caches, and is told to make it again; afterwards it uses them as before."""
+    settings = torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache
     with inductor.empty_cache():
+        train(mlp(), None, backend="inductor")
         for number in range(2):
             torch._dynamo.reset()
             train(mlp(), tmp_path / str(number), backend="inductor")
-    capture, dump = only_capture(tmp_path / "0")
-    assert [stage.name for stage in dump.stages] == STAGES
-    assert dump.find("schedule-collectives").counts["all_reduce"] == 2
-    assert dump.find("to-inductor").counts["all_reduce_"] == 2  # Inductor's own last change
-    code = (capture / "5-code.full.txt").read_text()
-    assert "async_compile" in code
-    assert code.count("all_reduce_.default(") == 2
-    again, cached = only_capture(tmp_path / "1")
-    assert [stage.label for stage in cached.stages] == ["0-captured", "5-code"]
-    assert "came from a compiler's cache" in cached.notes[0]
-    assert "came from a compiler" in (again / "index.html").read_text()
-    assert (again / "5-code.full.txt").read_text() == code
+        torch._dynamo.reset()
+        model = train(mlp(), None, backend="inductor")
+    for number in range(2):
+        capture, dump = only_capture(tmp_path / str(number))
+        assert [stage.name for stage in dump.stages] == STAGES
+        assert dump.find("schedule-collectives").counts["all_reduce"] == 2
+        assert dump.find("to-inductor").counts["all_reduce_"] == 2  # Inductor's own last change
+        assert not dump.notes
+        assert (capture / "repro.py").exists()
+        code = (capture / "5-code.full.txt").read_text()
+        assert "async_compile" in code
+        assert code.count("all_reduce_.default(") == 2
+    assert (torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache) == settings
+    (record,) = dp_compile.report(model).captures
+    assert record.cached
+    assert record.collectives == 2
+
+
+PROGRAM = """
+import torch, dp_compile, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = torch.nn.Linear(4, 4)
+dp_compile.replicate(model, config=dp_compile.ReplicateConfig(check_reductions=False))
+torch.compile(model)(torch.ones(2, 4)).sum().backward()
+"""
+
+
+def test_a_second_process_dumps_as_the_first(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "DP_COMPILE_DUMP_DIR": str(tmp_path / "dump")}
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    first, second = ({path.name for path in capture.iterdir()} for capture in captures_in(tmp_path / "dump"))
+    assert first == second
+    assert "repro.py" in second
 
 
 # --- off, and trouble -------------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def test_capture_record_of_something_unusual() -> None:
     assert_expected_inline(
         str(record).replace("; ", ";\n"),
         """\
-1 hook fired, 1 reduction in, 1 collective out, 3 graphs (2 completed with zeros;
+1 hook fired, 1 reduction in, 1 collective planned, 3 graphs (2 completed with zeros;
 all reductions at the end of the backward;
 code from the compiler's cache)""",
     )

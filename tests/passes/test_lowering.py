@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.engine.record import Placement
-from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
@@ -170,6 +170,36 @@ def test_members_start_at_multiples_of_the_alignment_in_generated_code(fake_grou
     ]
     assert code.numel[bucket] == 208
     assert code.copied() == 0
+
+
+@pytest.mark.parametrize("zero_gaps", [False, True])
+@pytest.mark.usefixtures("fake_group")
+def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.MonkeyPatch, zero_gaps: bool) -> None:
+    """All memory that generated code allocates holds NaN at first; on the fake group the bucket comes back as sent."""
+    allocate = torch._C._dynamo.guards._empty_strided_cpu
+
+    def allocate_nan(*arguments: Any) -> torch.Tensor:
+        made: torch.Tensor = allocate(*arguments)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cpu", allocate_nan)
+    monkeypatch.setenv("TORCH_NCCL_NAN_CHECK", "1" if zero_gaps else "0")
+    grads = [Grad(index=0, shape=(5, 3)), Grad(index=1, shape=(3,)), Grad(index=2, shape=(2, 2))]
+
+    def backward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(grad.reduce(value.sin()) for grad, value in zip(grads, values, strict=True))
+
+    values = [grad.values() for grad in grads]
+    module = trace(backward, *values)
+    passes = (BucketReductions(), ScheduleCollectives())
+    pipeline = Pipeline(passes, (plan_for(grads, layout=Layout(64)),), lambda records: None)
+    with inductor.empty_cache():
+        reduced = inductor.compile_with_inductor(module, values, pipeline)(*values)
+    for value, result in zip(values, reduced, strict=True):
+        torch.testing.assert_close(result, value.sin() * 0.5)
+    base = reduced[0].as_strided([reduced[0].untyped_storage().nbytes() // 4], [1], 0)
+    assert bool(base.isfinite().all()) == zero_gaps
+    assert len(base) > sum(value.numel() for value in values)
 
 
 @pytest.fixture
