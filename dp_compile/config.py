@@ -88,7 +88,8 @@ class ReplicateConfig:
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
     timeout_s: float = 300.0
-    """How long a rank waits for the others when they compare what they replicate."""
+    """How long a rank waits for the others when they compare what they replicate, at the start. Inside a backward it
+    waits as long as the process group waits for a collective."""
 
     monitor_after_s: float | None = 30.0
     """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
