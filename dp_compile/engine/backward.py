@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
+from dp_compile.engine import drift
 from dp_compile.engine.bucket_events import backward_range
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.hooks import close_round, install_hooks, open_rounds
@@ -199,6 +200,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
 
     Raises:
         ReductionError: `check_nan` is on and a reduced gradient is not finite.
+        DesyncError: parameters are not the same on all ranks any more.
     """
     if replica.config.broadcast_buffers:
         source = 0 if replica.uneven is None else replica.uneven.source
@@ -206,6 +208,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     replica.synced_backwards += 1
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
+    drift.check(replica)
 
 
 @dataclass(frozen=True, slots=True)
