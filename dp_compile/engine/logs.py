@@ -11,6 +11,7 @@
 |         | `replicated_module` | a comm hook reduces                                                              |
 |         | `measuring`         | nothing was measured, and why                                                    |
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
+|         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `logs`              | the switch has a value that is not allowed                                       |
 | INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |
@@ -59,6 +60,7 @@ LOGGERS: Final = (
     "logs",
     "measuring",
     "monitor",
+    "probe",
     "replicate",
     "replicated_module",
     "settling",
