@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile.engine import drift
+from dp_compile.engine import drift, probe
 from dp_compile.engine.bucket_events import backward_range
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.hooks import close_round, install_hooks, open_rounds
@@ -129,6 +129,8 @@ def _end_reducer(replica: Replica) -> None:
 
 
 def _reduce(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
+    if any(replica.config.uses_python_hook() for replica in found.replicas):
+        probe.check()
     outputs, args, kwargs = call.outputs, call.args, call.kwargs
     synced = [replica for replica in found.replicas if replica.sync]
     with Watched(synced) as watched:
