@@ -343,7 +343,9 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         find_unused_parameters=replica.config.unused != "error",
     )
     if replica.comm_hook is not None:
-        _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=replica.config.timeout_s)
+        # In a backward, which may be late on some rank: see `settling.table_in_backward`.
+        timeout_s = distributed.timeout_of(replica.group.process_group, replica.device)
+        _compare(replica.group, {"comm hook": replica.comm_hook.name}, timeout_s=timeout_s)
         reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
     return reducer
 
