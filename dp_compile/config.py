@@ -129,11 +129,18 @@ class ReplicateConfig:
     """After each synchronised backward, raise on every rank if a reduced gradient is not finite. Stops the host until
     the gradients are there. Leave it off with a `GradScaler`, which handles such gradients itself."""
 
+    compare_parameters_every: int | None = None
+    """After how many synchronised backwards ranks compare their parameters, by sums over the bits: an error on every
+    rank names the first one that differs. 0: never. `None`: as often as it costs 0.1 % of the time, and not with a comm
+    hook, with `check_reductions=False`, or where ranks run on different machines, whose optimizers may round
+    differently."""
+
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
     timeout_s: float = 300.0
-    """How long a rank waits for the others when they compare what they replicate."""
+    """How long a rank waits for the others when they compare what they replicate, at the start. Inside a backward it
+    waits as long as the process group waits for a collective."""
 
     monitor_after_s: float | None = 30.0
     """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
@@ -165,6 +172,7 @@ class ReplicateConfig:
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
+        _check_every("compare_parameters_every", self.compare_parameters_every)
         if self.backend not in BACKENDS:
             raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
 
@@ -236,6 +244,11 @@ def _check_positive(name: str, value: object, hint: str) -> None:
         raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
     if math.isnan(value) or value <= 0:
         raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")
+
+
+def _check_every(name: str, value: object) -> None:
+    if value is not None and (type(value) is not int or value < 0):
+        raise ConfigError(f"{name} must be a number of backwards >= 0, or None, got {value!r}. 0 switches it off.")
 
 
 def _check_path(name: str, value: object) -> None:

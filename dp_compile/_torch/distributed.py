@@ -53,6 +53,14 @@ def default_store() -> Store:
     return _get_default_store()
 
 
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How many seconds a collective on tensors of `device` may take; torch's default for a backend that has no such
+    option."""
+    options = getattr(cast(Any, group)._get_backend(device), "options", None)
+    timeout: timedelta = getattr(options, "_timeout", dist.default_pg_timeout)
+    return timeout.total_seconds()
+
+
 def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
     """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
 

@@ -22,6 +22,10 @@ Statement = Mapping[str, Any]
 _MISSING: Final = object()
 
 
+class MissingRankError(DesyncError):
+    """A rank did not come in time: where it is can be asked. Other disagreements say all there is to say."""
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Where the ranks of one group meet: a place in the store that no other group uses."""
@@ -48,19 +52,18 @@ def agree(table: Table, topic: str, statement: Statement, *, call: str = "", ver
     """
     table.store.set(f"{topic}/{table.rank}", json.dumps(statement, sort_keys=True))
     if table.rank == 0:
-        table.store.set(
-            f"{topic}/verdict", _judge(table, topic, json.loads(json.dumps(statement)), call and f"{verb} {call}")
-        )
+        own = json.loads(json.dumps(statement))
+        table.store.set(f"{topic}/verdict", json.dumps(_judge(table, topic, own, call and f"{verb} {call}")))
     try:
         table.store.wait([f"{topic}/verdict"], timedelta(seconds=2 * table.timeout_s))
     except RuntimeError as error:
-        raise DesyncError(
+        raise MissingRankError(
             f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
             f"{call or 'the same'}, for the same modules in the same order?"
         ) from error
-    verdict = table.store.get(f"{topic}/verdict").decode()
+    verdict, is_missing = json.loads(table.store.get(f"{topic}/verdict"))
     if verdict:
-        raise DesyncError(f"{call or topic}: {verdict}")
+        raise (MissingRankError if is_missing else DesyncError)(f"{call or topic}: {verdict}")
 
 
 def decide(table: Table, topic: str, value: Any) -> Any:
@@ -79,7 +82,7 @@ def decide(table: Table, topic: str, value: Any) -> Any:
     try:
         table.store.wait([f"{topic}/decision"], timedelta(seconds=table.timeout_s))
     except RuntimeError as error:
-        raise DesyncError(
+        raise MissingRankError(
             f"{topic}: rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same "
             "backwards as this rank?"
         ) from error
@@ -117,12 +120,12 @@ def _word_of(table: Table, topic: str, rank: int) -> Any:
     try:
         table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
     except RuntimeError as error:
-        raise DesyncError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
+        raise MissingRankError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
     return json.loads(table.store.get(f"{topic}/{rank}"))
 
 
-def _judge(table: Table, topic: str, own: Statement, deed: str) -> str:
-    """The empty text if all ranks agree with the first, otherwise what is wrong."""
+def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bool]:
+    """The empty text if all ranks agree with the first, otherwise what is wrong; and whether a rank is missing."""
     missing: list[int] = []
     complaints: list[str] = []
     for rank in range(table.world_size):
@@ -141,7 +144,7 @@ def _judge(table: Table, topic: str, own: Statement, deed: str) -> str:
             complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
     if missing:
         complaints.append(_absent(missing, deed, table.timeout_s))
-    return "; ".join(complaints[:4])
+    return "; ".join(complaints[:4]), bool(missing)
 
 
 def _absent(ranks: Sequence[int], deed: str, waited_s: float) -> str:

@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
+from dp_compile.engine import drift, probe
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
 from dp_compile.engine.hooks import (
@@ -236,6 +237,8 @@ def _end_reducer(replica: Replica) -> None:
 
 
 def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Tensor, ...]:
+    if any(map(_wants_hooks, found.replicas)):
+        probe.check()
     synced = [replica for replica in found.replicas if replica.sync]
     with Watched(synced) as watched:
         _check_alone(found.replicas)
@@ -373,6 +376,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
 
     Raises:
         ReductionError: `check_nan` is on and a reduced gradient is not finite.
+        DesyncError: parameters are not the same on all ranks any more.
     """
     if replica.config.broadcast_buffers:
         source = 0 if replica.uneven is None else replica.uneven.source
@@ -380,6 +384,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     replica.synced_backwards += 1
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
+    drift.check(replica)
 
 
 # --- which way it goes ------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 
 from dp_compile.engine.agreement import exchange
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import table_of
+from dp_compile.engine.settling import meeting, table_in_backward
 from dp_compile.errors import ReductionError
 
 
@@ -37,10 +37,9 @@ def _kind(grad: torch.Tensor) -> str:
 
 def _origin(replica: Replica, outputs: Sequence[Any]) -> str:
     finite = all(bool(each.isfinite().all()) for each in outputs if isinstance(each, torch.Tensor))
-    table = table_of(replica.group, replica.config.timeout_s)
-    said = [finite]
+    said, table, topic = [finite], table_in_backward(replica), meeting(replica, "finite")
     if table is not None:
-        said = exchange(table, f"{replica.topic}/finite/{replica.synced_backwards}", finite)
+        said = exchange(table, topic, finite)
     culprits = [rank for rank, each in enumerate(said) if not each]
     if culprits:
         return f"The loss was not finite on rank(s) {', '.join(map(str, culprits))} of the group."

@@ -14,7 +14,7 @@ import torch
 
 from dp_compile.engine.agreement import exchange
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import table_of
+from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import DesyncError, ReductionError
 from dp_compile.plan.flags import is_mixed, is_stepped, more_elements
 
@@ -89,7 +89,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
     """Every rank comes here, for every rank has read the same flags."""
-    table = table_of(replica.group, replica.config.timeout_s)
+    table = table_in_backward(replica)
     own = f"the module of {replica.names[0]}, plan {replica.plan.signature()[:8]}"
     topic = f"dp_compile.mixed/{replica.group.name}/{number}"
     said = [own] if table is None else exchange(table, topic, own)

@@ -5,15 +5,18 @@
 | WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
 |         | `capture`           | a backward that is not compiled any more, or not at all                          |
 |         | `compilation`       | a backward that breaks into several graphs                                       |
+|         | `drift`             | parameters are not compared between ranks, for machines differ                   |
 |         | `dumps`             | graphs are not dumped any more, and why                                          |
 |         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |
 |         | `replicated_module` | a comm hook reduces                                                              |
 |         | `measuring`         | nothing was measured, and why                                                    |
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
+|         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `logs`              | the switch has a value that is not allowed                                       |
 | INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |
 |         | `backward`          | hooks take over from torch's reducer                                             |
+|         | `drift`             | after how many backwards parameters are compared                                 |
 |         | `measuring`         | what `measure()` saw                                                             |
 | DEBUG   | `compilation`       | each graph that is compiled                                                      |
 
@@ -52,10 +55,12 @@ LOGGERS: Final = (
     "backward",
     "capture",
     "compilation",
+    "drift",
     "dumps",
     "logs",
     "measuring",
     "monitor",
+    "probe",
     "replicate",
     "replicated_module",
     "settling",

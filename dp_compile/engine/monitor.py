@@ -185,7 +185,7 @@ def _launched(replica: Replica) -> int:
 
 
 def _concerns_others(error: BaseException) -> bool:
-    return isinstance(error, DesyncError) or distributed.is_communication_error(error)
+    return isinstance(error, agreement.MissingRankError) or distributed.is_communication_error(error)
 
 
 def _in_one_line(error: BaseException) -> str:

@@ -178,7 +178,7 @@ def _bucket(labels: Sequence[str], number: int) -> str:
     if not labels:
         return f"collective {number}"
     if number >= len(labels):
-        return "the copy of buffers after the last bucket"
+        return "what follows the last bucket, a copy of buffers or a comparison of parameters"
     return f"bucket {number} of {len(labels)} ({labels[number]})"
 
 

@@ -7,20 +7,21 @@
 | `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
 
 Synchronised backwards are counted: they are the same ones on every rank. What one rank knows the others read from the
-key-value store; then every rank makes the same plan from the same numbers.
+key-value store; then every rank makes the same plan from the same numbers, and they compare it before it is used.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.engine.agreement import Table, collect, decide
+from dp_compile.engine.agreement import Table, agree, collect, decide
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.replica import Group, Replica, Revision
 from dp_compile.errors import ConfigError
@@ -41,12 +42,35 @@ logger = logging.getLogger("dp_compile.settling")
 Shares = Mapping[int, Estimate]
 """By a gradient's index, what a graph says of it."""
 
+_meetings: Final[Counter[str]] = Counter()
+
 
 def table_of(group: Group, timeout_s: float) -> Table | None:
     """Where the ranks of a group meet; `None` if there is nobody to meet."""
     if not group.has_others:
         return None
     return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
+
+
+def table_in_backward(replica: Replica) -> Table | None:
+    """As `table_of`, for ranks that meet inside a backward.
+
+    They wait as long as for a collective, which they would wait for otherwise: a rank that compiles or writes a
+    checkpoint is late in the one as in the other, and `timeout_s` is about the start.
+    """
+    group = replica.group
+    return table_of(group, distributed.timeout_of(group.process_group, replica.device)) if group.has_others else None
+
+
+def meeting(replica: Replica, about: str) -> str:
+    """A topic that no other meeting of these ranks has, past or future.
+
+    Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
+    counts back. A rank would then read what was said the time before.
+    """
+    topic = f"{replica.topic}/{about}"
+    _meetings[topic] += 1
+    return f"{topic}/{_meetings[topic]}"
 
 
 def settle(replicas: Sequence[Replica], estimates: Mapping[int, Shares] | None = None) -> None:
@@ -58,17 +82,18 @@ def settle(replicas: Sequence[Replica], estimates: Mapping[int, Shares] | None =
             group's first rank, the plan stays as it is.
 
     Raises:
-        DesyncError: the first rank of a group has not come to this point within the time-out.
+        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
     open_ones = [(place, each) for place, each in enumerate(replicas) if each.awaits(Revision.FROM_GRAPH)]
-    tables = [table_of(replica.group, replica.config.timeout_s) for _, replica in open_ones]
+    tables = [table_in_backward(replica) for _, replica in open_ones]
+    topics = [meeting(replica, Revision.FROM_GRAPH.name) for _, replica in open_ones]
     proposals = [_proposal((estimates or {}).get(place)) for place, _ in open_ones]
-    for (_, replica), table, proposal in zip(open_ones, tables, proposals, strict=True):
+    for table, topic, proposal in zip(tables, topics, proposals, strict=True):
         # Who decides for one group may have to wait for who decides for another: first everybody says what he knows.
         if table is not None and table.rank == 0:
-            decide(table, _topic(replica), proposal)
-    for (_, replica), table, proposal in zip(open_ones, tables, proposals, strict=True):
-        decided = proposal if table is None or table.rank == 0 else decide(table, _topic(replica), None)
+            decide(table, topic, proposal)
+    for (_, replica), table, topic, proposal in zip(open_ones, tables, topics, proposals, strict=True):
+        decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
         _revise(replica, None if decided is None else ReadyTimes.from_json(decided), None)
 
 
@@ -76,7 +101,7 @@ def revise_if_due(replica: Replica) -> None:
     """Make the plan anew if enough has been seen. Called before each synchronised backward, on every rank.
 
     Raises:
-        DesyncError: a rank has not come to this point within the time-out.
+        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
     if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards == 1:
         _revise(replica, _in_order_of_arrival(replica), None)
@@ -99,11 +124,10 @@ def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
     matters on any rank, the hooks that do know finish the accumulation.
 
     Raises:
-        DesyncError: a rank has not come to this backward within the time-out.
+        DesyncError: a rank has not come to this backward within the group's time-out.
     """
     own = (compiled, bool(replica.used_without_sync) and replica.config.unused != "error")
-    table = table_of(replica.group, replica.config.timeout_s)
-    said, topic = [own], f"{replica.topic}/hooks/{replica.synced_backwards}"
+    said, table, topic = [own], table_in_backward(replica), meeting(replica, "hooks")
     if table is not None:
         said = decide(table, topic, collect(table, topic, own))
     some_compiled, some_know_more = (any(answers) for answers in zip(*said, strict=True))
@@ -116,14 +140,23 @@ def _has_measured_enough(replica: Replica) -> bool:
 
 
 def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
-    """The revision is over; without times the plan stays."""
+    """The revision is over; without times the plan stays.
+
+    Raises:
+        DesyncError: on every rank, the plan of some rank is another one. All keep the one they have.
+    """
     occasion, replica.revisions = replica.revisions[0], replica.revisions[1:]
     replica.settled_after = replica.synced_backwards
     if times is None:
         return
     assert replica.revise is not None
-    before = len(replica.plan.buckets)
-    replica.adopt(replica.revise(times, cost), times)
+    before, planned = len(replica.plan.buckets), replica.revise(times, cost)
+    table, topic = table_in_backward(replica), meeting(replica, "new plan")
+    if table is not None:
+        # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would
+        # then be added to each other, and nothing else would notice.
+        agree(table, topic, {"the new plan": planned.plan.signature()})
+    replica.adopt(planned, times)
     logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
 
 
@@ -144,9 +177,9 @@ def _proposal(shares: Shares | None) -> str | None:
 
 
 def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
-    table, arrivals = table_of(replica.group, replica.config.timeout_s), list(replica.arrivals)
+    arrivals, table, topic = list(replica.arrivals), table_in_backward(replica), meeting(replica, "arrivals")
     if table is not None:
-        arrivals = decide(table, _topic(replica), arrivals)
+        arrivals = decide(table, topic, arrivals)
     if not arrivals:
         return None
     shares = {index: place / len(arrivals) for place, index in enumerate(arrivals, start=1)}
@@ -156,12 +189,11 @@ def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
 def _measured(replica: Replica) -> ReadyTimes | None:
     """What the slowest rank saw; `None` if some rank could not measure."""
     own = asdict(typical(replica.seen_launches)) if replica.seen_launches else None
-    table = table_of(replica.group, replica.config.timeout_s)
-    said = [own]
+    said, table, topic = [own], table_in_backward(replica), meeting(replica, "launches")
     if table is not None:
-        said = collect(table, _topic(replica), own)
+        said = collect(table, topic, own)
         complete = said if all(each is not None for each in said) else None
-        said = decide(table, _topic(replica), complete) or [None]
+        said = decide(table, topic, complete) or [None]
     seen = [Launches(tuple(each["launch_s"]), each["backward_s"]) for each in said if each is not None]
     if not seen or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
         logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
@@ -177,7 +209,3 @@ def _measured_cost(replica: Replica) -> AllReduceCost | None:
     except ConfigError as error:  # The same on every rank: all fit the same numbers.
         logger.warning("the nominal cost of the link stays: %s", error)
         return None
-
-
-def _topic(replica: Replica) -> str:
-    return f"{replica.topic}/{replica.revisions[0].name}"

@@ -353,8 +353,10 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         static_graph=replica.config.static_graph,
     )
     if replica.comm_hook is not None:
+        # In a backward, which may be late on some rank: see `settling.table_in_backward`.
+        timeout_s = distributed.timeout_of(replica.group.process_group, replica.device)
         statement = {"comm hook": replica.comm_hook.name}
-        Meeting.of_this_call(replica.group).compare(statement, timeout_s=replica.config.timeout_s)
+        Meeting.of_this_call(replica.group).compare(statement, timeout_s=timeout_s)
         reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
     return reducer
 

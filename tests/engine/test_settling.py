@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
+import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,7 +19,7 @@ import dp_compile
 from dp_compile.insight.report import Report
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
-from dp_compile.plan.ready_times import ESTIMATED
+from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes
 from dp_compile.testing.ranks import Ranks
 
 
@@ -173,9 +177,9 @@ def test_models_of_one_shape_share_code(fake_group: dist.ProcessGroup) -> None:
 
 
 def late_leader() -> str:
-    """Rank 0 does not come to the first backward; rank 1 says whom it waits for."""
+    """Rank 0 does not come to the first backward; rank 1 says whom it waits for, as long as the group lets it."""
     torch._dynamo.reset()
-    ours = dp_compile.replicate(Backwards(2), config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=3.0))
+    ours = dp_compile.replicate(Backwards(2), process_group=dist.new_group(timeout=timedelta(seconds=3)), config=CONFIG)
     if dist.get_rank() == 0:
         return ""
     try:
@@ -187,6 +191,115 @@ def late_leader() -> str:
 
 def test_the_deciding_rank_is_missing(ranks: Ranks) -> None:
     assert "rank 0 has not decided within 3 s" in ranks.run(late_leader)[1]
+
+
+def late_rank(late: int) -> torch.Tensor:
+    """A rank comes to its first backward later than `timeout_s` after the others, as one whose compilation is slow."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dist.barrier()
+    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=2.0)
+    ours = dp_compile.replicate(Backwards(2), config=config)
+    if dist.get_rank() == late:
+        time.sleep(3.5)
+    step(torch.compile(ours, backend="aot_eager"), torch.ones(8, 24) * (1 + dist.get_rank()))
+    grad = next(ours.parameters()).grad
+    assert grad is not None
+    return grad
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_first_backward_is_waited_for_as_long_as_a_collective(ranks2: Ranks, late: int) -> None:
+    """`timeout_s` is for the start: in a backward the process group's time-out counts (D11)."""
+    one, other = ranks2.run(late_rank, late)
+    assert torch.equal(one, other)
+
+
+# --- the same plan on every rank -----------------------------------------------------------------------------------
+
+
+def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[list[str], list[str]]:
+    """Rank 1 takes two equal gradients in another order, as another `sum` of floats could.
+
+    Returns errors by backward, and the plan's names.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=replan_after)
+    ours = dp_compile.replicate(Backwards(3), config=config)
+    replica = replica_of(ours)
+    make, armed = replica.revise, replan_after is None
+    assert make is not None
+
+    def revise(times: ReadyTimes, cost: Any) -> Any:
+        if dist.get_rank() == 1 and armed:
+            swapped = {0: times.shares[2], 2: times.shares[0]}
+            times = dataclasses.replace(times, shares={**times.shares, **swapped})
+        return make(times, cost)
+
+    replica.revise = revise
+    compiled, errors = torch.compile(ours, backend="aot_eager"), []
+    for number in range(backwards):
+        if number == 1:
+            armed = True
+        ours.zero_grad()
+        try:
+            step(compiled, torch.ones(8, 24) * (1 + dist.get_rank()))
+            errors.append("")
+        except dp_compile.DesyncError as error:
+            errors.append(str(error))
+    return errors, names(replica.plan)
+
+
+@pytest.mark.parametrize(("replan_after", "at"), [(None, 0), (1, 2)])
+def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks, replan_after: int | None, at: int) -> None:
+    """Two gradients would be added to each other without a word (D5)."""
+    one, other = ranks2.run(plan_otherwise_on_rank_1, replan_after, at + 1)
+    for errors, _ in (one, other):
+        assert errors[:at] == [""] * at
+        assert "rank 1 differs from rank 0: the new plan" in errors[at]
+    assert one[1] == other[1]  # the plan of before, which all have
+
+
+# --- meetings -------------------------------------------------------------------------------------------------------
+
+
+def one_word_each() -> list[dict[str, int]]:
+    """The first backward raises after the ranks have asked each other who reduces, so its count stays.
+
+    In the second one rank 0 comes late; before it rank 0's forward was compiled, which no rank knew at first.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = dp_compile.replicate(Backwards(2), config=CONFIG)
+    compiled = torch.compile(ours, backend="aot_eager")
+    for number in range(2):
+        ours.zero_grad()
+        if number == 1 and dist.get_rank() == 0:
+            time.sleep(1.0)
+        output = (compiled if number == 1 and dist.get_rank() == 0 else ours)(torch.ones(2, 24) * (dist.get_rank() + 1))
+        if number == 0:
+            output = Boom.apply(output)
+        with pytest.raises(ValueError, match="boom") if number == 0 else contextlib.nullcontext():
+            output.sum().backward()
+    return [dict(dp_compile.report(ours).backwards), {"done": replica_of(ours).synced_backwards}]
+
+
+class Boom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+
+def test_a_backward_that_is_tried_again_is_agreed_on_anew(ranks2: Ranks) -> None:
+    """A word of the first try answered the second one: one rank ran hooks, the other torch's reducer (D9)."""
+    one, other = ranks2.run(one_word_each, timeout_s=60.0)
+    assert one == [{"torch reducer": 1, "captured": 1}, {"done": 1}]
+    assert other == [{"torch reducer": 1, "eager hooks": 1}, {"done": 1}]
 
 
 # --- hooks or torch's reducer -------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "broadcast_buffers": True,
         "check_reductions": True,
         "check_nan": False,
+        "compare_parameters_every": None,
         "backend": "inductor",
         "timeout_s": 300.0,
         "monitor_after_s": 30.0,

@@ -1,0 +1,257 @@
+"""Do all ranks still have the same parameters? Found out rarely, by sums over their bits, and never waited for.
+
+Gradients are equal to the bit on all ranks once they are reduced, so parameters stay equal as long as every rank does
+the same with them. One that loads weights alone, or gradients that were set by hand (`torch.autograd.grad`) and so were
+never reduced, change that without an error anywhere, and training goes on with as many models as there are ranks.
+
+    after synchronised backward s      a sum for each parameter, one all-reduce of all sums (maximum and minimum)
+    after synchronised backward s + 1  the result has long been there: look at it
+
+How often is agreed once it is known what it costs and how long a step takes: it may take `SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import platform
+import statistics
+import time
+import weakref
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.engine.agreement import collect, decide
+from dp_compile.engine.replica import Replica, dense_strides
+from dp_compile.engine.settling import meeting, table_in_backward
+from dp_compile.errors import DesyncError
+
+logger = logging.getLogger("dp_compile.drift")
+
+SHARE: Final = 1e-3
+"""Of the training time, for all comparisons together."""
+TRIED_AFTER: Final = (3, 5)
+"""The first synchronised backwards compile; the first comparison loads kernels, so the better one of two counts."""
+DECIDED_AFTER: Final = 8
+_SAME_BITS: Final = ("gloo", "nccl")
+"""Backends whose all-reduce leaves the same bits on every rank."""
+_WORDS_IN_A_ROW: Final = 1024
+_FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibonacci hashing
+
+
+def check(replica: Replica) -> None:
+    """Called after each synchronised backward, on every rank after the same ones.
+
+    Raises:
+        DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
+    """
+    if not _is_wanted(replica):
+        return
+    if (comparisons := _comparisons.get(replica)) is None:
+        comparisons = _comparisons[replica] = _Comparisons(replica.config.compare_parameters_every)
+    comparisons.after_backward(replica)
+
+
+def _is_wanted(replica: Replica) -> bool:
+    """Not where ranks have run out of inputs: those do not step. Unasked only where nothing else may be meant."""
+    every = replica.config.compare_parameters_every
+    if every == 0 or replica.uneven is not None or not replica.group.has_others:
+        return False
+    return every is not None or (
+        replica.config.check_reductions and replica.comm_hook is None and replica.group.backend in _SAME_BITS
+    )
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """Sums on their way: those of this rank, and the largest and the inverse of the smallest of all ranks."""
+
+    after: int
+    indices: tuple[int, ...]
+    own: torch.Tensor
+    reduced: torch.Tensor
+    work: dist.Work | None
+    events: tuple[torch.Event, ...]
+    host_s: float
+
+    def read(self) -> tuple[list[int], float]:
+        """Which places of `own` are not the same on all ranks, and the seconds that all of it has taken."""
+        start_s = time.perf_counter()
+        if self.work is not None:
+            self.work.wait()
+        device_s = 0.0
+        if self.events:
+            self.events[-1].synchronize()
+            device_s = self.events[0].elapsed_time(self.events[1]) / 1e3
+        largest, smallest = self.reduced.cpu()[0], ~self.reduced.cpu()[1]
+        differing: list[int] = (largest != smallest).nonzero().flatten().tolist()
+        return differing, self.host_s + device_s + time.perf_counter() - start_s
+
+
+@dataclass(eq=False, slots=True)
+class _Comparisons:
+    """The comparisons of one replica, which is not held. `every`: `None` until that is decided, 0 if they are off."""
+
+    every: int | None
+    backwards: int = 0
+    """A count that never goes back, unlike `synced_backwards`: the same on every rank."""
+    flight: _Flight | None = None
+    costs_s: list[float] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)
+
+    def after_backward(self, replica: Replica) -> None:
+        self.backwards += 1
+        if self.every == 0:
+            return
+        if self.flight is not None:
+            flight, self.flight = self.flight, None
+            self._read(flight, replica)
+        if self.every is None:
+            self._measure(replica)
+        if self.backwards in TRIED_AFTER if self.every is None else self.every and self.backwards % self.every == 0:
+            self.flight = _launch(replica, self.backwards)
+
+    def _read(self, flight: _Flight, replica: Replica) -> None:
+        differing, cost_s = flight.read()
+        self.costs_s.append(cost_s)
+        if differing[:1] == [0] and replica.config.compare_parameters_every is None:
+            self.every = 0
+            logger.warning(
+                "parameters are not compared between ranks: machines, numbers of threads or builds of torch differ, so "
+                "optimizers may round differently. compare_parameters_every=100 compares them nevertheless."
+            )
+        elif parameters := [place - 1 for place in differing if place]:
+            raise DesyncError(_describe(replica, flight, parameters))
+
+    def _measure(self, replica: Replica) -> None:
+        self.ends_s.append(time.perf_counter())
+        if self.backwards < DECIDED_AFTER:
+            return
+        ends_s = self.ends_s[TRIED_AFTER[0] - 1 :]
+        step_s = statistics.median(after - before for before, after in pairwise(ends_s))
+        table, topic = table_in_backward(replica), meeting(replica, "comparisons")
+        assert table is not None
+        self.every = int(decide(table, topic, how_often(min(self.costs_s), step_s)))
+        self.ends_s.clear()
+        logger.info("parameters are compared between ranks after each %d synchronised backwards", self.every)
+
+
+def how_often(cost_s: float, step_s: float) -> int:
+    """After how many steps to do something once, so that it takes `SHARE` of the time."""
+    return max(1, math.ceil(cost_s / (SHARE * max(step_s, 1e-6))))
+
+
+_comparisons: Final[weakref.WeakKeyDictionary[Replica, _Comparisons]] = weakref.WeakKeyDictionary()
+
+
+def _launch(replica: Replica, after: int) -> _Flight:
+    start_s, device = time.perf_counter(), replica.device
+    events = tuple(torch.Event(device, enable_timing=True) for _ in range(2)) if device.type != "cpu" else ()
+    for event in events[:1]:
+        event.record()
+    indices = _compared(replica)
+    with torch.no_grad():
+        sums = fingerprints([replica.parameters[index] for index in indices])
+        own = torch.cat([torch.tensor([_facts(device)], device=device), sums])
+        reduced = torch.stack([own, ~own])
+        work = dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=replica.group.process_group, async_op=True)
+        if events and replica.group.backend == "nccl":
+            assert work is not None
+            work.wait()  # on the device, not here
+            work, on_host = None, torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)
+            reduced = on_host.copy_(reduced, non_blocking=True)
+    for event in events[1:]:
+        event.record()
+    return _Flight(after, indices, own, reduced, work, events, time.perf_counter() - start_s)
+
+
+def _compared(replica: Replica) -> tuple[int, ...]:
+    """All trainable parameters but embeddings with a largest norm: a forward shortens the rows that its rank uses.
+
+    Tensors of classes of their own may not have bits that could be looked at.
+    """
+    owners = [owner for place in replica.parameter_places if (owner := place.owner()) is not None]
+    shortened = {
+        id(owner.weight)
+        for owner in owners
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.max_norm is not None
+    }
+    return tuple(
+        index
+        for index, parameter in enumerate(replica.parameters)
+        if id(parameter) not in shortened and type(parameter.detach()) is torch.Tensor
+    )
+
+
+def _facts(device: torch.device) -> int:
+    """What decides how an optimizer rounds, beside its inputs."""
+    of_device = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    of_host = (platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    return zlib.crc32(repr((torch.__version__, torch.version.git_version, of_device, of_host)).encode())
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number for each tensor, `(len(tensors),)` int64 on their device: equal for equal bits, else next to never.
+
+    Integers are added up, so the order of additions does not matter. Sums of rows and of columns count with factors of
+    their own: values that changed places change the number.
+    """
+    if not tensors:
+        return torch.empty(0, dtype=torch.int64)
+    words = [_words(tensor.detach()) for tensor in tensors]
+    longest = max(map(len, words)) // _WORDS_IN_A_ROW + 2 * _WORDS_IN_A_ROW
+    factors = (2 * torch.arange(longest, device=tensors[0].device) + 1) * _FACTOR
+    return torch.stack([_fingerprint(each, factors) for each in words])
+
+
+def _fingerprint(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    whole = len(words) - len(words) % _WORDS_IN_A_ROW
+    sums = words
+    if whole:
+        rows = words[:whole].view(-1, _WORDS_IN_A_ROW)
+        sums = torch.cat([rows.sum(1), rows.sum(0), words[whole:]])
+    return (sums * factors[: len(sums)]).sum()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor in its memory order, as int64: the only integers that torch adds up at memory's speed."""
+    if dense_strides(tensor) != tensor.stride():
+        tensor = tensor.contiguous()
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    flat = tensor.as_strided((tensor.numel(),), (1,)).view(bits)
+    in_a_word = 8 // tensor.element_size()
+    if len(flat) % in_a_word or flat.storage_offset() % in_a_word:
+        flat = torch.nn.functional.pad(flat, (0, -len(flat) % in_a_word))
+    return flat.view(torch.int64)
+
+
+def _describe(replica: Replica, flight: _Flight, places: Sequence[int]) -> str:
+    """Which parameter, on which ranks: asked in the store, for it is said once in a run."""
+    first, own = flight.indices[places[0]], int(flight.own[places[0] + 1])
+    table, topic = table_in_backward(replica), meeting(replica, "differing parameters")
+    assert table is not None
+    said = decide(table, topic, collect(table, topic, own))
+    usual = Counter(said).most_common(1)[0][0]
+    others = [rank for rank, each in enumerate(said) if each != usual]
+    same = [rank for rank, each in enumerate(said) if each == usual]
+    more = f", and {len(places) - 1} more" if len(places) > 1 else ""
+    return (
+        f"parameters differ between ranks after {flight.after} synchronised backwards: {replica.names[first]} on "
+        f"{_ranks(others)} is not what it is on {_ranks(same)}{more}. Something changed parameters on some ranks only, "
+        "or differently: weights that one rank loaded or edited alone, gradients that were set by hand "
+        "(torch.autograd.grad) and so not reduced, a step that some ranks skipped. Load on every rank, reduce such "
+        "gradients with torch.distributed.all_reduce, or pass compare_parameters_every=0 if that is meant."
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}"

@@ -1,0 +1,258 @@
+"""Parameters that differ between ranks are found, and what may differ is left alone."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import dp_compile
+from dp_compile.engine import drift
+from dp_compile.engine.drift import fingerprints, how_often
+from dp_compile.testing.ranks import Ranks
+
+# --- sums over bits -------------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    return int(fingerprints([tensor])[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@given(st.integers(0, 3000), st.integers(0, 10**6), st.data())
+def test_one_bit_is_seen_and_copies_are_equal(dtype: torch.dtype, numel: int, seed: int, data: st.DataObject) -> None:
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    assert fingerprint(tensor) == fingerprint(tensor.clone())
+    if numel:
+        other, place = tensor.clone(), data.draw(st.integers(0, numel - 1))
+        bits = other.view(torch.uint8)
+        bits[place * tensor.element_size()] ^= 1 << data.draw(st.integers(0, 7))
+        assert fingerprint(tensor) != fingerprint(other)
+
+
+@given(st.integers(2, 5000), st.data())
+def test_places_count(numel: int, data: st.DataObject) -> None:
+    tensor = torch.arange(numel, dtype=torch.float32)
+    one, other = sorted(data.draw(st.lists(st.integers(0, numel - 1), min_size=2, max_size=2, unique=True)))
+    swapped = tensor.clone()
+    swapped[one], swapped[other] = tensor[other], tensor[one]
+    assert fingerprint(tensor) != fingerprint(swapped)
+
+
+def test_a_transposed_matrix_is_another_one() -> None:
+    matrix = torch.randn(64, 64)
+    assert fingerprint(matrix) != fingerprint(matrix.t().contiguous())
+
+
+def test_any_layout_has_bits() -> None:
+    """Channels last, a view behind an odd offset, gaps, none at all, a payload of NaN."""
+    images = torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last)
+    flat = torch.randn(11)
+    gaps = torch.randn(6, 6)[:, :3]
+    tensors = [images, flat[1:], flat[2:9], gaps, torch.empty(0, 3), torch.tensor(1.0), torch.full((3,), float("nan"))]
+    assert torch.equal(fingerprints(tensors), fingerprints([tensor.clone() for tensor in tensors]))
+    assert len(fingerprints([])) == 0
+    quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert fingerprint(quiet) != fingerprint(other)
+
+
+@given(st.floats(1e-7, 10.0), st.floats(1e-5, 100.0))
+def test_it_takes_a_thousandth_of_the_time(cost_s: float, step_s: float) -> None:
+    every = how_often(cost_s, step_s)
+    assert every >= 1
+    assert cost_s / every <= 1.000001e-3 * step_s
+    assert every == 1 or cost_s / (every - 1) > 0.999999e-3 * step_s
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(6, 4, max_norm=0.5)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(torch.tanh(self.body(self.rows(indices))))
+        return result
+
+
+def load_alone(model: Net) -> None:
+    if dist.get_rank() == 1:
+        model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+
+
+def set_by_hand(model: Net) -> None:
+    """Another loss, on this rank's own data, whose gradient is not reduced."""
+    loss = model.head(torch.full((1, 4), float(dist.get_rank()))).square().sum()
+    (model.head.weight.grad,) = torch.autograd.grad(loss, [model.head.weight])
+
+
+def nothing(model: Net) -> None:
+    pass
+
+
+def train(fault: Any, every: int | None, steps: int, options: dict[str, Any] | None = None) -> list[str]:
+    """The error of each step; the fault comes before the first optimizer step."""
+    torch.manual_seed(0)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=every, **(options or {}))
+    model, errors = dp_compile.replicate(Net(), config=config), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for number in range(steps):
+        optimizer.zero_grad()
+        indices = torch.randint(6, (5,), generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        try:
+            model(indices).square().sum().backward()
+            errors.append("")
+        except dp_compile.DesyncError as error:
+            errors.append(str(error))
+        if number == 0:
+            fault(model)
+        optimizer.step()
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("fault", "every", "at", "name"),
+    [(load_alone, None, 3, "body.weight"), (load_alone, 1, 2, "body.weight"), (set_by_hand, 2, 2, "head.weight")],
+)
+def test_parameters_that_differ_are_named_on_every_rank(
+    ranks2: Ranks, fault: Any, every: int | None, at: int, name: str
+) -> None:
+    one, other = ranks2.run(train, fault, every, at + 1)
+    assert one == other
+    assert not any(one[:at])
+    assert f"synchronised backwards: {name} on rank 1 is not what it is on rank 0" in one[at]
+    assert "collectives launched" not in one[at]  # nobody is waited for
+    assert (", and 3 more" in one[at]) == (fault is load_alone)
+
+
+@pytest.mark.parametrize("every", [1, None])
+def test_equal_parameters_stay_equal(ranks: Ranks, every: int | None) -> None:
+    """Also beside an embedding whose rows each rank shortens when it uses them."""
+    for errors in ranks.run(train, nothing, every, 12):
+        assert errors == [""] * 12
+
+
+def test_it_can_be_switched_off(ranks2: Ranks) -> None:
+    assert ranks2.run(train, load_alone, 0, 6)[0] == [""] * 6
+
+
+def test_it_is_off_where_gradients_are_not_checked(ranks2: Ranks) -> None:
+    assert ranks2.run(train, load_alone, None, 6, {"check_reductions": False})[0] == [""] * 6
+
+
+def local_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Each rank keeps its own gradients, as between two averages of parameters."""
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def with_local_hook() -> int:
+    torch.manual_seed(0)
+    model = dp_compile.replicate(nn.Linear(4, 4))
+    model.register_comm_hook(None, local_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(6):
+        model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        optimizer.step()
+    return len(drift._comparisons)
+
+
+def test_comm_hooks_may_keep_gradients_apart(ranks2: Ranks) -> None:
+    ranks2.run(with_local_hook)
+
+
+def uneven() -> list[torch.Tensor]:
+    """Rank 1 has a fourth of the inputs; it does not step on without them."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=1)
+    model = dp_compile.replicate(nn.Linear(4, 4), config=config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with dp_compile.join(model):
+            for number in range(2 if dist.get_rank() == 1 else 8):
+                optimizer.zero_grad()
+                model(torch.full((2, 4), 0.1 * (number + dist.get_rank()))).sum().backward()
+                optimizer.step()
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_ranks_that_have_run_out_of_inputs_do_not_step(ranks2: Ranks) -> None:
+    one, other = ranks2.run(uneven)
+    assert all(map(torch.equal, one, other))
+
+
+def other_machine() -> tuple[list[str], list[str]]:
+    """Rank 1 runs somewhere else; then optimizers may round differently."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    drift.logger.addHandler(handler)
+    facts = drift._facts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drift, "_facts", lambda device: facts(device) + dist.get_rank())
+        errors = train(load_alone, None, 10), train(load_alone, 1, 3)
+    drift.logger.removeHandler(handler)
+    return [text for each in errors for text in each if text], heard
+
+
+def test_different_machines_are_not_compared_unasked(ranks2: Ranks) -> None:
+    for errors, heard in ranks2.run(other_machine):
+        assert [text[:18] for text in errors] == ["parameters differ "]
+        assert [text.split(":")[0] for text in heard] == ["parameters are not compared between ranks"]
+
+
+def agreed() -> tuple[list[int | None], list[int]]:
+    """Rank 0's clock says how often, and from then on a backward costs no collective but now and then."""
+    launched: list[int] = []
+    launch = drift._launch
+
+    def counted(replica: Any, after: int) -> Any:
+        launched.append(after)
+        return launch(replica, after)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drift, "_launch", counted)
+        patch.setattr(drift, "how_often", lambda cost_s, step_s: 5 + dist.get_rank())
+        patch.setattr(drift, "_comparisons", type(drift._comparisons)())
+        errors = train(nothing, None, 17)
+        assert not any(errors)
+        return [each.every for each in drift._comparisons.values()], launched
+
+
+def test_ranks_agree_how_often(ranks2: Ranks) -> None:
+    for every, launched in ranks2.run(agreed):
+        assert every in ([5], [])
+        assert launched == [3, 5, 10, 15]
+
+
+def test_one_rank_alone_compares_nothing(fake_group: dist.ProcessGroup) -> None:
+    before = len(drift._comparisons)
+    model = dp_compile.replicate(nn.Linear(4, 4))
+    with dp_compile.compiled_backward():
+        for _ in range(4):
+            model(torch.ones(2, 4)).sum().backward()
+    assert len(drift._comparisons) == before
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "10"])
+def test_values_that_are_refused(value: Any) -> None:
+    with pytest.raises(dp_compile.ConfigError, match="compare_parameters_every must be a number of backwards >= 0"):
+        dp_compile.ReplicateConfig(compare_parameters_every=value)

@@ -1,0 +1,167 @@
+"""The look at a module before a backward: what it finds later than in the first steps, and when it is spared."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dp_compile
+from dp_compile.engine import intact
+from dp_compile.modules.replicated_module import replica_of
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.bias.requires_grad_(False)
+        self.adapter: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.first(x.to(self.first.weight)).to(self.last.weight))
+        return result + self.adapter(x).to(result)
+
+
+def replaced(model: Net) -> None:
+    model.last.weight = nn.Parameter(torch.ones(4, 4))
+
+
+def tied(model: Net) -> None:
+    model.first.bias = model.last.extra = nn.Parameter(torch.ones(4))
+
+
+def adapted(model: Net) -> None:
+    model.adapter = nn.Linear(4, 4, bias=False)
+
+
+def silently_adapted(model: Net) -> None:
+    """Past `Module.__setattr__`, as some libraries do."""
+    model._modules["adapter"] = nn.Linear(4, 4, bias=False)
+
+
+def unfrozen(model: Net) -> None:
+    model.first.bias.requires_grad_(True)
+
+
+def wider(model: Net) -> None:
+    model.last.double()
+
+
+CHANGES: dict[Callable[[Net], None], str] = {
+    replaced: r"not reduced: last\.weight\. The parameter was replaced",
+    tied: r"not reduced: first\.bias\. The parameter was replaced",
+    adapted: r"not reduced: adapter\.weight\. The parameter was added",
+    silently_adapted: r"not reduced: adapter\.weight\. The parameter was added",
+    unfrozen: r"not reduced: first\.bias\. It was frozen",
+    wider: r"last\.bias is float64, it was float32",
+}
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    return model
+
+
+def compiled(model: nn.Module) -> Any:
+    return torch.compile(model, backend="aot_eager")
+
+
+def anomalies() -> AbstractContextManager[Any]:
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with each walk through a module."""
+    seen: list[str] = []
+    walk = intact._added
+
+    def counted(replica: Any) -> Any:
+        seen.append(replica.names[0])
+        return walk(replica)
+
+    monkeypatch.setattr(intact, "_added", counted)
+    return seen
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_look_finds_what_changes_between_two_backwards(
+    fake_group: dist.ProcessGroup, walks: list[str], change: Callable[[Net], None]
+) -> None:
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Net(), config=AOT)
+    for _ in range(4):
+        with anomalies():
+            compiled(model)(torch.ones(2, 4)).sum().backward()
+    assert len(walks) == 1
+    change(model)
+    for _ in range(2):  # it is found again, whoever caught the first error
+        with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]), anomalies():
+            compiled(model)(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("way", [nullcontext, anomalies])
+def test_frozen_and_then_trained(fake_group: dist.ProcessGroup, way: Callable[[], Any]) -> None:
+    """What was added frozen is nobody's business until it is trained."""
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Net(), config=AOT)
+    model.adapter = nn.Linear(4, 4).requires_grad_(False)
+    for _ in range(2):
+        with way():
+            compiled(model)(torch.ones(2, 4)).sum().backward()
+    model.adapter.requires_grad_(True)
+    with pytest.raises(dp_compile.ReductionError, match=r"adapter\.weight, adapter\.bias\. .* added"), way():
+        compiled(model)(torch.ones(2, 4)).sum().backward()
+
+
+def test_backwards_of_other_modules_walk_through_nothing(
+    fake_group: dist.ProcessGroup, walks: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each took 12 ms beside a module of 1,800 submodules (D19)."""
+    looks = []
+    monkeypatch.setattr(
+        intact, "_modules", lambda replica, modules=intact._modules: looks.append(1) or modules(replica)
+    )
+    monkeypatch.setattr(intact, "_SHARE", 1e-9)
+    model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
+    for _ in range(5):
+        other(torch.ones(2, 4)).sum().backward()
+    assert (len(walks), len(looks)) == (0, 1)
+    nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
+    assert (len(walks), len(looks)) == (0, 2)
+    model.adapter = nn.Linear(4, 4)
+    with pytest.raises(dp_compile.ReductionError, match=r"adapter\.weight, adapter\.bias\. .* added"):
+        model.adapter(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_module_of_others_may_be_added_later(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was trained for itself before, so its parameters were met."""
+    model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
+    other(torch.ones(2, 4)).sum().backward()
+    model.adapter = other
+    replica = replica_of(model)
+    assert 0 < intact._others[replica].look_again_at < float("inf")
+    intact._others[replica].look_again_at = 0.0
+    with pytest.raises(dp_compile.ReductionError, match=re.escape("adapter.weight, adapter.bias")):
+        other(torch.ones(2, 4)).sum().backward()
+
+
+def test_no_look_keeps_a_module_alive(fake_group: dist.ProcessGroup) -> None:
+    model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
+    with anomalies():
+        compiled(model)(torch.ones(2, 4)).sum().backward()
+    other(torch.ones(2, 4)).sum().backward()
+    before = len(intact._intact), len(intact._others)
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert (len(intact._intact), len(intact._others)) == (before[0] - 1, before[1] - 1)
