@@ -137,6 +137,7 @@ class Campaign:
         self._sound: dict[str, bool] = {}
         """Whether a test passes without any fault."""
         self._checking = threading.Lock()
+        self._running: set[int] = set()
 
     def verdict(self, mutant: Mutant) -> Verdict:
         started = time.monotonic()
@@ -189,19 +190,31 @@ class Campaign:
             text=True,
             start_new_session=True,
         ) as process:
+            self._running.add(process.pid)
             try:
                 output, _ = process.communicate(timeout=self._timeout_s)
             except subprocess.TimeoutExpired:
                 hung = True
-            finally:  # also when this program is interrupted; ranks that outlive pytest are in its process group
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            finally:
+                self._running.discard(process.pid)
+                _kill(process.pid)
         imported, *failed = report.read_text().splitlines() or [""]
         if not hung and (process.returncode not in (PASSED, SOME_FAILED, INTERRUPTED) or not imported):
             raise NotPlanted(f"pytest ended with {process.returncode}: {' / '.join(output.splitlines()[-3:])}")
         if imported and not Path(imported).is_relative_to(tree):
             raise NotPlanted(f"the tests imported {imported}, not the copy in {tree}")
         return Run(tuple(dict.fromkeys(failed)), hung)
+
+    def stop(self) -> None:
+        """End what runs, from another thread: a Ctrl-C does not reach it."""
+        for process in tuple(self._running):
+            _kill(process)
+
+
+def _kill(leader: int) -> None:
+    """A run of pytest with all processes that it started, also ranks that outlived it."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 # --- as a plugin of pytest, in the copy -------------------------------------------------------------------------------
@@ -247,9 +260,14 @@ def main(arguments: Sequence[str]) -> int:
     print("| id | what | killed by | seconds |\n|---|---|---|---|", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
-        for verdict in pool.map(campaign.verdict, chosen):
-            verdicts.append(verdict)
-            print(verdict.row(), flush=True)
+        try:
+            for verdict in pool.map(campaign.verdict, chosen):
+                verdicts.append(verdict)
+                print(verdict.row(), flush=True)
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            campaign.stop()
+            raise
     missed = [verdict.mutant.id for verdict in verdicts if not verdict.seen]
     print(
         f"\n{len(verdicts) - len(missed)} of {len(verdicts)} were seen." + f" Not: {', '.join(missed)}." * bool(missed)

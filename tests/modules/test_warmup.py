@@ -102,6 +102,7 @@ def test_what_a_length_that_changes_costs() -> None:
     assert dp_compile.report(model).backwards == {"captured": 8}
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fake_group")
 def test_silence_after_the_first_steps() -> None:
     """Without a warm-up, 500 mixed steps: nothing is compiled once each kind of step has met a few shapes."""
