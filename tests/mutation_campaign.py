@@ -21,13 +21,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import tomllib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +93,13 @@ class Verdict:
     def seen(self) -> bool:
         return not self.trouble and (self.hung or bool(self.killers))
 
+    def without(self, red: frozenset[str]) -> Verdict:
+        """As it is when some tests are known to fail anyway."""
+        if not red.intersection(self.killers):
+            return self
+        names = ", ".join(sorted(red.intersection(self.killers)))
+        return replace(self, trouble=f"**fails without the fault too: {names}**")
+
     def row(self) -> str:
         said = self.trouble or "<br>".join([*self.killers, *(["hang"] if self.hung else [])]) or "**SURVIVED**"
         return f"| {self.mutant.id} | {self.mutant.why} | {said} | {self.seconds:.0f} |"
@@ -134,12 +140,22 @@ class Campaign:
 
     def __init__(self, root: Path, *, collect: bool, whole_suite: bool, timeout_s: float) -> None:
         self._root, self._collect, self._whole_suite, self._timeout_s = root, collect, whole_suite, timeout_s
-        self._sound: dict[str, bool] = {}
-        """Whether a test passes without any fault."""
-        self._checking = threading.Lock()
         self._running: set[int] = set()
 
-    def verdict(self, mutant: Mutant) -> Verdict:
+    def run(self, mutants: Sequence[Mutant], jobs: int = 1) -> list[Verdict]:
+        """What was seen of each, in the order given."""
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                verdicts = list(pool.map(self._verdict, mutants))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in tuple(self._running):  # no Ctrl-C reaches them
+                    _kill(process)
+                raise
+        red = self._red_anyway([killer for verdict in verdicts for killer in verdict.killers])
+        return [verdict.without(red) for verdict in verdicts]
+
+    def _verdict(self, mutant: Mutant) -> Verdict:
         started = time.monotonic()
         try:
             with self._copy() as tree:
@@ -148,33 +164,30 @@ class Campaign:
                 run = self._run(tree, mutant.tests)
                 if self._whole_suite and not (run.failed or run.hung):
                     run = self._run(tree, ())
-            if unsound := self._unsound(run.failed):
-                raise NotPlanted(f"fails without the fault too: {', '.join(unsound)}")
         except (NotPlanted, OSError) as error:
-            return Verdict(mutant, trouble=f"**{error}**", seconds=time.monotonic() - started)
-        return Verdict(mutant, run.failed, run.hung, seconds=time.monotonic() - started)
+            verdict = Verdict(mutant, trouble=f"**{error}**", seconds=time.monotonic() - started)
+        else:
+            verdict = Verdict(mutant, run.failed, run.hung, seconds=time.monotonic() - started)
+        print(f"{'seen' if verdict.seen else 'NOT seen'}: {mutant.id}", file=sys.stderr)
+        return verdict
+
+    def _red_anyway(self, tests: Sequence[str]) -> frozenset[str]:
+        """Those that fail in a copy without a fault."""
+        if not tests:
+            return frozenset()
+        with self._copy() as tree:
+            return frozenset(self._run(tree, tuple(dict.fromkeys(tests)), faulty=False).failed)
 
     @contextmanager
     def _copy(self) -> Iterator[Path]:
         with tempfile.TemporaryDirectory() as directory:
             yield Path(shutil.copytree(self._root, Path(directory, "tree"), ignore=NOT_COPIED))
 
-    def _unsound(self, tests: Sequence[str]) -> list[str]:
-        """Those that fail in a copy without a fault; each test is asked once."""
-        with self._checking:
-            if new := [test for test in tests if test not in self._sound]:
-                with self._copy() as tree:
-                    run = self._run(tree, new, on=True)
-                if run.hung:
-                    raise NotPlanted(f"without the fault, these do not end: {', '.join(new)}")
-                self._sound |= {test: test not in run.failed for test in new}
-        return [test for test in tests if not self._sound[test]]
-
-    def _run(self, tree: Path, tests: Sequence[str], *, on: bool = False) -> Run:
+    def _run(self, tree: Path, tests: Sequence[str], *, faulty: bool = True) -> Run:
         report = tree.parent / "report"
         report.write_text("")
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
-        command += [] if on or self._collect else ["-x"]
+        command += ["-x"] if faulty and not self._collect else []
         environment = os.environ | {
             # The copy comes first also in the processes that tests start.
             "PYTHONPATH": os.pathsep.join([str(tree), str(Path(__file__).parent)]),
@@ -192,7 +205,7 @@ class Campaign:
         ) as process:
             self._running.add(process.pid)
             try:
-                output, _ = process.communicate(timeout=self._timeout_s)
+                output, _ = process.communicate(timeout=self._timeout_s if faulty else None)
             except subprocess.TimeoutExpired:
                 hung = True
             finally:
@@ -204,11 +217,6 @@ class Campaign:
         if imported and not Path(imported).is_relative_to(tree):
             raise NotPlanted(f"the tests imported {imported}, not the copy in {tree}")
         return Run(tuple(dict.fromkeys(failed)), hung)
-
-    def stop(self) -> None:
-        """End what runs, from another thread: a Ctrl-C does not reach it."""
-        for process in tuple(self._running):
-            _kill(process)
 
 
 def _kill(leader: int) -> None:
@@ -255,19 +263,10 @@ def main(arguments: Sequence[str]) -> int:
     mutants = load(options.lists or sorted(LISTS.glob("*.toml")))
     if unknown := set(options.only or ()) - {mutant.id for mutant in mutants}:
         parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
     campaign = Campaign(ROOT, collect=options.collect, whole_suite=options.all, timeout_s=options.timeout)
-    verdicts = []
-    print("| id | what | killed by | seconds |\n|---|---|---|---|", flush=True)
-    with ThreadPoolExecutor(options.jobs) as pool:
-        chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
-        try:
-            for verdict in pool.map(campaign.verdict, chosen):
-                verdicts.append(verdict)
-                print(verdict.row(), flush=True)
-        except KeyboardInterrupt:
-            pool.shutdown(wait=False, cancel_futures=True)
-            campaign.stop()
-            raise
+    verdicts = campaign.run(chosen, options.jobs)
+    print("\n".join(["| id | what | killed by | seconds |", "|---|---|---|---|", *(each.row() for each in verdicts)]))
     missed = [verdict.mutant.id for verdict in verdicts if not verdict.seen]
     print(
         f"\n{len(verdicts) - len(missed)} of {len(verdicts)} were seen." + f" Not: {', '.join(missed)}." * bool(missed)

@@ -76,7 +76,8 @@ def row(
 ) -> str:
     named = tuple(f"tests/test_sums.py::test_{test}" for test in tests)
     campaign = Campaign(tree, collect=collect, whole_suite=whole_suite, timeout_s=limit_s)
-    return campaign.verdict(Mutant("sum", "sums.py", "return a + b", new, named, "why")).row().rsplit(" |", 2)[0]
+    (verdict,) = campaign.run([Mutant("sum", "sums.py", "return a + b", new, named, "why")])
+    return verdict.row().rsplit(" |", 2)[0]
 
 
 def test_a_campaign_says_what_saw_a_fault(tree: Path) -> None:
@@ -92,4 +93,4 @@ def test_a_campaign_is_not_taken_in(tree: Path) -> None:
     assert "fails without the fault too: tests/test_sums.py::test_red" in row(tree, "return 2", "red")
     assert "pytest ended with 4" in row(tree, "return 2", "gone")
     assert "is no Python" in row(tree, "return (", "zero")
-    assert row(tree, "while True: pass", "zero", timeout_s=5.0) == "| sum | why | hang"
+    assert row(tree, "while True: pass", "zero", limit_s=5) == "| sum | why | hang"
