@@ -328,6 +328,7 @@ def test_stepping_on_gradients_that_were_not_reduced(fake_group: dist.ProcessGro
 # --- starting again ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_a_restarted_run_ends_with_the_same_parameters(survivors: Ranks, tmp_path: Path) -> None:
     """torchrun starts both ranks again after one was killed; they go on from torch's distributed checkpoint."""
     script, result = Path(__file__).parents[1] / "resumable_run.py", tmp_path / "result.pt"
