@@ -168,7 +168,7 @@ class Campaign:
             verdict = Verdict(mutant, trouble=f"**{error}**", seconds=time.monotonic() - started)
         else:
             verdict = Verdict(mutant, run.failed, run.hung, seconds=time.monotonic() - started)
-        print(f"{'seen' if verdict.seen else 'NOT seen'}: {mutant.id}", file=sys.stderr)
+        print(verdict.row(), file=sys.stderr)
         return verdict
 
     def _red_anyway(self, tests: Sequence[str]) -> frozenset[str]:
