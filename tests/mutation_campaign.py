@@ -4,7 +4,7 @@
     python tests/mutation_campaign.py --only ID --all     one fault; if those pass, the whole suite
     python tests/mutation_campaign.py --collect           every test that sees it, to find tests that say the same
 
-A fault is a table `[[mutant]]`: `id`; `file` below `dp_compile/`; `old`, a text that stands there exactly once; `new`
+A fault is a table `[[mutant]]`: `id`; `file`, from the root; `old`, a text that stands there exactly once; `new`
 in its place; `why`, what is wrong then; `tests`, the files or tests that should see it, likeliest first.
 
 Prints a table in Markdown and exits with 1 if a fault survived or could not be planted. A test counts only if it passes
@@ -159,7 +159,7 @@ class Campaign:
         started = time.monotonic()
         try:
             with self._copy() as tree:
-                file = tree / PACKAGE / mutant.file
+                file = tree / mutant.file
                 file.write_text(mutant.planted(file.read_text()))
                 run = self._run(tree, mutant.tests)
                 if self._whole_suite and not (run.failed or run.hung):

@@ -6,14 +6,14 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutation_campaign import LISTS, PACKAGE, ROOT, Campaign, Mutant, NotPlanted, load
+from mutation_campaign import LISTS, ROOT, Campaign, Mutant, NotPlanted, load
 
 MUTANTS = load(sorted(LISTS.glob("*.toml")))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.id for mutant in MUTANTS])
 def test_every_mutant_can_be_planted_and_its_tests_exist(mutant: Mutant) -> None:
-    assert mutant.planted((ROOT / PACKAGE / mutant.file).read_text())
+    assert mutant.planted((ROOT / mutant.file).read_text())
     for test in mutant.tests:
         path, *names = test.split("[")[0].split("::")
         nodes = ast.parse((ROOT / path).read_text()).body
@@ -76,7 +76,7 @@ def row(
 ) -> str:
     named = tuple(f"tests/test_sums.py::test_{test}" for test in tests)
     campaign = Campaign(tree, collect=collect, whole_suite=whole_suite, timeout_s=limit_s)
-    (verdict,) = campaign.run([Mutant("sum", "sums.py", "return a + b", new, named, "why")])
+    (verdict,) = campaign.run([Mutant("sum", "dp_compile/sums.py", "return a + b", new, named, "why")])
     return verdict.row().rsplit(" |", 2)[0]
 
 
