@@ -36,18 +36,24 @@ BOUNDS = ("compute", "comm", "oracle")
 # Which all of them run, with caps that make several buckets of a tiny workload.
 WITHOUT_CODE = (
     "ddp:0.01",
-    "ddp_tuned",
-    "ddp_compiled",
-    "ddp_compiled_whole:0.01",
-    "replicate:0.01",
-    "replicate_compiled",
-    "functional",
     "ours",
     "ours:fixed:0.01",
     "ours:ddp:0.01",
-    "ours:per_module",
     "ours:coalesced",
-    "ours:replan",
+    # Each takes two new processes. What others do, and what is tested without processes too, can wait.
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in (
+            "ddp_tuned",
+            "ddp_compiled",
+            "ddp_compiled_whole:0.01",
+            "replicate:0.01",
+            "replicate_compiled",
+            "functional",
+            "ours:per_module",
+            "ours:replan",
+        )
+    ),
 )
 Gradients = dict[str, Any]
 
@@ -150,6 +156,7 @@ def test_the_reference_reduces() -> None:
         assert abs(gradient - alone[0]["before"][name]).max() > 0.01 * abs(mean).max()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "launches"),
     [
@@ -164,6 +171,7 @@ def test_collectives_in_the_graph_with_the_passes_of_inductor(name: str, launche
     assert launches[0] <= found[0]["launches"] <= launches[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["python_reducer", "python_reducer_coalesced"])
 def test_the_python_reducer_fuses(name: str) -> None:
     found = run(name, "tiny-many-small-150", None)
@@ -171,6 +179,7 @@ def test_the_python_reducer_fuses(name: str) -> None:
     assert found[0]["fused"] == 1
 
 
+@pytest.mark.nightly
 def test_ddp_optimizer_splits_at_its_cap() -> None:
     """1.2 MiB of parameters, buckets of 1 MiB: two parts."""
     found = run("ddp_compiled:1", "many-small-150")
@@ -178,6 +187,7 @@ def test_ddp_optimizer_splits_at_its_cap() -> None:
     assert found[0]["parts"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", BOUNDS)
 def test_bounds_run_and_reduce_nothing(name: str) -> None:
     one, two = run(f"{name}:0.01" if name != "compute" else name, "tiny-gpt-4l")
@@ -187,6 +197,7 @@ def test_bounds_run_and_reduce_nothing(name: str) -> None:
         assert (gradient != two["before"][parameter]).any(), f"{parameter} is the same on both ranks"
 
 
+@pytest.mark.nightly
 def test_the_calibrated_mode_measures_the_link() -> None:
     with fresh_ranks() as ranks:
         check(ranks.run(train, "ours:calibrated", "tiny-gpt-4l", "aot_eager"), "tiny-gpt-4l")

@@ -35,6 +35,7 @@ def test_outputs_and_pictures_are_those_of_today() -> None:
     check()
 
 
+@pytest.mark.nightly
 def test_the_first_training_says_what_the_guide_shows() -> None:
     check("--first-only")
 

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -78,6 +79,7 @@ def long_run() -> tuple[Footprint, Footprint, int]:
     return warm, Footprint.now(), len(monitors())
 
 
+@pytest.mark.nightly
 def test_nothing_grows(ranks2: Ranks) -> None:
     for warm, end, monitoring in ranks2.run(long_run):
         assert end.resident_bytes - warm.resident_bytes < MOST_BYTES

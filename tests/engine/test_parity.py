@@ -8,6 +8,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.engine import hooks
 from dp_compile.insight.report import Report
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
@@ -130,8 +132,31 @@ def run_case(kind: str, variant: str, **changes: Any) -> Report:
     return train_both(Case(build=build, batch=batch, **settings))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", KINDS)
+EVERY_DAY: dict[str, set[str]] = {
+    "mlp": set(VARIANTS),
+    "gpt with tied weights": {
+        "compiled",
+        "gradients kept",
+        "accumulation",
+        "bf16 autocast",
+        "small buckets",
+        "coalesced",
+    },
+    "convnet in channels_last": set(VARIANTS) - {"bf16 autocast", "not compiled, accumulation"},
+    "parameter used twice": {"compiled", "accumulation", "small buckets"},
+    "frozen parameter": {"compiled", "gradients kept", "no passes"},
+}
+"""The other pairs can wait: each kind and each variant is here."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        pytest.param(kind, variant, marks=() if variant in EVERY_DAY[kind] else pytest.mark.nightly)
+        for kind in KINDS
+        for variant in VARIANTS
+    ],
+)
 def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
     for report in ranks.run(run_case, kind, variant):
         if variant.startswith("not compiled") or variant == "torch's reducer":
@@ -142,14 +167,29 @@ def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
             assert report.captures[-1].deferred == (variant == "no passes")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_four_ranks(ranks4: Ranks, kind: str) -> None:
-    for variant in VARIANTS if kind == "mlp" else ("small buckets", "accumulation"):
+@pytest.mark.parametrize(
+    ("kind", "variants"),
+    [
+        ("mlp", ("small buckets", "accumulation", "coalesced", "not compiled")),
+        ("gpt with tied weights", ("small buckets",)),
+        ("convnet in channels_last", ("coalesced",)),
+        *(pytest.param(kind, tuple(VARIANTS), marks=pytest.mark.nightly, id=f"{kind}-all") for kind in KINDS),
+    ],
+)
+def test_four_ranks(ranks4: Ranks, kind: str, variants: tuple[str, ...]) -> None:
+    for variant in variants:
         ranks4.run(run_case, kind, variant)
 
 
-@pytest.mark.parametrize("variant", ["small buckets", "coalesced"])
-@pytest.mark.parametrize("kind", ["gpt with tied weights", "convnet in channels_last"])
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        ("gpt with tied weights", "small buckets"),
+        ("convnet in channels_last", "coalesced"),
+        pytest.param("gpt with tied weights", "coalesced", marks=pytest.mark.nightly),
+        pytest.param("convnet in channels_last", "small buckets", marks=pytest.mark.nightly),
+    ],
+)
 def test_inductor(ranks: Ranks, kind: str, variant: str) -> None:
     """The same through code generation; gradients kept from the second step on, so both forms are compiled."""
     changes = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
@@ -185,6 +225,48 @@ def test_eager_hooks(ranks: Ranks, variant: str) -> None:
     for kind in KINDS:
         for report in ranks.run(run_eager_hooks, kind, variant):
             assert report.mode == "python hooks"
+
+
+@dataclass(frozen=True)
+class LateWork:
+    """A collective whose result is there when somebody waits for it, not before."""
+
+    tensors: list[torch.Tensor]
+
+    def wait(self) -> None:
+        for tensor in self.tensors:
+            tensor.fill_(3.0)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_eager_hooks_wait_for_their_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks, "_all_reduce", lambda tensors, reduce_op, group: LateWork(tensors))
+    model = dp_compile.replicate(MLP(), bucket_cap_mb=1e-6, check_reductions=False)
+    replica_of(model).by_hooks = True
+    model(*vectors(0, 0)).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert bool((parameter.grad == 3.0).all())
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As captured code does on another rank: the last module first, whatever gradients arrive first."""
+    launched: list[int] = []
+
+    def all_reduce(tensors: list[torch.Tensor], reduce_op: str, group: dist.ProcessGroup) -> LateWork:
+        launched.append(tensors[0].numel())
+        return LateWork(tensors)
+
+    monkeypatch.setattr(hooks, "_all_reduce", all_reduce)
+    first, last = nn.Linear(2, 2), nn.Linear(3, 3)
+    for model in (first, last):
+        dp_compile.replicate(model, bucket_cap_mb=1e-6, check_reductions=False)
+        replica_of(model).by_hooks = True
+    # The engine begins with what was computed last.
+    (last(torch.ones(1, 3)).sum() + first(torch.ones(1, 2)).sum()).backward()
+    plans = [dp_compile.report(model).plan for model in (last, first)]
+    assert launched == [bucket.tensor_numels[0] for plan in plans for bucket in plan.buckets]
 
 
 def half_apart(build: Callable[[], nn.Module]) -> Path:

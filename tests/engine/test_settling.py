@@ -97,7 +97,7 @@ def test_same_bits_as_ddp_on_2_ranks(ranks: Ranks, backend: str) -> None:
     assert ranks.run(same_bits, 2, backend)[0] > 3
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_same_bits_as_ddp_on_4_ranks(ranks4: Ranks, backend: str) -> None:
     assert ranks4.run(same_bits, 4, backend)[0] > 3
 

@@ -89,7 +89,7 @@ class Root(nn.Module):
         return self.first(x) + (self.scale * x).abs().sqrt()
 
 
-def run_nan(value: float, way: str, checked: bool) -> str:
+def run_nan(value: float, way: str, checked: bool, factor: float = 1.0) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = dp_compile.replicate(
@@ -104,7 +104,7 @@ def run_nan(value: float, way: str, checked: bool) -> str:
     x[0, 2] = value if dist.get_rank() == 1 else 1.0
     try:
         with torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
-            call(x).sum().backward()
+            (factor * call(x).sum()).backward()
     except dp_compile.ReductionError as error:
         return str(error)
     return "no error"
@@ -122,6 +122,12 @@ def test_a_gradient_that_is_not_finite(ranks: Ranks) -> None:
     messages = ranks.run(run_nan, 0.0, "captured", True)
     assert messages[0] == messages[1]
     assert "not finite: scale (nan). The loss was finite on every rank" in messages[0]
+
+
+def test_a_gradient_that_is_infinite(ranks: Ranks) -> None:
+    """Not one of them is a NaN."""
+    for message in ranks.run(run_nan, 1.0, "captured", True, 3e38):
+        assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on rank(s) 0, 1" in message
 
 
 def test_without_the_check(ranks2: Ranks) -> None:

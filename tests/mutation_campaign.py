@@ -1,0 +1,278 @@
+"""Does the suite see faults? Plants those of `tests/mutants/*.toml`, one at a time, each into a copy of the tree.
+
+    python tests/mutation_campaign.py                     every fault, the tests that it names
+    python tests/mutation_campaign.py --only ID --all     one fault; if those pass, the whole suite
+    python tests/mutation_campaign.py --collect           every test that sees it, to find tests that say the same
+
+A fault is a table `[[mutant]]`: `id`; `file`, from the root; `old`, a text that stands there exactly once; `new`
+in its place; `why`, what is wrong then; `tests`, the files or tests that should see it, likeliest first.
+
+Prints a table in Markdown and exits with 1 if a fault survived or could not be planted. A test counts only if it passes
+in a copy without the fault; no end within `--timeout` counts as seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+LISTS = ROOT / "tests" / "mutants"
+PACKAGE = "dp_compile"
+NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "bench_results")
+REPORT_VARIABLE = "DP_COMPILE_CAMPAIGN_REPORT"
+PASSED = 0
+"""The exit code of pytest."""
+
+
+class NotPlanted(Exception):
+    """A fault that cannot be planted as it is described."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault: one text of one file in the place of another."""
+
+    id: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    why: str
+
+    def planted(self, source: str) -> str:
+        """The text of the file with the fault.
+
+        Raises:
+            NotPlanted: `old` is not there exactly once, or what results is the same or no Python.
+        """
+        if source.count(self.old) != 1:
+            raise NotPlanted(f"{self.id}: {self.file} holds the text {source.count(self.old)} times, not once")
+        changed = source.replace(self.old, self.new)
+        try:
+            if ast.dump(ast.parse(changed)) == ast.dump(ast.parse(source)):
+                raise NotPlanted(f"{self.id}: {self.file} means the same with the fault")
+        except SyntaxError as error:
+            raise NotPlanted(f"{self.id}: {self.file} is no Python with the fault: {error}") from error
+        return changed
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What pytest said: `failed` by the names of tests, in the order in which they ran; `hung`: it did not end."""
+
+    failed: tuple[str, ...]
+    hung: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one fault. `trouble`: why nothing can be said."""
+
+    mutant: Mutant
+    killers: tuple[str, ...] = ()
+    hung: bool = False
+    trouble: str = ""
+    seconds: float = 0.0
+
+    @property
+    def seen(self) -> bool:
+        return not self.trouble and (self.hung or bool(self.killers))
+
+    def without(self, red: frozenset[str]) -> Verdict:
+        """As it is when some tests are known to fail anyway."""
+        if not red.intersection(self.killers):
+            return self
+        names = ", ".join(sorted(red.intersection(self.killers)))
+        return replace(self, trouble=f"**fails without the fault too: {names}**")
+
+    def row(self) -> str:
+        said = self.trouble or "<br>".join([*self.killers, *(["hang"] if self.hung else [])]) or "**SURVIVED**"
+        return f"| {self.mutant.id} | {self.mutant.why} | {said} | {self.seconds:.0f} |"
+
+
+def load(paths: Sequence[Path]) -> tuple[Mutant, ...]:
+    """The faults of some lists.
+
+    Raises:
+        NotPlanted: a key is missing, unknown, of another type or empty, or an id is there twice.
+    """
+    mutants = tuple(_mutant(path, table) for path in paths for table in tomllib.loads(path.read_text())["mutant"])
+    ids = [mutant.id for mutant in mutants]
+    if twice := sorted({each for each in ids if ids.count(each) > 1}):
+        raise NotPlanted(f"more than one mutant is called {', '.join(twice)}")
+    return mutants
+
+
+def _mutant(path: Path, table: dict[str, Any]) -> Mutant:
+    if set(table) != {field.name for field in fields(Mutant)}:
+        raise NotPlanted(f"{path.name}: {table.get('id', 'a mutant')} has the keys {', '.join(table)}")
+    tests = table["tests"]
+    texts = [table["id"], table["file"], table["old"], table["why"], *tests]
+    if not tests or not all(isinstance(text, str) and text for text in texts):
+        raise NotPlanted(f"{path.name}: {table['id']} says nothing in one of its keys")
+    return Mutant(**table | {"tests": tuple(tests)})
+
+
+class Campaign:
+    """Runs tests in copies of a tree.
+
+    Args:
+        root: of the tree: the package and `tests/`.
+        collect: run on after the first test that fails.
+        whole_suite: where the tests of a fault all pass, run all.
+        timeout_s: for one run of pytest.
+    """
+
+    def __init__(self, root: Path, *, collect: bool, whole_suite: bool, timeout_s: float) -> None:
+        self._root, self._collect, self._whole_suite, self._timeout_s = root, collect, whole_suite, timeout_s
+        self._running: set[int] = set()
+
+    def run(self, mutants: Sequence[Mutant], jobs: int = 1) -> list[Verdict]:
+        """What was seen of each, in the order given."""
+        with ThreadPoolExecutor(jobs) as pool:
+            try:
+                verdicts = list(pool.map(self._verdict, mutants))
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in tuple(self._running):  # no Ctrl-C reaches them
+                    _kill(process)
+                raise
+        red = self._red_anyway([killer for verdict in verdicts for killer in verdict.killers])
+        return [verdict.without(red) for verdict in verdicts]
+
+    def _verdict(self, mutant: Mutant) -> Verdict:
+        started = time.monotonic()
+        try:
+            with self._copy() as tree:
+                file = tree / mutant.file
+                file.write_text(mutant.planted(file.read_text()))
+                run = self._run(tree, mutant.tests)
+                if self._whole_suite and not (run.failed or run.hung):
+                    run = self._run(tree, ())
+        except (NotPlanted, OSError) as error:
+            verdict = Verdict(mutant, trouble=f"**{error}**", seconds=time.monotonic() - started)
+        else:
+            verdict = Verdict(mutant, run.failed, run.hung, seconds=time.monotonic() - started)
+        print(verdict.row(), file=sys.stderr)
+        return verdict
+
+    def _red_anyway(self, tests: Sequence[str]) -> frozenset[str]:
+        """Those that fail in a copy without a fault."""
+        if not tests:
+            return frozenset()
+        with self._copy() as tree:
+            return frozenset(self._run(tree, tuple(dict.fromkeys(tests)), faulty=False).failed)
+
+    @contextmanager
+    def _copy(self) -> Iterator[Path]:
+        with tempfile.TemporaryDirectory() as directory:
+            yield Path(shutil.copytree(self._root, Path(directory, "tree"), ignore=NOT_COPIED))
+
+    def _run(self, tree: Path, tests: Sequence[str], *, faulty: bool = True) -> Run:
+        report = tree.parent / "report"
+        report.write_text("")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", Path(__file__).stem]
+        command += ["-x"] if faulty and not self._collect else []
+        environment = os.environ | {
+            # The copy comes first also in the processes that tests start.
+            "PYTHONPATH": os.pathsep.join([str(tree), str(Path(__file__).parent)]),
+            REPORT_VARIABLE: str(report),
+        }
+        hung, output = False, ""
+        with subprocess.Popen(
+            [*command, *tests],
+            cwd=tree,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
+            self._running.add(process.pid)
+            try:
+                output, _ = process.communicate(timeout=self._timeout_s if faulty else None)
+            except subprocess.TimeoutExpired:
+                hung = True
+            finally:
+                self._running.discard(process.pid)
+                _kill(process.pid)
+        imported, *failed = report.read_text().splitlines() or [""]
+        if not hung and not failed and process.returncode != PASSED:
+            raise NotPlanted(f"pytest ended with {process.returncode}: {' / '.join(output.splitlines()[-3:])}")
+        if imported and not Path(imported).is_relative_to(tree):
+            raise NotPlanted(f"the tests imported {imported}, not the copy in {tree}")
+        return Run(tuple(dict.fromkeys(failed)), hung)
+
+
+def _kill(leader: int) -> None:
+    """A run of pytest with all processes that it started, also ranks that outlived it."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+# --- as a plugin of pytest, in the copy -------------------------------------------------------------------------------
+
+
+def _write(line: str) -> None:
+    if path := os.environ.get(REPORT_VARIABLE):
+        with open(path, "a") as file:
+            file.write(f"{line}\n")
+
+
+def pytest_sessionstart() -> None:
+    _write(str(__import__(PACKAGE).__file__))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.failed:
+        _write(report.nodeid)
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        _write(report.nodeid)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="*", type=Path, help="files of faults (default: all in tests/mutants)")
+    parser.add_argument("--only", action="append", metavar="ID", help="this fault; may be given again")
+    parser.add_argument("--all", action="store_true", help="run the whole suite where a fault's own tests pass")
+    parser.add_argument("--collect", action="store_true", help="every test that sees a fault, not only the first")
+    parser.add_argument("--jobs", type=int, default=1, help="copies that are tested side by side (default: 1)")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run of pytest (default: 600)")
+    options = parser.parse_args(arguments)
+    mutants = load(options.lists or sorted(LISTS.glob("*.toml")))
+    if unknown := set(options.only or ()) - {mutant.id for mutant in mutants}:
+        parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
+    chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
+    campaign = Campaign(ROOT, collect=options.collect, whole_suite=options.all, timeout_s=options.timeout)
+    verdicts = campaign.run(chosen, options.jobs)
+    print("\n".join(["| id | what | killed by | seconds |", "|---|---|---|---|", *(each.row() for each in verdicts)]))
+    missed = [verdict.mutant.id for verdict in verdicts if not verdict.seen]
+    print(
+        f"\n{len(verdicts) - len(missed)} of {len(verdicts)} were seen." + f" Not: {', '.join(missed)}." * bool(missed)
+    )
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

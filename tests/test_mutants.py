@@ -1,0 +1,96 @@
+"""The lists of planted faults fit the code of today, and the campaign says rightly what was seen."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutation_campaign import LISTS, ROOT, Campaign, Mutant, NotPlanted, load
+
+MUTANTS = load(sorted(LISTS.glob("*.toml")))
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.id for mutant in MUTANTS])
+def test_every_mutant_can_be_planted_and_its_tests_exist(mutant: Mutant) -> None:
+    assert mutant.planted((ROOT / mutant.file).read_text())
+    for test in mutant.tests:
+        path, *names = test.split("[")[0].split("::")
+        nodes = ast.parse((ROOT / path).read_text()).body
+        for name in names:
+            (node,) = [each for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name]
+            nodes = node.body
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"old": "a * b"}, "holds the text 0 times"),
+        ({"old": "a"}, "holds the text 3 times"),
+        ({"new": "a +"}, "is no Python"),
+        ({"new": "(a + b)"}, "means the same"),
+    ],
+)
+def test_what_cannot_be_planted(changed: dict[str, str], said: str) -> None:
+    fields = {"id": "add", "file": "sums.py", "old": "a + b", "new": "a - b", "tests": ("t",), "why": "w"}
+    with pytest.raises(NotPlanted, match=said):
+        Mutant(**fields | changed).planted("def add(a, b):\n    return a + b\n")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('[[mutant]]\nid = "a"', "has the keys id"),
+        ('[[mutant]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\ntests = []\nwhy = "w"', "says nothing"),
+        ('[[mutant]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\ntests = ["t"]\nwhy = "w"\n' * 2, "more than one"),
+    ],
+)
+def test_a_list_that_is_wrong_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "list.toml"
+    path.write_text(text)
+    with pytest.raises(NotPlanted, match=said):
+        load([path])
+
+
+SUMS = "def add(a, b):\n    return a + b\n"
+TESTS = """\
+from dp_compile.sums import add
+
+def test_zero(): assert add(3, 0) == 3
+def test_three(): assert add(1, 2) == 3
+def test_four(): assert add(2, 2) == 4
+def test_red(): assert add(1, 1) == 3
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name, text in {"dp_compile/__init__.py": "", "dp_compile/sums.py": SUMS, "tests/test_sums.py": TESTS}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def row(
+    tree: Path, new: str, *tests: str, collect: bool = False, whole_suite: bool = False, limit_s: float = 99
+) -> str:
+    named = tuple(f"tests/test_sums.py::test_{test}" for test in tests)
+    campaign = Campaign(tree, collect=collect, whole_suite=whole_suite, timeout_s=limit_s)
+    (verdict,) = campaign.run([Mutant("sum", "dp_compile/sums.py", "return a + b", new, named, "why")])
+    return verdict.row().rsplit(" |", 2)[0]
+
+
+def test_a_campaign_says_what_saw_a_fault(tree: Path) -> None:
+    three, four = "tests/test_sums.py::test_three", "tests/test_sums.py::test_four"
+    assert row(tree, "return a - b", "zero") == "| sum | why | **SURVIVED**"
+    assert row(tree, "return a - b", "zero", whole_suite=True) == f"| sum | why | {three}"
+    assert row(tree, "return a - b", "zero", "three", "four", collect=True) == f"| sum | why | {three}<br>{four}"
+    assert (tree / "dp_compile" / "sums.py").read_text() == SUMS
+
+
+def test_a_campaign_is_not_taken_in(tree: Path) -> None:
+    """By a test that fails anyway, one that is not there, a fault that does not fit, or one that never ends."""
+    assert "fails without the fault too: tests/test_sums.py::test_red" in row(tree, "return 2", "red")
+    assert "pytest ended with 4" in row(tree, "return 2", "gone")
+    assert "is no Python" in row(tree, "return (", "zero")
+    assert row(tree, "while True: pass", "zero", limit_s=5) == "| sum | why | hang"
