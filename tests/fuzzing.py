@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -50,6 +51,10 @@ class Micro:
 
     batch: tuple[int, int]
     way: tuple[int, int] = (0, 0)
+    eager: tuple[bool, bool] = (False, False)
+    """Which ranks cannot capture this one."""
+    other: tuple[bool, bool] = (False, False)
+    """Which ranks run a backward of another module, that nobody replicates, between this forward and its backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,12 @@ class FuzzCase:
     broadcast_buffers: bool = True
     check_reductions: bool = True
     autocast: bool = False
+    hook: str = ""
+    """A post-accumulate hook on every second parameter, of `HOOKS`: none is linear."""
+    hooks_late: bool = False
+    """It is set after `replicate`."""
+    split: bool = False
+    """The head is replicated apart: two modules in each backward."""
     seed: int = 0
 
     @property
@@ -283,6 +294,35 @@ class OpaqueFunction(CustomFunction):
     function = _OpaqueScale
 
 
+class _Recomputed(torch.autograd.Function):
+    """A checkpoint of somebody's own: its backward runs a backward."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.run = run
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = ctx.run(x)
+        torch.autograd.backward(y, grad)
+        return None, x.grad
+
+
+class Recomputed(MLP):
+    def build(self, width: int, hidden: int) -> None:
+        super().build(width, hidden)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return x + _Recomputed.apply(self.layers, x * self.scale)
+
+
 KINDS: dict[str, type[Block]] = {
     "linear": Linear,
     "mlp": MLP,
@@ -300,7 +340,34 @@ KINDS: dict[str, type[Block]] = {
     "attention": Attention,
     "custom function": CustomFunction,
     "opaque function": OpaqueFunction,
+    "recomputed": Recomputed,
 }
+
+
+# --- hooks ------------------------------------------------------------------------------------------------------
+
+
+def _clip(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def _squash(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad / (0.1 + parameter.grad.abs())
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+HOOKS: dict[str, Callable[[torch.Tensor], None]] = {"clip": _clip, "squash": _squash, "drop": _drop}
+
+
+def _set_hooks(case: FuzzCase, model: nn.Module) -> None:
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trainable[::2] if case.hook else ():
+        parameter.register_post_accumulate_grad_hook(HOOKS[case.hook])
 
 
 class Stack(nn.Module):
@@ -380,12 +447,17 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     torch._dynamo.reset()
     torch.manual_seed(case.seed)
     stack = Stack(case)
-    theirs = TorchDDP(
-        copy.deepcopy(stack), find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers
-    )
+    twin = copy.deepcopy(stack)
+    for model in (twin,) if case.hooks_late else (twin, stack):
+        _set_hooks(case, model)
+    theirs = TorchDDP(twin, find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers)
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
         exits.callback(dp_compile.unreplicate, stack)
+        if case.split:
+            exits.callback(dp_compile.unreplicate, stack.head)
+        if case.hooks_late:
+            _set_hooks(case, stack)
         difference = _train_both(case, ours, stack, theirs, never_sync=fault == "never synchronised")
         report = dp_compile.report(stack)
     return Outcome(difference, report.mode, dict(report.backwards))
@@ -401,7 +473,10 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
     )
     if case.wrapper:
         return dp_compile.DistributedDataParallel(stack, config=config, **BUCKETS[case.buckets])
-    return dp_compile.replicate(stack, config=config, **BUCKETS[case.buckets])
+    ignored = [stack.head] if case.split else None
+    for part in ignored or ():
+        dp_compile.replicate(part, config=config, **BUCKETS[case.buckets])
+    return dp_compile.replicate(stack, config=config, ignored_modules=ignored, **BUCKETS[case.buckets])
 
 
 def _train_both(case: FuzzCase, ours: nn.Module, stack: Stack, theirs: TorchDDP, *, never_sync: bool) -> str:
@@ -416,8 +491,10 @@ def _train_both(case: FuzzCase, ours: nn.Module, stack: Stack, theirs: TorchDDP,
         for position, micro in enumerate(step.micros):
             local = position + 1 < len(step.micros)
             batch = _batch(case, micro, 10 * number + position)
-            with dp_compile.no_sync(ours) if local or never_sync else nullcontext():
-                _backward(case, run, batch, scope=_scope(case))
+            with ExitStack() as scopes:
+                for part in (ours, stack.head) if case.split else (ours,):
+                    scopes.enter_context(dp_compile.no_sync(part) if local or never_sync else nullcontext())
+                _backward(case, run, batch, scope=_scope(case, micro), other=micro.other[dist.get_rank() % 2])
             with theirs.no_sync() if local else nullcontext():
                 _backward(case, theirs, batch, scope=nullcontext())
         difference = difference or _difference(case, stack, theirs.module, f"step {number}")
@@ -426,8 +503,15 @@ def _train_both(case: FuzzCase, ours: nn.Module, stack: Stack, theirs: TorchDDP,
     return difference or _difference(case, stack, theirs.module, "the end")
 
 
-def _scope(case: FuzzCase) -> AbstractContextManager[None]:
-    return dp_compile.compiled_backward() if case.compiled == "backward" else nullcontext()
+@contextmanager
+def _scope(case: FuzzCase, micro: Micro) -> Iterator[None]:
+    with ExitStack() as scopes:
+        if case.compiled == "backward":
+            scopes.enter_context(dp_compile.compiled_backward())
+        if micro.eager[dist.get_rank() % 2]:
+            scopes.enter_context(warnings.catch_warnings(action="ignore"))
+            scopes.enter_context(torch.autograd.detect_anomaly(check_nan=False))
+        yield
 
 
 def _batch(case: FuzzCase, micro: Micro, number: int) -> tuple[torch.Tensor, torch.Tensor, tuple[bool, ...]]:
@@ -440,9 +524,18 @@ def _batch(case: FuzzCase, micro: Micro, number: int) -> tuple[torch.Tensor, tor
     return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), uses
 
 
-def _backward(case: FuzzCase, model: Any, batch: tuple[Any, ...], *, scope: AbstractContextManager[None]) -> None:
+def _backward(
+    case: FuzzCase,
+    model: Any,
+    batch: tuple[Any, ...],
+    *,
+    scope: AbstractContextManager[None],
+    other: bool = False,
+) -> None:
     with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
         loss = _loss(model, *batch)
+    if other:
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
     with scope:
         loss.backward()
 
