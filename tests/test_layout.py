@@ -183,7 +183,7 @@ def test_options_are_named_in_one_order() -> None:
     names = [field.name for field in dataclasses.fields(dp_compile.ReplicateConfig)]
     assert " ".join(names) == (
         "ddp_python_hook strategy bucket_cap_mb first_bucket_cap_mb cost alignment_bytes replan_after "
-        "unused_parameters find_unused_parameters broadcast_buffers check_reductions check_nan "
+        "unused_parameters find_unused_parameters static_graph broadcast_buffers check_reductions check_nan "
         "compare_parameters_every backend timeout_s monitor_after_s dump_dir"
     )
 

@@ -41,6 +41,7 @@ from dp_compile.modules.replicated_module import (
     behind,
     forget_state,
     has_lost_its_wrapper,
+    is_of_a_module_that_is_gone,
     is_pending,
     replicated_class,
     restore_class,
@@ -405,8 +406,10 @@ def _install(module: nn.Module, replica: Replica) -> None:
 
 def _release_abandoned(module: nn.Module) -> None:
     """Undo what wrappers did that are gone since: as in torch, the module may then be wrapped anew."""
-    found = [owners.find(parameter) for parameter in module.parameters()]
-    roots = {entry[0].outline.root() for entry in found if entry is not None}
+    found = {entry[0] for entry in map(owners.find, module.parameters()) if entry is not None}
+    for replica in filter(is_of_a_module_that_is_gone, found):
+        _release(replica)
+    roots = {replica.outline.root() for replica in found}
     for root in roots | ({module} if is_pending(module) else set()):
         if root is not None and has_lost_its_wrapper(root):
             unreplicate(root)

@@ -29,6 +29,7 @@ logger = logging.getLogger("dp_compile.replicated_module")
 _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
 _wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+_wrapped_replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
 _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
 
 
@@ -135,6 +136,14 @@ def forget_state(module: nn.Module) -> None:
 def wrap(outer: nn.Module, inner: nn.Module) -> None:
     """Let `report`, `no_sync` and `unreplicate` find the state of `inner` through a module that wraps it."""
     _wrapped_by[outer], _wrapper_of[inner] = weakref.ref(inner), weakref.ref(outer)
+    state = state_of(inner)
+    if isinstance(state, Replica):
+        _wrapped_replicas.add(state)
+
+
+def is_of_a_module_that_is_gone(replica: Replica) -> bool:
+    """Whether a wrapper replicated a module that is gone, and the wrapper with it."""
+    return replica in _wrapped_replicas and replica.outline.root() is None
 
 
 def has_lost_its_wrapper(module: nn.Module) -> bool:

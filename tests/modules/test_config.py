@@ -26,6 +26,7 @@ def test_defaults() -> None:
         "alignment_bytes": 64,
         "unused_parameters": None,
         "find_unused_parameters": False,
+        "static_graph": False,
         "broadcast_buffers": True,
         "check_reductions": True,
         "check_nan": False,
