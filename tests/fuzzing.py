@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
+from dp_compile.modules import meeting
 from dp_compile.passes.reduction import Averaging
 
 VOCABULARY = 7
@@ -557,13 +558,12 @@ FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never syn
 @contextmanager
 def _planted(fault: str, stack: Stack) -> Iterator[None]:
     """Break this package, or the model that it replicates, for one run."""
-    replicate_module = dp_compile.replicate.__globals__
-    before = replicate_module["averaging_for"]
+    before = meeting.averaging_for
     if fault == "sums instead of averages":
-        replicate_module["averaging_for"] = lambda backend, world_size: Averaging("sum", 1.0)
+        meeting.averaging_for = lambda backend, world_size: Averaging("sum", 1.0)
     if fault == "a gradient doubled on rank 1" and dist.get_rank() == 1:
         next(p for p in stack.parameters() if p.requires_grad).register_hook(lambda grad: 2 * grad)
     try:
         yield
     finally:
-        replicate_module["averaging_for"] = before
+        meeting.averaging_for = before

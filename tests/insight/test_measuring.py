@@ -249,7 +249,7 @@ def test_nothing_to_measure_is_a_warning(
     assert measurement.step is None
     assert step_of(model).measured is None
     assert re.match(reason, measurement.why_not)
-    (record,) = [each for each in caplog.records if each.name == "dp_compile.insight.measuring"]
+    (record,) = [each for each in caplog.records if each.name == "dp_compile.measuring"]
     assert (record.levelno, record.message) == (logging.WARNING, f"nothing was measured: {measurement.why_not}")
 
 

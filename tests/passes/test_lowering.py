@@ -205,7 +205,7 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
 @pytest.fixture
 def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL: gradients are reduced as they are."""
-    monkeypatch.setattr(sys.modules["dp_compile.modules.replicate"], "averaging_for", lambda *_: Averaging("avg", 1.0))
+    monkeypatch.setattr(sys.modules["dp_compile.modules.meeting"], "averaging_for", lambda *_: Averaging("avg", 1.0))
 
 
 @pytest.mark.usefixtures("fake_group", "averaging_in_the_collective")
