@@ -16,7 +16,7 @@ from dp_compile.engine.agreement import exchange
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import DesyncError, ReductionError
-from dp_compile.plan.flags import is_mixed, is_stepped, more_elements
+from dp_compile.plan.flags import is_mixed, is_moved_by_some, is_stepped, more_elements
 
 MAX_UNREAD: Final = 2
 
@@ -32,12 +32,13 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     is nothing to tell.
     """
     told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
-    key = (told, bool(replica.stepped), replica.plan)
+    stepped, moved = bool(replica.stepped), replica.moved
+    key = (told, stepped, moved, replica.plan)
     if replica.flags_told is None or replica.flags_told[0] != key:
         elements = [0.0] * len(replica.parameters)
         for index in told:
             elements[index] = 1.0
-        elements += more_elements(f"{replica.topic} {replica.plan.signature()}", stepped=bool(replica.stepped))
+        elements += more_elements(f"{replica.topic} {replica.plan.signature()}", stepped=stepped, moved=moved)
         flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
         replica.flags_told = (key, flags)
     return replica.flags_told[1]
@@ -58,12 +59,13 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
         DesyncError: ranks reduced different modules, or by different plans.
     """
     _settled[replica.group.name] += 1
-    stepped = sorted(replica.stepped)
+    stepped, moved = sorted(replica.stepped), replica.moved
     replica.stepped.clear()
+    replica.moved = False
     if not replica.config.check_reductions:
         return
     reported = tuple(unused) if replica.config.unused == "error" else ()
-    replica.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), _settled[replica.group.name]))
+    replica.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), moved, _settled[replica.group.name]))
     while (unread := replica.flags_unread) and (
         reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD
     ):
@@ -78,6 +80,8 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
             raise DesyncError(_who_reduced_what(replica, unread.number))
         if unread.stepped or is_stepped(more):
             raise ReductionError(stepped_message(replica, unread.stepped))
+        if is_moved_by_some(more):
+            raise ReductionError(_moved_message(replica, here=unread.moved))
         if replica.config.unused == "error" and (unread.unused or bool(flags[:n_parameters].any())):
             here = set(unread.unused)
             elsewhere = [index for index in flags[:n_parameters].nonzero().flatten().tolist() if index not in here]
@@ -109,6 +113,15 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
     )
 
 
+def _moved_message(replica: Replica, *, here: bool) -> str:
+    where = "on this rank" if here else "on another rank"
+    return (
+        f"parameters of the module of {replica.names[0]} were changed {where} after a backward under no_sync, and not "
+        "on every rank, so the ranks differ now: is no_sync used on some ranks only? Use it on all of them, or pass "
+        "check_reductions=False."
+    )
+
+
 def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Sequence[int]) -> str:
     parts = []
     if here:
@@ -137,6 +150,7 @@ class UnreadFlags:
     flags: torch.Tensor
     unused: tuple[int, ...]
     stepped: tuple[int, ...]
+    moved: bool
     number: int
     """The number of these flags on their group."""
     event: torch.Event | None = None

@@ -195,6 +195,8 @@ class Replica:
     """Of the parameters with a gradient that is not reduced yet: how often each had been changed by then."""
     stepped: set[int] = field(default_factory=set)
     """Parameters that were changed although they had a gradient that was not reduced."""
+    moved: bool = False
+    """Parameters were changed after a backward without synchronisation, whose gradients were then dropped."""
     versions_at_start: tuple[int, ...] = ()
     """How often the parameters had been changed when the synchronised backward began; nothing if nobody looked."""
     arrivals_in: Arrivals | None = None
@@ -306,7 +308,7 @@ class Replica:
 
     def note_without_sync(self) -> None:
         """A backward without synchronisation has ended."""
-        self.stepped |= self._changed_without_sync()
+        self._note_changes()
         if self.config.check_reductions:
             self.versions_without_sync = {
                 index: autograd.version_of(parameter)
@@ -328,7 +330,7 @@ class Replica:
 
     def begin(self) -> None:
         """A synchronised backward begins."""
-        self.stepped |= self._changed_without_sync()
+        self._note_changes()
         self.versions_without_sync.clear()
         self.versions_at_start = self._versions() if self.config.check_reductions else ()
 
@@ -340,17 +342,19 @@ class Replica:
             self.stepped |= changed - self.renormalised
             self.versions_at_start = ()
 
-    def _changed_without_sync(self) -> set[int]:
-        """Parameters that changed since a local backward, and whose local gradient is still there.
+    def _note_changes(self) -> None:
+        """Which parameters changed since a local backward.
 
-        Not those of which it was dropped or zeroed: the first backward of SAM is only there to find a direction.
+        It is an error if the local gradient is still there. If it was dropped or zeroed the local backward may only
+        have been there to find a direction, as the first one of SAM is; then every rank has to have moved.
         """
-        return {
-            index
-            for index, version in self.versions_without_sync.items()
-            if version != autograd.version_of(self.parameters[index])
-            if (grad := self.parameters[index].grad) is not None and bool(grad.any())
-        }
+        for index, version in self.versions_without_sync.items():
+            if version != autograd.version_of(self.parameters[index]):
+                grad = self.parameters[index].grad
+                if grad is not None and bool(grad.any()):
+                    self.stepped.add(index)
+                else:
+                    self.moved = True
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(map(autograd.version_of, self.parameters))

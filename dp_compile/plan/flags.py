@@ -5,10 +5,12 @@
 | one for each parameter  | unused here; with `unused_parameters="find"`: used here                           |
 | `2 * NUMBER_BITS`       | each bit of a number for module and plan, and each bit of its complement          |
 | one                     | parameters were changed here that had gradients which were not reduced            |
+| two                     | they were changed behind a local backward whose gradients were dropped; were not  |
 
 Only zero and not zero are told apart, so the elements survive averaging over any number of ranks in any floating dtype.
 A bit that is not zero together with its complement means that two ranks sent different numbers: they reduced different
-modules, or by different plans, and what they got is no gradient of anything.
+modules, or by different plans, and what they got is no gradient of anything. So for the last two: sharpness-aware
+minimisation moves parameters so on every rank, and what only some ranks do takes them apart.
 """
 
 from __future__ import annotations
@@ -18,20 +20,21 @@ from collections.abc import Sequence
 from typing import Final
 
 NUMBER_BITS: Final = 24
-MORE: Final = 2 * NUMBER_BITS + 1
+MORE: Final = 2 * NUMBER_BITS + 3
 """The elements behind those of the parameters."""
 
 
-def more_elements(word: str, *, stepped: bool) -> list[float]:
+def more_elements(word: str, *, stepped: bool, moved: bool) -> list[float]:
     """The elements behind those of the parameters.
 
     Args:
         word: what all ranks have to agree on in this reduction.
-        stepped: whether this rank changed parameters that it may not have changed.
+        stepped: whether this rank changed parameters that had gradients which were not reduced.
+        moved: whether it changed parameters behind a local backward whose gradients were dropped.
     """
     number = zlib.crc32(word.encode())
     bits = [number >> place & 1 for place in range(NUMBER_BITS)]
-    return [*map(float, bits), *(1.0 - bit for bit in bits), float(stepped)]
+    return [*map(float, bits), *(1.0 - bit for bit in bits), float(stepped), float(moved), 1.0 - moved]
 
 
 def is_mixed(more: Sequence[float]) -> bool:
@@ -40,5 +43,10 @@ def is_mixed(more: Sequence[float]) -> bool:
 
 
 def is_stepped(more: Sequence[float]) -> bool:
-    """Whether some rank changed parameters, from the reduced elements."""
-    return bool(more[-1])
+    """Whether some rank changed parameters that had gradients which were not reduced, from the reduced elements."""
+    return bool(more[2 * NUMBER_BITS])
+
+
+def is_moved_by_some(more: Sequence[float]) -> bool:
+    """Whether some ranks moved parameters behind a local backward and others did not, from the reduced elements."""
+    return bool(more[-2] and more[-1])

@@ -97,7 +97,7 @@ def test_the_graph_that_the_pipeline_gets_as_a_person_reads_it(tmp_path: Path) -
    2.bias: float32[4]
    0.bias: float32[16]
    0.weight: float32[16, 8]
-   flags: float32[53]
+   flags: float32[55]
    ... 13 nodes: t 4, mm 2, mul 2, expand 1, new_empty_strided 1, pow 1, other 2
    grad 2.bias = copy(new_empty_strided, view): float32[4]
    reduced 2.bias = reduce_grad(grad 2.bias, 0, sum): float32[4]
@@ -110,7 +110,7 @@ def test_the_graph_that_the_pipeline_gets_as_a_person_reads_it(tmp_path: Path) -
    ... 2 nodes: new_empty_strided 1, t 1
    grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
    reduced 0.weight = reduce_grad(grad 0.weight, 0, sum): float32[16, 8]
-   reduced flags = reduce_grad(flags, 0, sum): float32[53]
+   reduced flags = reduce_grad(flags, 0, sum): float32[55]
    return 5 tensors: reduced flags, reduced 2.weight, .. 2 more .., reduced 0.weight
    5 reductions found
 """,
@@ -128,7 +128,7 @@ def test_the_final_graph_as_a_person_reads_it(tmp_path: Path) -> None:
    2.bias: float32[4]
    0.bias: float32[16]
    0.weight: float32[16, 8]
-   flags: float32[53]
+   flags: float32[55]
    ... 13 nodes: t 4, mm 2, mul 2, expand 1, new_empty_strided 1, pow 1, other 2
    grad 2.bias = copy(new_empty_strided, view): float32[4]
    ... 2 nodes: new_empty_strided 1, t 1
@@ -139,15 +139,15 @@ def test_the_final_graph_as_a_person_reads_it(tmp_path: Path) -> None:
 >> launch 0 = all_reduce(bucket 0, sum, 0): float32[96]
    ... 5 nodes: t 3, mm 1, new_empty_strided 1
    grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
-   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[181]
->> launch 1 = all_reduce(bucket 1, sum, 0): float32[181]
+   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[183]
+>> launch 1 = all_reduce(bucket 1, sum, 0): float32[183]
 << wait 0 = wait_tensor(launch 0): float32[96]
-<< wait 1 = wait_tensor(launch 1): float32[181]
+<< wait 1 = wait_tensor(launch 1): float32[183]
    reduced 2.bias = as_strided(wait 0): float32[4]
    reduced 2.weight = as_strided(wait 0): float32[4, 16]
    reduced 0.bias = as_strided(wait 0): float32[16]
    reduced 0.weight = as_strided(wait 1): float32[16, 8]
-   reduced flags = as_strided(wait 1): float32[53]
+   reduced flags = as_strided(wait 1): float32[55]
    return 5 tensors: reduced flags, reduced 2.weight, .. 2 more .., reduced 0.weight
 """,
     )
@@ -170,20 +170,20 @@ def test_what_a_pass_changed_as_a_person_reads_it(tmp_path: Path) -> None:
  >> launch 0 = all_reduce(bucket 0, sum, 0): float32[96]
 +   ... 5 nodes: t 3, mm 1, new_empty_strided 1
 +   grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
-+   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[181]
-+>> launch 1 = all_reduce(bucket 1, sum, 0): float32[181]
++   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[183]
++>> launch 1 = all_reduce(bucket 1, sum, 0): float32[183]
  << wait 0 = wait_tensor(launch 0): float32[96]
-+<< wait 1 = wait_tensor(launch 1): float32[181]
++<< wait 1 = wait_tensor(launch 1): float32[183]
     reduced 2.bias = as_strided(wait 0): float32[4]
     reduced 2.weight = as_strided(wait 0): float32[4, 16]
     reduced 0.bias = as_strided(wait 0): float32[16]
 -   ... 2 nodes: new_empty_strided 1, t 1
 -   grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
--   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[181]
-->> launch 1 = all_reduce(bucket 1, sum, 0): float32[181]
--<< wait 1 = wait_tensor(launch 1): float32[181]
+-   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[183]
+->> launch 1 = all_reduce(bucket 1, sum, 0): float32[183]
+-<< wait 1 = wait_tensor(launch 1): float32[183]
     reduced 0.weight = as_strided(wait 1): float32[16, 8]
-    reduced flags = as_strided(wait 1): float32[53]
+    reduced flags = as_strided(wait 1): float32[55]
 """,
     )
 
@@ -220,29 +220,29 @@ def test_members_apart_and_pieces_have_names(tmp_path: Path) -> None:
    ... 3 inputs
    bias: float32[16]
    weight: float32[16, 8]
-   flags: float32[51]
+   flags: float32[53]
    ... 10 nodes: t 3, mul 2, copy 1, expand 1, mm 1, new_empty_strided 1, other 1
    grad weight[0:8] = slice(copy): float32[8, 8]
    bucket 0 = flat_bucket([grad weight[0:8]]): float32[64]
 >> launch 0 = all_reduce(bucket 0, sum, 0): float32[64]
    grad weight[8:16] = slice(copy): float32[8, 8]
    bucket 1/0 = flat_bucket([grad weight[8:16]]): float32[64]
-   bucket 1/2 = flat_bucket([flags]): float32[51]
+   bucket 1/2 = flat_bucket([flags]): float32[53]
    ... 3 nodes: new_empty_strided 1, sum 1, view 1
    grad bias = copy(new_empty_strided, view): float32[16]
    bucket 1/1 = flat_bucket([grad bias]): float32[16]
 >> launch 1 = all_reduce_coalesced([bucket 1/0, bucket 1/1, bucket 1/2], sum, 0): 3 tensors
    launch 1/0 = getitem(launch 1): float32[64]
    launch 1/1 = getitem(launch 1): float32[16]
-   launch 1/2 = getitem(launch 1): float32[51]
+   launch 1/2 = getitem(launch 1): float32[53]
 << wait 0 = wait_tensor(launch 0): float32[64]
 << wait 1/0 = wait_tensor(launch 1/0): float32[64]
 << wait 1/1 = wait_tensor(launch 1/1): float32[16]
-<< wait 1/2 = wait_tensor(launch 1/2): float32[51]
+<< wait 1/2 = wait_tensor(launch 1/2): float32[53]
    assembled weight = assemble([wait 0, wait 1/0]): float32[128]
    reduced weight = as_strided(assembled weight): float32[16, 8]
    reduced bias = as_strided(wait 1/1): float32[16]
-   reduced flags = as_strided(wait 1/2): float32[51]
+   reduced flags = as_strided(wait 1/2): float32[53]
    return 3 tensors: reduced flags, reduced bias, reduced weight
 """,
     )
@@ -480,7 +480,7 @@ def test_the_repro_gives_the_same_collectives_in_a_fresh_process(tmp_path: Path)
         "\n".join(dump.collectives),
         """\
 all_reduce sum float32[96] bucket 0: 2.bias, 2.weight, 0.bias
-all_reduce sum float32[181] bucket 1: 0.weight, flags""",
+all_reduce sum float32[183] bucket 1: 0.weight, flags""",
     )
 
 
