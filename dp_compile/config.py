@@ -62,7 +62,7 @@ class ReplicateConfig:
             and some may be left out.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks after each synchronised
             backward.
-        check_reductions: `bool`, default `True`. Check that every gradient was reduced once, with those of the other ranks.
+        check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
         compare_parameters_every: `int | None`, synchronised backwards, default `None`. How often ranks compare their
             parameters, bit by bit. `None`: as often as costs 0.1 % of the time. 0: never.
@@ -127,7 +127,7 @@ class ReplicateConfig:
     check_reductions: bool = True
     """Check that gradients are those of all ranks. When a graph is new: every gradient is reduced exactly once. In each
     synchronised backward, by flags that travel with the gradients: no parameter was left out on some rank, all ranks
-    reduced the same module by the same plan, and none changed parameters before their gradients were reduced."""
+    reduced the same module, and none changed parameters before their gradients were reduced."""
 
     check_nan: bool = False
     """After each synchronised backward, raise on every rank if a reduced gradient is not finite. Stops the host until

@@ -537,7 +537,7 @@ def _obstacle(found: _Found, by_hooks: Sequence[Replica], *, create_graph: bool)
 def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | None:
     if len(by_hooks) < len(found.replicas):
         return "torch's C++ reducer reduces another module in it"
-    if len({(each.passes, each.config.backend) for each in by_hooks}) > 1:
+    if any((each.passes, each.config.backend) != (by_hooks[0].passes, by_hooks[0].config.backend) for each in by_hooks):
         return "modules in it have different passes or backends"
     for replica in by_hooks:
         partial_captures = sum(record.completed > 0 for record in replica.captures.values())

@@ -33,12 +33,13 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     """
     told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
     stepped, moved = bool(replica.stepped), replica.moved
-    key = (told, stepped, moved, replica.plan)
+    key = (told, stepped, moved)
     if replica.flags_told is None or replica.flags_told[0] != key:
         elements = [0.0] * len(replica.parameters)
         for index in told:
             elements[index] = 1.0
-        elements += more_elements(f"{replica.topic} {replica.plan.signature()}", stepped=stepped, moved=moved)
+        # Not the plan, which a first captured backward settles when its flags are made; `settling` compares plans.
+        elements += more_elements(replica.topic, stepped=stepped, moved=moved)
         flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
         replica.flags_told = (key, flags)
     return replica.flags_told[1]
@@ -56,7 +57,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
         ReductionError: a parameter was unused on some rank and that is an error, or some rank changed parameters that
             had a gradient which was not reduced. What happened on other ranks only is reported at once on a CPU, up to
             `MAX_UNREAD` backwards later on a GPU.
-        DesyncError: ranks reduced different modules, or by different plans.
+        DesyncError: ranks reduced different modules.
     """
     _settled[replica.group.name] += 1
     stepped, moved = sorted(replica.stepped), replica.moved
@@ -94,12 +95,12 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
 def _who_reduced_what(replica: Replica, number: int) -> str:
     """Every rank comes here, for every rank has read the same flags."""
     table = table_in_backward(replica)
-    own = f"the module of {replica.names[0]}, plan {replica.plan.signature()[:8]}"
+    own = f"the module of {replica.names[0]}, number {replica.number}"
     topic = f"dp_compile.mixed/{replica.group.name}/{number}"
     said = [own] if table is None else exchange(table, topic, own)
     what = "; ".join(f"rank {rank} {each}" for rank, each in enumerate(said))
     return (
-        f"the ranks reduced different modules together, or by different plans; their gradients are of no use: {what}. "
+        f"the ranks reduced different modules together, and their gradients are of no use: {what}. "
         "On every rank the backwards have to reach the same replicated modules in the same order."
     )
 

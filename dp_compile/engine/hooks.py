@@ -211,7 +211,7 @@ class ReductionRound:
         Raises:
             ReductionError: a parameter was unused on some rank and that is an error, parameters were changed before
                 they were reduced, or a parameter that has a gradient has no hook any more.
-            DesyncError: ranks reduced different modules, or by different plans.
+            DesyncError: ranks reduced different modules.
         """
         replica, everything = self.replica, range(len(self.replica.parameters))
         try:

@@ -3,13 +3,13 @@
 | elements                | a one says                                                                        |
 |-------------------------|-----------------------------------------------------------------------------------|
 | one for each parameter  | unused here; with `unused_parameters="find"`: used here                           |
-| `2 * NUMBER_BITS`       | each bit of a number for module and plan, and each bit of its complement          |
+| `2 * NUMBER_BITS`       | each bit of a number for the module, and each bit of its complement               |
 | one                     | parameters were changed here that had gradients which were not reduced            |
 | two                     | they were changed behind a local backward whose gradients were dropped; were not  |
 
 Only zero and not zero are told apart, so the elements survive averaging over any number of ranks in any floating dtype.
 A bit that is not zero together with its complement means that two ranks sent different numbers: they reduced different
-modules, or by different plans, and what they got is no gradient of anything. So for the last two: sharpness-aware
+modules, and what they got is no gradient of anything. So for the last two: sharpness-aware
 minimisation moves parameters so on every rank, and what only some ranks do takes them apart.
 """
 
@@ -24,21 +24,21 @@ MORE: Final = 2 * NUMBER_BITS + 3
 """The elements behind those of the parameters."""
 
 
-def more_elements(word: str, *, stepped: bool, moved: bool) -> list[float]:
+def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
     """The elements behind those of the parameters.
 
     Args:
-        word: what all ranks have to agree on in this reduction.
+        module: a name of the module that is the same on every rank, and that no other module of the group has.
         stepped: whether this rank changed parameters that had gradients which were not reduced.
         moved: whether it changed parameters behind a local backward whose gradients were dropped.
     """
-    number = zlib.crc32(word.encode())
+    number = zlib.crc32(module.encode())
     bits = [number >> place & 1 for place in range(NUMBER_BITS)]
     return [*map(float, bits), *(1.0 - bit for bit in bits), float(stepped), float(moved), 1.0 - moved]
 
 
 def is_mixed(more: Sequence[float]) -> bool:
-    """Whether some ranks agreed on another word than others, from the reduced elements."""
+    """Whether some ranks reduced another module than others, from the reduced elements."""
     return any(more[place] and more[NUMBER_BITS + place] for place in range(NUMBER_BITS))
 
 

@@ -92,7 +92,8 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         autocast="recomputed" not in kinds and draw(st.sampled_from([False] * 7 + [True])),
         hook=hook,
         hooks_late=draw(st.booleans()),
-        split=not wrapper and any(block.frozen != "all" for block in blocks) and draw(st.booleans()),
+        # A module that is left out as a whole, on one rank, is an error.
+        split=not (wrapper or find_unused) and any(block.frozen != "all" for block in blocks) and draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -128,7 +129,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
 @pytest.mark.timeout(max(600, 10 * EXAMPLES))
 def test_random_training_runs(ranks2: Ranks) -> None:
     met = run_cases(ranks2, EXAMPLES)
-    if EXAMPLES >= (300 if SEED else 100):
+    if EXAMPLES >= 300:
         assert met["captured"] > EXAMPLES / 3
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
 

@@ -174,7 +174,7 @@ def test_a_plan_without_a_prediction(caplog: pytest.LogCaptureFixture) -> None:
     config = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=1.0)
     with caplog.at_level(logging.INFO, "dp_compile"):
         train(dp_compile.replicate(nn.Linear(4, 4), config=config))
-    assert messages_of(caplog) == [("INFO", "the plan: fixed, 1 bucket, 88 B")]
+    assert messages_of(caplog) == [("INFO", "the plan: fixed, 1 bucket, 292 B")]
 
 
 class Broken(nn.Module):

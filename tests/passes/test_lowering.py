@@ -28,6 +28,7 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import Averaging
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.flags import MORE
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig
 
@@ -116,7 +117,7 @@ def test_a_transformer_block_copies_nothing(transformer: Compiled) -> None:
     code = transformer.reduced
     assert len(code.buckets) == 2
     assert code.copied() == 0
-    assert code.total() == sum(parameter.numel() for parameter in block()[0].parameters()) + 12
+    assert code.total() == sum(parameter.numel() for parameter in block()[0].parameters()) + 12 + MORE
     products = [each.numel for each in code.filled if each.call == "extern_kernels.addmm"]
     assert sorted(products) == [64 * 64, 64 * 192, 64 * 256, 64 * 256]
 
@@ -144,7 +145,7 @@ def test_the_report_says_what_is_copied_and_why(transformer: Compiled, convoluti
         said = sum(each.nbytes for each in compiled.placements if each.copied and "flags" not in each.gradient)
         assert said == 4 * compiled.reduced.copied()
         assert sum(each.nbytes for each in compiled.placements) == 4 * compiled.reduced.total()
-    assert "computed in their buckets: 100.0% of" in transformer.text
+    assert "computed in their buckets: 99.9% of" in transformer.text  # all but the flags
     assert (
         "copied 2 gradients, 18.0 KiB, second.weight .. first.weight: "
         "aten.convolution_backward.default allocates its result itself" in convolutions.text
@@ -166,9 +167,9 @@ def test_members_start_at_multiples_of_the_alignment_in_generated_code(fake_grou
         (16, 65),
         (96, 13),
         (112, 91),
-        (204, 4),
+        (208, 4 + MORE),
     ]
-    assert code.numel[bucket] == 208
+    assert code.numel[bucket] == 208 + 4 + MORE
     assert code.copied() == 0
 
 
@@ -215,7 +216,7 @@ def test_a_grouped_collective_copies_nothing(make: Callable[[], tuple[nn.Module,
     code, parameters = compiled.reduced, list(make()[0].parameters())
     assert code.tensors == [len(parameters) + 1]
     assert code.copied() == 0
-    assert code.total() == sum(parameter.numel() for parameter in parameters) + len(parameters)
+    assert code.total() == sum(parameter.numel() for parameter in parameters) + len(parameters) + MORE
     assert all(each.apart for each in compiled.placements)
     assert [each.gradient for each in compiled.placements if each.copied] == [UNUSED_FLAGS]
     assert code.kernels <= compiled.local.kernels + 1

@@ -25,6 +25,7 @@ from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.flags import MORE
 from dp_compile.testing.golden import ACCEPT_VARIABLE, INLINE_VARIABLE, assert_text
 from dp_compile.testing.schedule import Compute, Launch, Wait, schedule
 
@@ -73,10 +74,10 @@ def test_the_texts(seen: testing.SeenBackward) -> None:
     testing.assert_plan(
         seen,
         """\
-3 buckets, 6 gradients, 49,944 bytes
+3 buckets, 6 gradients, 50,148 bytes
 0: 16,640 bytes, 2 gradients, float32 sum, layers.4.bias .. layers.4.weight
 1: 16,640 bytes, 2 gradients, float32 sum, layers.2.bias .. layers.2.weight
-2: 16,664 bytes, 2 gradients, float32 sum, layers.0.bias .. layers.0.weight + flags
+2: 16,868 bytes, 2 gradients, float32 sum, layers.0.bias .. layers.0.weight + flags
 """,
     )
     testing.assert_graph(
@@ -93,11 +94,11 @@ def test_the_texts(seen: testing.SeenBackward) -> None:
 >> launch 1 = all_reduce(bucket 1, sum, 0): float32[4160]
    ... 15 nodes: t 5, detach 2, mm 2, new_empty_strided 2, copy 1, sum 1, other 2
    grad layers.0.weight = copy(new_empty_strided, t): float32[64, 64]
-   bucket 2 = flat_bucket([grad layers.0.bias, grad layers.0.weight, flags]): float32[4166]
->> launch 2 = all_reduce(bucket 2, sum, 0): float32[4166]
+   bucket 2 = flat_bucket([grad layers.0.bias, grad layers.0.weight, flags]): float32[4217]
+>> launch 2 = all_reduce(bucket 2, sum, 0): float32[4217]
 << wait 0 = wait_tensor(launch 0): float32[4160]
 << wait 1 = wait_tensor(launch 1): float32[4160]
-<< wait 2 = wait_tensor(launch 2): float32[4166]
+<< wait 2 = wait_tensor(launch 2): float32[4217]
    ... 7 nodes: as_strided 7
    return 7 tensors: reduced flags, reduced layers.2.weight, .. 4 more .., reduced layers.0.weight
 """,
@@ -106,7 +107,7 @@ def test_the_texts(seen: testing.SeenBackward) -> None:
 
 def test_the_counts(seen: testing.SeenBackward) -> None:
     testing.assert_counts(seen, collectives=3, captures=1, recompiles=0, graph_breaks=0)
-    testing.assert_counts(seen, reduced_nbytes=4 * (3 * (WIDTH * WIDTH + WIDTH) + 6))
+    testing.assert_counts(seen, reduced_nbytes=4 * (3 * (WIDTH * WIDTH + WIDTH) + 6 + MORE))
     assert (seen.counts.kernels, seen.counts.copied_nbytes) == (None, None)
 
 
@@ -116,10 +117,10 @@ def test_all_of_it_is_told_in_short(seen: testing.SeenBackward) -> None:
     assert_expected_inline(
         told.removeprefix(f"{seen.plan_text}\n{seen.graph_text}\n"),
         """\
-collectives 3, reduced_nbytes 49,944, captures 1, recompiles 0, graph_breaks 0
+collectives 3, reduced_nbytes 50,148, captures 1, recompiles 0, graph_breaks 0
 compute alone 0.655 ms, with communication 0.671 ms, 0.0152 ms exposed
   predicted: nvlink4, 2 ranks, cpu-core at 40% of its peak
-simulated peak memory: 705.0 KiB, as torch's DDP 753.8 KiB""",
+simulated peak memory: 705.2 KiB, as torch's DDP 754.2 KiB""",
     )
 
 
@@ -202,7 +203,7 @@ def print_nothing(module: nn.Module, *gradients: Any) -> None:
 def test_a_broken_backward_is_counted_and_shown() -> None:
     found = look_at(replace(TRAINING, make_model=Hooked))
     assert "graph 0 of 2\n" in found.graph_text
-    assert ">> launch 0" in found.graph_text.partition("graph 1 of 2\n")[2]
+    assert ">> launch" not in found.graph_text  # the pieces compute, then everything is reduced
     said = complaint(testing.assert_counts, found, graph_breaks=0)
     assert "graph_breaks: expected 0, found 1" in said
     assert "TORCH_LOGS=graph_breaks" in said
@@ -502,22 +503,16 @@ def test_something_else_is_no_golden_text(seen: testing.SeenBackward) -> None:
 # --- real processes ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ForgetsTheFactor:
-    """The gradient of one parameter is three times what it should be."""
+_made: list[nn.Module] = []
 
-    name: ClassVar[str] = "forgets-the-factor"
-    realises_plan: ClassVar[bool] = False
 
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        for reduction in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
-            if reduction.args[1] == 2:  # layers.2.weight
-                gradient = reduction.args[0]
-                with graph.inserting_before(reduction):
-                    tripled = graph.call_function(torch.ops.aten.mul.Tensor, (gradient, 3.0))
-                tripled.meta["val"] = gradient.meta["val"]
-                reduction.update_arg(0, tripled)
-        return PassResult(changed=True)
+def tripled_every_other_time() -> nn.Module:
+    """One gradient is three times that of the model made before. A pass cannot do that: it would be refused."""
+    model = Layers()
+    if len(_made) % 2:
+        model.get_parameter("layers.2.weight").register_hook(lambda grad: 3 * grad)
+    _made.append(model)
+    return model
 
 
 def batch_or_trouble(rank: int, step: int) -> torch.Tensor:
@@ -536,12 +531,11 @@ def test_a_training_is_that_of_torchs_ddp(ranks2: testing.Ranks) -> None:
 
 
 def test_a_wrong_gradient_is_named(ranks2: testing.Ranks) -> None:
-    planted = replace(TRAINING, passes=(ForgetsTheFactor(), *DEFAULT_PASSES))
+    planted = replace(TRAINING, make_model=tripled_every_other_time)
     said = complaint(testing.assert_same_training, planted, ranks=ranks2, steps=2)
     assert "the first in step 0:" in said
     assert "gradient of layers.2.weight, rank 0, step 0: off by" in said
     assert "gradient of layers.2.weight, rank 1, step 0: off by" in said
-    assert "2 of the largest element" in said
     assert "layers.4.weight, rank 0, step 0" not in said
 
 
