@@ -45,7 +45,7 @@ from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
-from dp_compile.engine.window import Backward, try_capturing, wait_for_window
+from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
 from dp_compile.insight.launch_clock import TORCH_REDUCES
 from dp_compile.passes.reduction import REDUCE_OPS
@@ -111,6 +111,15 @@ class _Call:
                     if depth or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
                         raise
                     time.sleep(0.002)
+        except RuntimeError as error:
+            if current() is not None or not compiler.is_reducer_in_the_way(error):
+                raise
+            # torch's own advice, python_reducer, would put hooks of its own beside ours.
+            raise ReductionError(
+                "torch's own compiled autograd captures a backward of a module whose forward was not compiled, and "
+                "which torch's C++ reducer therefore reduces. Switch torch's off and put the backward into "
+                "`with dp_compile.compiled_backward():`, or compile the forward."
+            ) from error
         finally:
             _scope.depth = depth
 

@@ -136,6 +136,16 @@ def test_some_parameters_as_inputs() -> None:
     dp_compile.unreplicate(model)
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_torchs_own_capture_of_a_forward_that_was_not_compiled() -> None:
+    """torch advises python_reducer, which is refused here: the error names what to use instead."""
+    model = dp_compile.replicate(mlp(), config=AOT)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        with pytest.raises(ReductionError, match=r"dp_compile\.compiled_backward\(\)"):
+            model(torch.ones(2, 6)).sum().backward()
+    dp_compile.unreplicate(model)
+
+
 class Routed(nn.Module):
     """Each step takes another set of experts."""
 
