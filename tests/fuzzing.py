@@ -295,7 +295,7 @@ class OpaqueFunction(CustomFunction):
     function = _OpaqueScale
 
 
-class _Recomputed(torch.autograd.Function):
+class RecomputedFunction(torch.autograd.Function):
     """A checkpoint of somebody's own: its backward runs a backward."""
 
     @staticmethod
@@ -321,7 +321,7 @@ class Recomputed(MLP):
         self.scale = nn.Parameter(torch.ones(width))
 
     def compute(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return x + _Recomputed.apply(self.layers, x * self.scale)
+        return x + RecomputedFunction.apply(self.layers, x * self.scale)
 
 
 KINDS: dict[str, type[Block]] = {

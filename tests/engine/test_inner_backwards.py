@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from beside import AOT, Block, Side, anomaly, batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
+from fuzzing import RecomputedFunction
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.errors import ReductionError
 from dp_compile.testing.ranks import Ranks
-
-
-class Recomputed(torch.autograd.Function):
-    """A checkpoint of somebody's own: runs a part of the model again in its backward, and a backward of that."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, torch.Tensor | None]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            y = ctx.run(x)
-        torch.autograd.backward(y, grad)
-        return None, x.grad
 
 
 class Model(nn.Module):
@@ -48,8 +28,8 @@ class Model(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
         for block in (self.first, self.middle):
-            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else Recomputed.apply(block, x)
-        result: torch.Tensor = Recomputed.apply(self.last, x) if self.everything else self.last(x)
+            x = checkpoint(block, x, use_reentrant=True) if self.reentrant else RecomputedFunction.apply(block, x)
+        result: torch.Tensor = RecomputedFunction.apply(self.last, x) if self.everything else self.last(x)
         return result
 
 
