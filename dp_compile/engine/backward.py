@@ -54,7 +54,7 @@ logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
 FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
 MOST_CAPTURES: Final = 32
-MOST_PARTIAL_CAPTURES: Final = 8
+MOST_PARTIAL_CAPTURES: Final = 16
 """How many graphs of one module are compiled, and how many of them in which parameters are left out. A model that takes
 another path in each step, as routed experts do, would be compiled in each step."""
 _CAPTURE_PATIENCE_S: Final = 600.0
