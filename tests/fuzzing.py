@@ -455,13 +455,18 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
         exits.callback(dp_compile.unreplicate, stack)
-        if case.split:
+        if _is_split(case, stack):
             exits.callback(dp_compile.unreplicate, stack.head)
         if case.hooks_late:
             _set_hooks(case, stack)
         difference = _train_both(case, ours, stack, theirs, never_sync=fault == "never synchronised")
         report = dp_compile.report(stack)
     return Outcome(difference, report.mode, dict(report.backwards))
+
+
+def _is_split(case: FuzzCase, stack: Stack) -> bool:
+    """Two modules, if the blocks have something to reduce."""
+    return case.split and any(parameter.requires_grad for parameter in stack.blocks.parameters())
 
 
 def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
@@ -474,7 +479,7 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
     )
     if case.wrapper:
         return dp_compile.DistributedDataParallel(stack, config=config, **BUCKETS[case.buckets])
-    ignored = [stack.head] if case.split else None
+    ignored = [stack.head] if _is_split(case, stack) else None
     for part in ignored or ():
         dp_compile.replicate(part, config=config, **BUCKETS[case.buckets])
     return dp_compile.replicate(stack, config=config, ignored_modules=ignored, **BUCKETS[case.buckets])
@@ -493,7 +498,7 @@ def _train_both(case: FuzzCase, ours: nn.Module, stack: Stack, theirs: TorchDDP,
             local = position + 1 < len(step.micros)
             batch = _batch(case, micro, 10 * number + position)
             with ExitStack() as scopes:
-                for part in (ours, stack.head) if case.split else (ours,):
+                for part in (ours, stack.head) if _is_split(case, stack) else (ours,):
                     scopes.enter_context(dp_compile.no_sync(part) if local or never_sync else nullcontext())
                 _backward(case, run, batch, scope=_scope(case, micro), other=micro.other[dist.get_rank() % 2])
             with theirs.no_sync() if local else nullcontext():

@@ -93,7 +93,7 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         hook=hook,
         hooks_late=draw(st.booleans()),
         # A module that is left out as a whole, on one rank, is an error.
-        split=not (wrapper or find_unused) and any(block.frozen != "all" for block in blocks) and draw(st.booleans()),
+        split=not (wrapper or find_unused) and draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
