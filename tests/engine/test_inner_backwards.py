@@ -46,8 +46,7 @@ def run_inner(way: str, everything: bool, unused: str, reentrant: bool) -> dict[
     return dict(beside(lambda: Model(everything, reentrant), step, compile_model=compile_model, **options).backwards)
 
 
-@pytest.mark.parametrize("unused", ["error", "zeros"])
-@pytest.mark.parametrize("everything", [False, True])
+@pytest.mark.parametrize(("everything", "unused"), [(False, "error"), (True, "zeros")])
 @pytest.mark.parametrize("way", WAYS)
 def test_inner_backwards_are_parts_of_the_outermost(ranks: Ranks, way: str, everything: bool, unused: str) -> None:
     """With `zeros` the inner ones' gradients were zeros on every rank, once: the module never trained."""
