@@ -179,6 +179,8 @@ class Replica:
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)
     """Replicas with equal keys can share compiled code: the model itself is never part of it."""
+    python_hook: bool = field(init=False)
+    """Whether the user wants hooks to reduce; the environment is asked once, every backward of the process looks here."""
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
     comm_hook: CommHook | None = None
@@ -220,6 +222,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.code_key = self._code_key()
+        self.python_hook = self.config.uses_python_hook()
         index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         self.renormalised = frozenset(
             index_of[id(place.find())]
@@ -238,7 +241,7 @@ class Replica:
             return f"torch's C++ reducer with comm hook {self.comm_hook.name}"
         if self.reducer is not None:
             return "torch's C++ reducer"
-        return "python hooks" if self.config.uses_python_hook() else "not decided, no backward yet"
+        return "python hooks" if self.python_hook else "not decided, no backward yet"
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
@@ -412,6 +415,8 @@ class Owners:
         self._forget: weakref.WeakKeyDictionary[Replica, weakref.finalize[..., Replica]] = weakref.WeakKeyDictionary()
         self._kept: weakref.WeakKeyDictionary[nn.Module, Replica] = weakref.WeakKeyDictionary()
         """By each module that owns a parameter: a part of what was replicated may train on when the whole is gone."""
+        self._in_order: tuple[weakref.ref[Replica], ...] = ()
+        """Sorted once: every backward of the process goes through them."""
 
     def add(self, replica: Replica) -> None:
         """Register a replica.
@@ -430,6 +435,7 @@ class Owners:
             self._kept[owner] = replica
         # Entries go with their replica, so that a later tensor at the same address is not taken for a parameter.
         self._forget[replica] = weakref.finalize(replica, self._drop, [id(p) for p in replica.parameters])
+        self._sort()
 
     def remove(self, replica: Replica) -> None:
         self._forget.pop(replica)()
@@ -439,6 +445,10 @@ class Owners:
     def _drop(self, identities: Sequence[int]) -> None:
         for identity in identities:
             self._of.pop(identity, None)
+        self._sort()
+
+    def _sort(self) -> None:
+        self._in_order = tuple(map(weakref.ref, sorted(self._forget, key=lambda replica: replica.number)))
 
     def find(self, parameter: torch.Tensor) -> tuple[Replica, int] | None:
         """The replica of a parameter and its index there."""
@@ -447,7 +457,7 @@ class Owners:
         return (replica, entry[1]) if entry and replica is not None else None
 
     def __iter__(self) -> Iterator[Replica]:
-        return iter(sorted(self._forget, key=lambda replica: replica.number))
+        return (replica for ref in self._in_order if (replica := ref()) is not None)
 
     def __len__(self) -> int:
         return len(self._forget)

@@ -117,7 +117,7 @@ def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
     Raises:
         ConfigError: torch's C++ reducer reduces this module, by the user's wish or for a comm hook.
     """
-    if not replica.config.uses_python_hook():
+    if not replica.python_hook:
         raise ConfigError(
             "join() needs dp_compile's hooks, but ddp_python_hook is False. Use torch's DDP and its join()."
         )
