@@ -180,7 +180,7 @@ class Replica:
     code_key: str = field(init=False)
     """Replicas with equal keys can share compiled code: the model itself is never part of it."""
     python_hook: bool = field(init=False)
-    """Whether the user wants hooks to reduce; the environment is asked once, every backward of the process looks here."""
+    """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
     comm_hook: CommHook | None = None
