@@ -31,7 +31,7 @@ class _Nothing(Installed):
 
 
 class ForwardCheck(Installed):
-    """Ties a replica's life to its module's, and refuses what would drop the gradients' hooks or reduce twice."""
+    """Refuses what would drop the gradients' hooks or reduce twice."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
