@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from dp_compile.engine import observers
 from dp_compile.engine.logs import configure_from_environment
 
 if TYPE_CHECKING:
@@ -82,3 +83,6 @@ def __dir__() -> list[str]:
 
 
 configure_from_environment()
+# They live above the engine, which tells whoever listens.
+observers.always("dp_compile.insight.dumps:observer")
+observers.always("dp_compile.insight.ranges:observer")

@@ -28,7 +28,7 @@ from typing import Any, Final
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile.engine import drift, probe
+from dp_compile.engine import drift, observers, probe
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
 from dp_compile.engine.hooks import (
@@ -47,7 +47,6 @@ from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
-from dp_compile.insight.launch_clock import TORCH_REDUCES
 from dp_compile.passes.reduction import REDUCE_OPS
 
 logger = logging.getLogger("dp_compile.backward")
@@ -366,8 +365,8 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     """What a rank does after a synchronised backward of its own."""
     if replica.uneven is not None:
         replica.uneven.rescale()
-    if replica.reducer is not None and replica.recording is not None:
-        replica.recording.skipped[TORCH_REDUCES] += 1
+    if replica.reducer is not None:
+        observers.tell_untold(observers.Backward((replica,), captured=False, untold=observers.TORCH_REDUCES))
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)

@@ -14,8 +14,9 @@ import torch
 from torch import fx, nn
 
 from dp_compile._torch import dynamo, inductor
+from dp_compile.engine import observers
 from dp_compile.engine.binding import Place
-from dp_compile.engine.bucket_events import BucketEvents, backward_range, ranges_if_profiled
+from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.intact import check_not_moved
@@ -25,8 +26,6 @@ from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in
 from dp_compile.engine.replica import Replica, Revision, owners
 from dp_compile.engine.settling import Shares, settle
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
-from dp_compile.insight.dumps import CAPTURED, Dump, dump_steps, dumps_wanted
-from dp_compile.insight.launch_clock import COMPILED_IN_IT, NO_BUCKETS, SEVERAL_MODULES, LaunchClock
 from dp_compile.passes.estimates import ready_shares
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
@@ -75,7 +74,6 @@ class CompiledBackward:
         self._number = next(_code_numbers)
         self._latest: CaptureRecord | None = None
         self._log = CompileLog()
-        self._clock: LaunchClock | None = None
         self._events: BucketEvents | None = None
         self._settling: tuple[Replica, ...] = ()
         self.shares: dict[int, Shares] = {}
@@ -95,12 +93,14 @@ class CompiledBackward:
         n_inputs = len(inputs)
         inputs.extend(self._extra_inputs(replicas))
         self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
-        self._clock = self._clock_for(replicas)
-        self._events = self._events_for()
+        untold = observers.NO_BUCKETS if self._deferred else "" if self._has_code else observers.COMPILED_IN_IT
+        begun = observers.Backward(self._settling, captured=True, untold=untold)
         try:
-            with backward_range() if self._synced else contextlib.nullcontext():
+            with observers.telling_of_backward(begun) as audience:
+                self._events = None if untold else self._events_for(audience)
                 outputs, reduced = self._call(inputs, rest)
-            self._keep_time()
+                if self._log.graphs:
+                    audience.void(observers.COMPILED_IN_IT)
         except dynamo.CAPTURE_ERRORS as error:
             if self._has_code or self._log.graphs:
                 raise  # Not from tracing: the code was running, and its inputs are used up.
@@ -108,48 +108,16 @@ class CompiledBackward:
             del inputs[n_inputs:]
             return self._run_in_pieces(replicas, inputs, rest)
         finally:
-            self._clock, self._events, self._settling = None, None, ()
+            self._events, self._settling = None, ()
         self._has_code = True
         self._record(replicas)
         self._settle(replicas, reduced)
         return outputs
 
-    def _clock_for(self, replicas: Sequence[Replica]) -> LaunchClock | None:
-        """A clock if this backward is to be measured."""
-        wanted = [each for each in self._settling if each.recording or each.awaits(Revision.FROM_LAUNCHES)]
-        why_not = self._why_not_timed(replicas) if wanted else None
-        for replica in wanted:
-            if why_not is not None and replica.recording is not None:
-                replica.recording.skipped[why_not] += 1
-        return LaunchClock(wanted[0].device) if wanted and why_not is None else None
-
-    def _why_not_timed(self, replicas: Sequence[Replica]) -> str | None:
-        if len(replicas) > 1:
-            return SEVERAL_MODULES
-        if self._deferred:
-            return NO_BUCKETS
-        return None if self._has_code else COMPILED_IN_IT
-
-    def _events_for(self) -> BucketEvents | None:
-        """Who is told of launches and waits in this backward, if anybody wants to know."""
-        observers = ranges_if_profiled([replica.plan for replica in self._settling]) if self._has_code else ()
-        observers += () if self._clock is None else (self._clock,)
-        buckets = [bucket for replica in self._settling for bucket in replica.plan.buckets]
-        return BucketEvents(buckets, observers) if observers and buckets else None
-
-    def _keep_time(self) -> None:
-        if self._clock is None:
-            return
-        self._clock.stop()
-        (replica,) = self._settling
-        if self._log.graphs:  # then it has the time of a compilation in it
-            if replica.recording is not None:
-                replica.recording.skipped[COMPILED_IN_IT] += 1
-            return
-        if replica.awaits(Revision.FROM_LAUNCHES) and (seen := self._clock.result()) is not None:
-            replica.seen_launches.append(seen)
-        if replica.recording is not None:
-            replica.recording.clocks.append((replica.plan, self._clock))
+    def _events_for(self, audience: observers.Audience) -> BucketEvents | None:
+        """What tells an audience of launches and waits, if there is one."""
+        plans = [replica.plan for replica in self._settling]
+        return BucketEvents(plans, audience) if audience and any(plan.buckets for plan in plans) else None
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
@@ -238,13 +206,11 @@ class CompiledBackward:
             for replica in self._settling:
                 check_not_moved(replica)
             self._look_at_ready_times(graph_module.graph)
-        if not dumps_wanted(self._dump_dir):
-            return self._timed(self._compile_with_passes(graph_module, example_inputs))
-        with self._dump(example_inputs) as dump, inductor.generated_anew():
-            for replica in self._settling:
-                replica.dumped_to = dump.directory
-            dump.stage(CAPTURED, graph_module.graph)
-            return self._timed(self._compile_with_passes(graph_module, example_inputs, dump))
+        with observers.telling_of_compilation(self._compilation(example_inputs)) as listeners:
+            for listener in listeners:
+                listener.stage(observers.CAPTURED, graph_module.graph)
+            with inductor.generated_anew() if listeners else contextlib.nullcontext():
+                return self._telling(self._compile_with_passes(graph_module, example_inputs, listeners))
 
     def _compile_piece(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that Dynamo calls with a piece of a backward: there are no reductions in it."""
@@ -253,24 +219,42 @@ class CompiledBackward:
         return self._compile_with_passes(graph_module, example_inputs)
 
     def _compile_with_passes(
-        self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], dump: Dump | None = None
+        self,
+        graph_module: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        listeners: Sequence[observers.CompilationListener] = (),
     ) -> Callable[..., Any]:
+        def on_stage(name: str, graph: fx.Graph) -> None:
+            for listener in listeners:
+                listener.stage(name, graph)
+
+        def on_code(graph: fx.Graph, code: str) -> None:
+            for listener in listeners:
+                listener.code(graph, code)
+
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
-        on_stage, on_code = (None, None) if dump is None else (dump.stage, dump.code)
-        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held, on_stage)
+        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held, on_stage if listeners else None)
         compile_graph = (
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
         with observing(self._note_written):
-            return compile_graph(graph_module, example_inputs, pipeline, on_code)
+            return compile_graph(graph_module, example_inputs, pipeline, on_code if listeners else None)
 
-    def _dump(self, example_inputs: Sequence[Any]) -> Dump:
+    def _compilation(self, example_inputs: Sequence[Any]) -> observers.Compilation:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
         inputs: list[str | None] = []
         for value in _flat(example_inputs):
             found = owners.find(value) if isinstance(value, nn.Parameter) else None
             inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
-        return Dump(self._dump_dir, self._plans, self._passes, inputs, self._world_size, self._backend)
+        return observers.Compilation(
+            replicas=self._settling,
+            plans=self._plans,
+            passes=self._passes,
+            inputs=tuple(inputs),
+            world_size=self._world_size,
+            backend=self._backend,
+            dump_dir=self._dump_dir,
+        )
 
     def _look_at_ready_times(self, graph: fx.Graph) -> None:
         """What a graph says of them. Where all reductions stand at its end it says nothing."""
@@ -292,7 +276,7 @@ class CompiledBackward:
         plans = dict(zip(self._synced, (replica.plan for replica in self._settling), strict=True))
         self._plans = tuple(plans.get(ordinal, plan) for ordinal, plan in enumerate(self._plans))
 
-    def _timed(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _telling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             with self._events or contextlib.nullcontext():
                 return compiled(*args)
@@ -342,8 +326,7 @@ class CompiledBackward:
             )
             for replica in replicas:
                 replica.captures[self._number] = self._latest
-            if self._dump_dir is not None:
-                dump_steps([replicas[ordinal] for ordinal in self._synced])
+            observers.tell_compiled([replicas[ordinal] for ordinal in self._synced])
         if self._latest is not None:
             for replica in replicas:
                 replica.captures[self._number] = self._latest

@@ -20,13 +20,12 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd
-from dp_compile.engine.bucket_events import Observers, backward_range, launching, ranges_if_profiled, waiting
+from dp_compile.engine import observers
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica, real_view
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
-from dp_compile.insight.launch_clock import SEVERAL_MODULES, LaunchClock
 from dp_compile.passes.reduction import REDUCE_OPS
 from dp_compile.plan.buckets import Bucket, Member, Rows
 
@@ -166,9 +165,10 @@ class ReductionRound:
     flights: list[_Flight] = field(default_factory=list)
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished."""
-    clock: LaunchClock | None = None
-    observers: Observers = ()
+    audience: observers.Audience = observers.NOBODY
     """Who is told of launches and waits."""
+    module: int = 0
+    """The module's place in what is told."""
 
     def arrive(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
@@ -226,7 +226,7 @@ class ReductionRound:
                 self._launch(bucket, flags)
             reduced: list[tuple[Member, torch.Tensor]] = []
             for number, flight in enumerate(self.flights):
-                with waiting(self.observers, number) if self.observers else contextlib.nullcontext():
+                with self.audience.waiting(self.module, number):
                     flight.work.wait()
                 reduced += _views(flight.bucket, flight.tensors)
             self.averages = _whole(reduced)
@@ -242,17 +242,11 @@ class ReductionRound:
             replica.arrivals = replica.arrivals or tuple(self.arrived)
             flags = self.averages[len(replica.parameters)]
             replica.hand_out(unused, [self.averages[index] for index in unused], flags)
-            self._keep_time()
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
                 replica.synced_backwards += 1
                 replica.arrivals_in = None
-
-    def _keep_time(self) -> None:
-        if self.clock is not None and self.replica.recording is not None:
-            self.clock.stop()
-            self.replica.recording.clocks.append((self.replica.plan, self.clock))
 
     def is_launched(self) -> bool:
         return len(self.flights) == len(self.replica.plan.buckets)
@@ -273,7 +267,7 @@ class ReductionRound:
                     source = real_view(source)
                     source = source if member.rows is None else source[slice(*member.rows)]
                     torch.mul(source, member.gradient.scale, out=view)
-        with launching(self.observers, len(self.flights)) if self.observers else contextlib.nullcontext():
+        with self.audience.launching(self.module, len(self.flights)):
             work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
         self.flights.append(_Flight(bucket, tensors, work))
 
@@ -310,38 +304,23 @@ def reduce_eagerly(
     """
     synced = [replica for replica in replicas if replica.sync]
     settle(synced)
-    rounds = _make_rounds(synced)
-    for each in rounds:
-        each.is_held = pieces is not None
-        each.reached = tuple if reached is None else partial(reached, each.replica)
+    rounds: list[ReductionRound] = []
+    for number, replica in enumerate(synced):
+        this = ReductionRound(replica, before=rounds[-1] if rounds else None, is_held=pieces is not None, module=number)
+        this.reached = tuple if reached is None else partial(reached, replica)
+        rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.sync}
     with reporting(local | {each.replica: each for each in rounds}):
-        with backward_range() if synced else contextlib.nullcontext():
+        with observers.telling_of_backward(observers.Backward(tuple(synced), captured=False)) as audience:
+            for each in rounds:
+                each.audience = audience
             result = run()
             for each in rounds:
                 for index in () if pieces is None else pieces(each.replica):
                     each.arrive(index)
-            for reduction_round in rounds:
-                reduction_round.finish()
+            for each in rounds:  # in the order in which they launch
+                each.finish()
     return result
-
-
-def _make_rounds(replicas: Sequence[Replica]) -> list[ReductionRound]:
-    """The rounds of a backward whose end the caller sees. To be finished in the same order."""
-    rounds: list[ReductionRound] = []
-    plans = [replica.plan for replica in replicas]
-    for number, replica in enumerate(replicas):
-        clock = _clock_for(replica, alone=len(replicas) == 1)
-        observers = ranges_if_profiled(plans, number) + (() if clock is None else (clock,))
-        before = rounds[-1] if rounds else None
-        rounds.append(ReductionRound(replica, before=before, clock=clock, observers=observers))
-    return rounds
-
-
-def _clock_for(replica: Replica, *, alone: bool) -> LaunchClock | None:
-    if replica.recording is not None and not alone:
-        replica.recording.skipped[SEVERAL_MODULES] += 1
-    return LaunchClock(replica.device) if replica.recording is not None and alone else None
 
 
 def round_of_inner_backwards(replica: Replica) -> ReductionRound:

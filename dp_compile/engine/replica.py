@@ -8,7 +8,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
@@ -18,10 +17,9 @@ from torch import nn
 from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.observers import Observer
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
-from dp_compile.insight.launch_clock import Recording
-from dp_compile.insight.step import MeasuredStep
 from dp_compile.passes.reduction import Averaging, ReductionTag
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
@@ -167,14 +165,10 @@ class Replica:
     """The parameters in the order in which their gradients arrived in the first backward, if it was not captured."""
     seen_launches: list[Launches] = field(default_factory=list)
     """What this rank has measured for the revision from launches."""
-    measured: MeasuredStep | None = None
-    """What the latest measured backward of this rank was like, if one was measured for people."""
-    recording: Recording | None = None
-    """While this rank's backwards are timed for people."""
+    observers: list[Observer] = field(default_factory=list)
+    """Who is told of this module's backwards, beside those who hear of all."""
     said: set[str] = field(default_factory=set)
     """Warnings that are given once for each module, and were."""
-    dumped_to: Path | None = None
-    """The directory of this rank's latest dump of a captured backward."""
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     code_key: str = field(init=False)

@@ -21,12 +21,14 @@ from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import dynamo
+from dp_compile.engine.observers import CAPTURED, Compilation, Observer
 from dp_compile.engine.replica import Replica
 from dp_compile.fx.outline import outline
 from dp_compile.fx.printer import op_counts
@@ -53,7 +55,6 @@ from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.dumps")
 
-CAPTURED: Final = "captured"
 ANALYSED: Final = "analysed"
 TO_INDUCTOR: Final = "to-inductor"
 _FROM_CACHE: Final = "The code came from a compiler's cache: the passes did not run, so their stages are missing."
@@ -68,15 +69,38 @@ def dumps_wanted(root: str | None) -> bool:
     return root is not None or dynamo.structured_trace_is_on()
 
 
-def dump_steps(replicas: Sequence[Replica]) -> None:
-    """Write what explains a step beside each module's latest dump; of a second module in it, with its number."""
-    for ordinal, replica in enumerate(replicas):
-        if replica.dumped_to is not None:
-            path = replica.dumped_to / (STEP_FILE if not ordinal else f"{ordinal}-{STEP_FILE}")
-            try:
-                path.write_text(step_of_replica(replica).to_json(), encoding="utf-8")
-            except OSError as error:
-                _say_once(str(path), error)
+class Dumps(Observer):
+    """Writes down every compilation that somebody wants to see, and what explains a step beside it."""
+
+    def __init__(self) -> None:
+        self._directory: WeakKeyDictionary[Replica, Path] = WeakKeyDictionary()
+
+    def compilation(self, begun: Compilation) -> Dump | None:
+        if not dumps_wanted(begun.dump_dir):
+            return None
+        dump = Dump(begun.dump_dir, begun.plans, begun.passes, begun.inputs, begun.world_size, begun.backend)
+        for replica in begun.replicas:
+            self._directory.pop(replica, None)
+            if dump.directory is not None:
+                self._directory[replica] = dump.directory
+        return dump
+
+    def compiled(self, replicas: Sequence[Replica]) -> None:
+        """Write what explains a step beside each module's latest dump; of a second module in it, with its number."""
+        for ordinal, replica in enumerate(replicas):
+            if (directory := self.directory(replica)) is not None:
+                path = directory / (STEP_FILE if not ordinal else f"{ordinal}-{STEP_FILE}")
+                try:
+                    path.write_text(step_of_replica(replica).to_json(), encoding="utf-8")
+                except OSError as error:
+                    _say_once(str(path), error)
+
+    def directory(self, replica: Replica) -> Path | None:
+        """Where this rank's latest dump of a captured backward is."""
+        return self._directory.get(replica)
+
+
+observer: Final = Dumps()
 
 
 def all_stages(passes: Sequence[GraphPass]) -> tuple[str, ...]:

@@ -8,19 +8,24 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Final
 
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile.engine.launch_clock import LaunchClock
+from dp_compile.engine.observers import Backward, Observer
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
-from dp_compile.insight.launch_clock import LaunchClock, Recording
+from dp_compile.insight.replica_step import remember_measured
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.measuring")
+
+SEVERAL_MODULES: Final = "it is of several replicated modules, and nothing tells whose compute is whose"
 
 
 @dataclass(eq=False, slots=True)
@@ -65,18 +70,43 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
         ModuleError: the module is not replicated, or is being measured already.
     """
     replica = replica_of(module)
-    if replica.recording is not None:
+    if any(isinstance(observer, _Recording) for observer in replica.observers):
         raise ModuleError("this module is being measured already. Leave the other measure() block first.")
-    replica.recording = Recording()
-    measurement = Measurement()
+    recording, measurement = _Recording(replica), Measurement()
+    replica.observers.append(recording)
     try:
         yield measurement
     finally:
-        recording, replica.recording = replica.recording, None
+        replica.observers.remove(recording)
         _conclude(measurement, replica, recording)
 
 
-def _conclude(measurement: Measurement, replica: Replica, recording: Recording) -> None:
+@dataclass(eq=False, slots=True)
+class _Recording(Observer):
+    """Times the backwards of one module: their clocks with the plan of each, and why others were not timed.
+
+    Clocks are read at the end: reading a GPU's stops the host.
+    """
+
+    replica: Replica
+    clocks: list[tuple[BucketPlan, LaunchClock]] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def backward(self, begun: Backward) -> LaunchClock | None:
+        why_not = SEVERAL_MODULES if len(begun.replicas) > 1 else begun.untold
+        if why_not:
+            self.skipped[why_not] += 1
+            return None
+        return LaunchClock(self.replica.device, self._note)
+
+    def _note(self, clock: LaunchClock) -> None:
+        if clock.voided:
+            self.skipped[clock.voided] += 1
+        else:
+            self.clocks.append((self.replica.plan, clock))
+
+
+def _conclude(measurement: Measurement, replica: Replica, recording: _Recording) -> None:
     measurement.not_measured += recording.skipped
     clocks = [clock for plan, clock in recording.clocks if plan == replica.plan]
     measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
@@ -87,7 +117,8 @@ def _conclude(measurement: Measurement, replica: Replica, recording: Recording) 
         logger.warning("%s", measurement)
         return
     measurement.backwards = tuple(steps)
-    measurement.step = replica.measured = typical_step(steps)
+    measurement.step = typical_step(steps)
+    remember_measured(replica, measurement.step)
     logger.info("%s", measurement)
 
 

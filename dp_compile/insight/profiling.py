@@ -29,8 +29,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
-from dp_compile.engine.bucket_events import BACKWARD_RANGE, members_in_short, parse_range_name
 from dp_compile.errors import ConfigError
+from dp_compile.insight.ranges import BACKWARD_RANGE, members_in_short, parse_range_name
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, typical_step
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
-from dp_compile.insight.step import Step
+from dp_compile.insight.step import MeasuredStep, Step
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.strategies import nominal_cost
+
+_measured: WeakKeyDictionary[Replica, MeasuredStep] = WeakKeyDictionary()
+
+
+def remember_measured(replica: Replica, step: MeasuredStep) -> None:
+    """Keep what a measured backward of this rank was like, in the place of an earlier one."""
+    _measured[replica] = step
 
 
 def step_of_replica(replica: Replica) -> Step:
@@ -29,7 +38,7 @@ def step_of_replica(replica: Replica) -> Step:
         placements=latest.placements if latest else (),
         refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
         backwards=tuple(replica.backwards.items()),
-        measured=replica.measured,
+        measured=_measured.get(replica),
         deferred=latest is not None and latest.deferred,
     )
 

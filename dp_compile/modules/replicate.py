@@ -23,9 +23,10 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.hooks import install_hooks
+from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import unwatch, watch
-from dp_compile.engine.replica import Reducer, Replica, gradient_specs, owners
+from dp_compile.engine.replica import Reducer, Replica, Revision, gradient_specs, owners
 from dp_compile.engine.settling import describe_plan
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import (
@@ -338,6 +339,8 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         beside_shards=target.sharded,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
+    if Revision.FROM_LAUNCHES in planning.revisions:
+        replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
 
 

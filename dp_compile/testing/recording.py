@@ -20,6 +20,7 @@ from dp_compile.errors import DPCompileError, ModuleError
 from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.edit import positions
 from dp_compile.fx.outline import outline
+from dp_compile.insight import dumps
 from dp_compile.insight.dump_files import CODE_STAGE, captures_in, read_capture
 from dp_compile.insight.graph_names import node_names
 from dp_compile.insight.rehearsal import CPU, scalar_loss
@@ -181,10 +182,10 @@ def _steps(model: nn.Module, batch: Any, training: Training) -> Steps:
 
 def _kernels(replica: Replica, record: CaptureRecord) -> int:
     """What the generated code of the latest backward calls."""
-    directory = replica.dumped_to
+    directory = dumps.observer.directory(replica)
     assert directory is not None
-    dumps = captures_in(directory.parent)[-record.graphs :]
-    codes = (dump / read_capture(dump).find(CODE_STAGE).full_file for dump in dumps)
+    latest = captures_in(directory.parent)[-record.graphs :]
+    codes = (dump / read_capture(dump).find(CODE_STAGE).full_file for dump in latest)
     return sum(kernels_called(code.read_text(encoding="utf-8")) for code in codes)
 
 

@@ -272,7 +272,7 @@ def test_several_modules_do_not_mix(tmp_path: Path) -> None:
     train(first, tmp_path)
     train(second, tmp_path)
     one, other = captures_in(tmp_path)
-    assert (replica_of(first).dumped_to, replica_of(second).dumped_to) == (one, other)
+    assert (dumps.observer.directory(replica_of(first)), dumps.observer.directory(replica_of(second))) == (one, other)
     for model, path in ((first, one), (second, other)):
         assert (
             Step.from_json((path / "step.json").read_text()).plan.signature()
@@ -390,11 +390,11 @@ def test_off_nothing_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
 
     seen = []
     pipeline = compilation.Pipeline
-    monkeypatch.setattr(compilation, "Dump", refuse)
+    monkeypatch.setattr(dumps, "Dump", refuse)
     monkeypatch.setattr(compilation, "Pipeline", lambda *args: seen.append(args[-1]) or pipeline(*args))
     model = train(mlp(), None)
     assert seen == [None]
-    assert replica_of(model).dumped_to is None
+    assert dumps.observer.directory(replica_of(model)) is None
 
 
 def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,10 +17,11 @@ from torch import nn
 import dp_compile
 from dp_compile._torch import compiler, distributed
 from dp_compile.engine.bucket_events import BucketEvents
-from dp_compile.insight.launch_clock import BLOCKED_S, LaunchClock
+from dp_compile.engine.launch_clock import BLOCKED_S, LaunchClock
+from dp_compile.engine.observers import Audience, BackwardListener
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
-from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, Layout
+from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -46,18 +47,18 @@ def _fresh_compiler() -> None:
 # --- which bucket -------------------------------------------------------------------------------------------------
 
 
-class Notes:
-    """An observer that writes down what it is told."""
+class Notes(BackwardListener):
+    """Writes down what it is told."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []
 
-    def launch(self, bucket: int) -> contextlib.AbstractContextManager[None]:
-        self.heard.append(f"launch {bucket}")
+    def launch(self, module: int, bucket: int) -> contextlib.AbstractContextManager[None]:
+        self.heard.append(f"launch {module}.{bucket}")
         return contextlib.nullcontext()
 
-    def wait(self, bucket: int) -> contextlib.AbstractContextManager[None]:
-        self.heard.append(f"wait {bucket}")
+    def wait(self, module: int, bucket: int) -> contextlib.AbstractContextManager[None]:
+        self.heard.append(f"wait {module}.{bucket}")
         return contextlib.nullcontext()
 
 
@@ -70,7 +71,7 @@ def bucket_of(*numels: int, apart: bool = False) -> Bucket:
 class TestWhichBucket:
     def listen(self, buckets: list[Bucket]) -> tuple[Notes, BucketEvents]:
         notes = Notes()
-        return notes, BucketEvents(buckets, (notes,))
+        return notes, BucketEvents([BucketPlan(tuple(buckets))], Audience((notes,)))
 
     def test_waits_out_of_order(self) -> None:
         notes, events = self.listen([bucket_of(4), bucket_of(5)])
@@ -79,7 +80,7 @@ class TestWhichBucket:
             one, two = launch(torch.ones(4), "sum", name()), launch(torch.ones(5), "sum", name())
             wait(two)
             wait(one)
-        assert notes.heard == ["launch 0", "launch 1", "wait 1", "wait 0"]
+        assert notes.heard == ["launch 0.0", "launch 0.1", "wait 0.1", "wait 0.0"]
 
     def test_in_place_and_grouped(self) -> None:
         """Inductor launches in place; a grouped collective has a wait for each tensor."""
@@ -90,7 +91,7 @@ class TestWhichBucket:
             apart = ops.all_reduce_coalesced_([torch.ones(2), torch.ones(3)], "sum", name())
             for each in (flat, *apart):
                 ops.wait_tensor(each)
-        assert notes.heard == ["launch 0", "launch 1", "wait 0", "wait 1", "wait 1"]
+        assert notes.heard == ["launch 0.0", "launch 0.1", "wait 0.0", "wait 0.1", "wait 0.1"]
 
     def test_collectives_of_others_are_left_alone(self) -> None:
         notes, events = self.listen([bucket_of(4)])
@@ -98,7 +99,7 @@ class TestWhichBucket:
         with events:
             for numel in (7, 4, 4):
                 ops.wait_tensor(ops.all_reduce(torch.ones(numel), "sum", name()))
-        assert notes.heard == ["launch 0", "wait 0"]
+        assert notes.heard == ["launch 0.0", "wait 0.0"]
 
 
 def name() -> str:
@@ -110,14 +111,14 @@ def name() -> str:
 def test_a_wait_that_returns_at_once_says_nothing_about_the_finish() -> None:
     clock = LaunchClock(torch.device("cpu"))
     for bucket in (0, 1):
-        with clock.launch(bucket):
+        with clock.launch(0, bucket):
             pass
-    with clock.wait(1):
+    with clock.wait(0, 1):
         while clock._waits == [] and LaunchClock(torch.device("cpu")).start_s_after(clock) < 20 * BLOCKED_S:
             pass
-    with clock.wait(0):
+    with clock.wait(0, 0):
         pass
-    clock.stop()
+    clock.__exit__(None)
     buckets = clock.buckets(2)
     assert buckets is not None
     (first, second), seen = buckets, clock.result()

@@ -16,9 +16,9 @@ from torch import nn
 
 import dp_compile
 from dp_compile.cli.main import main
-from dp_compile.engine.bucket_events import BACKWARD_RANGE, members_in_short, parse_range_name, range_name
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.profiling import measured_step, with_profile
+from dp_compile.insight.ranges import BACKWARD_RANGE, members_in_short, parse_range_name, range_name
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep
 from dp_compile.insight.timelines.trace_events import FIRST_PID
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketKey, BucketPlan, GradientSpec, Layout

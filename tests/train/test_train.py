@@ -178,7 +178,8 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
     assert "2 on cpu (gloo)" in out
     assert "mode: python hooks, 2 ranks, backwards: 22 captured" in out
     plan = re.search(r"^plan: (\d+) buckets, (\d+) gradients", out, re.MULTILINE)
-    capture = re.search(r"(\d+) reductions in, (\d+) collectives out, 1 graph", out)
+    # planned: the code came from the cache of an earlier run on this machine
+    capture = re.search(r"(\d+) reductions in, (\d+) collectives (?:out|planned), 1 graph", out)
     assert plan is not None, out
     assert capture is not None, out
     assert plan[1] == capture[2]

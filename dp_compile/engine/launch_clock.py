@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from dp_compile.plan.buckets import BucketPlan
+from dp_compile.engine.observers import Backward, BackwardListener, Observer
+from dp_compile.engine.replica import Replica, Revision
 from dp_compile.plan.ready_times import Launches
 
 BLOCKED_S: Final = 100e-6
 """A wait that takes longer found its collective not finished. One that did not block takes 5 to 40 us (measured)."""
-
-COMPILED_IN_IT: Final = "code was compiled in it"
-NO_BUCKETS: Final = "no pass makes buckets, or it could not be captured as one graph"
-SEVERAL_MODULES: Final = "it is of several replicated modules, and nothing tells whose compute is whose"
-TORCH_REDUCES: Final = "torch's C++ reducer reduces it: its forward was not compiled, or there is a comm hook"
 
 
 class TimedBucket(NamedTuple):
@@ -36,36 +31,47 @@ class TimedBucket(NamedTuple):
     finish_s: float | None
 
 
-class LaunchClock:
-    """Notes when each bucket is launched and waited for, on the device's own clock. Listens to `BucketEvents`.
+class LaunchClock(BackwardListener):
+    """Notes when each bucket is launched and waited for, on the device's own clock. Listens to one backward.
+
+    Args:
+        device: whose clock.
+        then: called with the clock when the backward has ended without an exception.
 
     On a GPU a wait is measured on the stream: from where compute has come to it to where it may go on.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, then: Callable[[LaunchClock], None] | None = None) -> None:
+        self.voided = ""
+        """Why it says nothing: what was told of the backward means nothing."""
         self._device = device
+        self._then = then
         self._launches: list[_Stamp] = []
         self._waits: list[_Wait] = []
         self._done: _Stamp | None = None
         self._end: _Stamp | None = None
         self._start = _Stamp(device)
 
+    def __exit__(self, *error: Any) -> None:
+        self._end = _Stamp(self._device)
+        if self._then is not None and error[0] is None:
+            self._then(self)
+
     @contextlib.contextmanager
-    def launch(self, bucket: int) -> Iterator[None]:
+    def launch(self, module: int, bucket: int) -> Iterator[None]:
         self._launches.append(_Stamp(self._device))
         self._done = None
         yield
 
     @contextlib.contextmanager
-    def wait(self, bucket: int) -> Iterator[None]:
+    def wait(self, module: int, bucket: int) -> Iterator[None]:
         begin = _Stamp(self._device)
         self._done = self._done or begin
         yield
         self._waits.append(_Wait(bucket, begin, _Stamp(self._device)))
 
-    def stop(self) -> None:
-        """The backward is over."""
-        self._end = _Stamp(self._device)
+    def void(self, why: str) -> None:
+        self.voided = why
 
     def result(self) -> Launches | None:
         """Launches, and the first wait after the last one; `None` if nothing was launched and waited for.
@@ -84,7 +90,7 @@ class LaunchClock:
         return self._start.seconds_after(earlier._start)
 
     def backward_s(self) -> float:
-        """From the start to `stop`."""
+        """From the start to the end of the block."""
         assert self._end is not None
         return self._end.seconds_after(self._start)
 
@@ -107,15 +113,22 @@ class LaunchClock:
         )
 
 
-@dataclass(eq=False, slots=True)
-class Recording:
-    """The backwards of one module that are timed for people: their clocks, and why others were not timed.
+class LaunchesForPlan(Observer):
+    """Notes launches of a module's captured backwards for as long as its plan is to be made anew from them."""
 
-    Clocks are read at the end: reading a GPU's stops the host.
-    """
+    def __init__(self, of: weakref.ref[Replica]) -> None:
+        self._of = of
 
-    clocks: list[tuple[BucketPlan, LaunchClock]] = field(default_factory=list)
-    skipped: Counter[str] = field(default_factory=Counter)
+    def backward(self, begun: Backward) -> LaunchClock | None:
+        replica = self._of()
+        if replica is None or not begun.captured or begun.untold or len(begun.replicas) > 1:
+            return None
+        return LaunchClock(replica.device, self._note) if replica.awaits(Revision.FROM_LAUNCHES) else None
+
+    def _note(self, clock: LaunchClock) -> None:
+        replica = self._of()
+        if replica is not None and not clock.voided and (seen := clock.result()) is not None:
+            replica.seen_launches.append(seen)
 
 
 class _Stamp:

@@ -1,0 +1,192 @@
+"""What the engine tells of synchronised backwards, and to whom. It knows nobody who listens.
+
+Clocks, dumps and ranges in a profiler's trace are listeners. A module has listeners of its own (`Replica.observers`);
+those of `always` hear of every module. Imports no torch: the package registers listeners when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from dp_compile.engine.replica import Replica
+    from dp_compile.passes.result import GraphPass
+    from dp_compile.plan.buckets import BucketPlan
+
+CAPTURED: Final = "captured"
+"""The stage of a backward as Dynamo leaves it, before any pass."""
+
+COMPILED_IN_IT: Final = "code was compiled in it"
+NO_BUCKETS: Final = "no pass makes buckets, or it could not be captured as one graph"
+TORCH_REDUCES: Final = "torch's C++ reducer reduces it: its forward was not compiled, or there is a comm hook"
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A synchronised backward that begins.
+
+    `replicas`: the modules that are reduced in it, in launch order. `captured`: it runs as compiled code, not by hooks.
+    `untold`: why nothing will be told of its launches and waits; empty if it will.
+    """
+
+    replicas: tuple[Replica, ...]
+    captured: bool
+    untold: str = ""
+
+
+class BackwardListener:
+    """Listens to one backward, as a context from where it is entered to where everything has arrived.
+
+    Launches and waits are blocks, by the module's place in `Backward.replicas` and the bucket's in its plan.
+    """
+
+    def __enter__(self) -> object:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Does nothing here."""
+
+    def launch(self, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def wait(self, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def void(self, why: str) -> None:
+        """What was told of this backward means nothing: code was compiled in it, say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """A captured backward that is about to be compiled.
+
+    `replicas`: the modules that are reduced in it, in launch order. `plans`: one for each module in it, also of those
+    without synchronisation. `inputs`: the parameter that each input is, `None` for others. `dump_dir`: where the user
+    wants to see what becomes of it.
+    """
+
+    replicas: tuple[Replica, ...]
+    plans: tuple[BucketPlan, ...]
+    passes: tuple[GraphPass, ...]
+    inputs: tuple[str | None, ...]
+    world_size: int
+    backend: str
+    dump_dir: str | None
+
+
+class CompilationListener(Protocol):
+    """Sees one backward being compiled. While somebody does, code is generated anew instead of taken from a cache."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+    def stage(self, name: str, graph: fx.Graph) -> None: ...
+
+    def code(self, graph: fx.Graph, code: str) -> None: ...
+
+
+class Observer:
+    """Is asked at each backward and each compilation whether it wants to listen; here it does not."""
+
+    def backward(self, begun: Backward) -> BackwardListener | None:
+        return None
+
+    def compilation(self, begun: Compilation) -> CompilationListener | None:
+        return None
+
+    def compiled(self, replicas: Sequence[Replica]) -> None:
+        """A backward of these modules was compiled, has run, and is in their records."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audience:
+    """Those who listen to one backward."""
+
+    listeners: tuple[BackwardListener, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.listeners)
+
+    @contextlib.contextmanager
+    def launching(self, module: int, bucket: int) -> Iterator[None]:
+        """What runs inside launches a bucket."""
+        with contextlib.ExitStack() as stack:
+            for listener in self.listeners:
+                stack.enter_context(listener.launch(module, bucket))
+            yield
+
+    @contextlib.contextmanager
+    def waiting(self, module: int, bucket: int) -> Iterator[None]:
+        """What runs inside waits for a bucket."""
+        with contextlib.ExitStack() as stack:
+            for listener in self.listeners:
+                stack.enter_context(listener.wait(module, bucket))
+            yield
+
+    def void(self, why: str) -> None:
+        for listener in self.listeners:
+            listener.void(why)
+
+
+NOBODY: Final = Audience()
+
+_always: list[str | Observer] = []
+
+
+def always(home: str) -> None:
+    """Let a observer hear of every module: `module:name` of an object, imported when there is something to tell."""
+    _always.append(home)
+
+
+def _observers(replicas: Sequence[Replica]) -> Iterator[Observer]:
+    for number, observer in enumerate(_always):
+        if isinstance(observer, str):
+            module, _, name = observer.partition(":")
+            _always[number] = observer = getattr(import_module(module), name)
+        yield observer
+    for replica in replicas:
+        yield from replica.observers
+
+
+@contextlib.contextmanager
+def telling_of_backward(begun: Backward) -> Iterator[Audience]:
+    """Around a backward: who listens to it. Without synchronised modules there is nothing to tell."""
+    if not begun.replicas:
+        yield NOBODY
+        return
+    asked = [observer.backward(begun) for observer in _observers(begun.replicas)]
+    listeners = tuple(listener for listener in asked if listener is not None)
+    with contextlib.ExitStack() as stack:
+        for listener in listeners:
+            stack.enter_context(listener)
+        yield Audience(listeners)
+
+
+def tell_untold(begun: Backward) -> None:
+    """A backward has run of which there is nothing to tell but why."""
+    for observer in _observers(begun.replicas):
+        observer.backward(begun)
+
+
+@contextlib.contextmanager
+def telling_of_compilation(begun: Compilation) -> Iterator[tuple[CompilationListener, ...]]:
+    """Around a compilation: who looks at it."""
+    asked = [observer.compilation(begun) for observer in _observers(begun.replicas)]
+    with contextlib.ExitStack() as stack:
+        listeners = tuple(listener for listener in asked if listener is not None)
+        for listener in listeners:
+            stack.enter_context(listener)
+        yield listeners
+
+
+def tell_compiled(replicas: Sequence[Replica]) -> None:
+    """A backward of these modules was compiled, has run, and is in their records."""
+    for observer in _observers(replicas):
+        observer.compiled(replicas)
