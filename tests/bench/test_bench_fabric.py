@@ -179,7 +179,13 @@ def gradients_of(name: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "name",
-    ["ours", "ours:coalesced", "ours:replan", "ddp", "ddp_tuned", "ddp_compiled", "replicate", "python_reducer"],
+    [
+        *("ours", "ours:replan", "ddp", "python_reducer"),
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("ours:coalesced", "ddp_tuned", "ddp_compiled", "replicate")
+        ),
+    ],
 )
 def test_modes_train_as_one_process_does(fresh: Ranks, name: str) -> None:
     """Nobody waits for a rank that does not exist, and what is averaged is what this process has."""

@@ -1,6 +1,7 @@
 """The benchmark from end to end, as a user runs it. The result is kept: in `$DP_COMPILE_BENCH_KEEP`, or bench_results/.
 
-No time is looked at; the machines that run the tests are shared.
+No time is looked at; the machines that run the tests are shared. Each mode by itself is run every day, in
+`test_bench_modes.py`, and the command in `test_bench.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from dp_compile.bench import results, suite
+
+pytestmark = pytest.mark.nightly
 
 KEPT = Path(os.environ.get("DP_COMPILE_BENCH_KEEP") or Path(__file__).parents[1] / "bench_results")
 LINKS = ("loopback", "fabric 64 x 10 us, 8000 mbit")

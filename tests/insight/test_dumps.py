@@ -509,7 +509,7 @@ def status_of_repro(capture: Path) -> int:
     return int(ended.value.code or 0)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_a_repro_of_many_kinds_of_ops(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with inductor.empty_cache():
         train(Mixed(), tmp_path, torch.randint(0, 11, (2, 5)), backend=backend)

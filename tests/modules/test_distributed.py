@@ -279,7 +279,7 @@ def test_torch_ddp_beside_a_replicated_part(ranks2: Ranks) -> None:
 
 
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="accelerate is not installed: pip install accelerate")
-@pytest.mark.parametrize("script", ["test_sync", "test_script"])
+@pytest.mark.parametrize("script", ["test_sync", pytest.param("test_script", marks=pytest.mark.nightly)])
 def test_accelerate(script: str, tmp_path: Path) -> None:
     """accelerate's own tests, with the wrapper under torch's name."""
     environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -121,7 +121,7 @@ def train(name: str) -> tuple[set[str], list[tuple[int, int, int]]]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in ("gpt2", "mixture of experts", "convnet") else pytest.mark.nightly)
+        pytest.param(name, marks=() if name in ("gpt2", "mixture of experts") else pytest.mark.nightly)
         for name in ARCHITECTURES
     ],
 )

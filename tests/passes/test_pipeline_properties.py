@@ -28,7 +28,7 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.buckets import BucketPlan
 
-EXAMPLES = 400
+EXAMPLES = 200
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29)
 RunPasses = Callable[[fx.Graph, Sequence[BucketPlan]], Any]
 

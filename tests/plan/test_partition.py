@@ -120,7 +120,7 @@ def check_partition(gradients: Sequence[ReadyGradient], buckets: Buckets) -> Non
 
 
 @given(gradient_lists(), costs)
-@settings(max_examples=1000)
+@settings(max_examples=300)
 def test_one_key_equals_brute_force(gradients: list[ReadyGradient], cost: AllReduceCost) -> None:
     buckets = optimal_partition(gradients, cost=cost)
     check_partition(gradients, buckets)
@@ -142,7 +142,7 @@ def test_within_the_backward_the_fewest_buckets_win(
 
 
 @given(gradient_lists(most=7, keys=3), costs)
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_several_keys_stay_near_brute_force(gradients: list[ReadyGradient], cost: AllReduceCost) -> None:
     """A local optimum: over 99.9% of random cases are exact, see the next test; none was worse than by 2%."""
     buckets = optimal_partition(gradients, cost=cost)
@@ -153,7 +153,7 @@ def test_several_keys_stay_near_brute_force(gradients: list[ReadyGradient], cost
 
 
 @given(gradient_lists(most=8, keys=2), costs, st.integers(0, 127))
-@settings(max_examples=500)
+@settings(max_examples=150)
 def test_one_key_is_exact_while_the_others_are_fixed(
     gradients: list[ReadyGradient], cost: AllReduceCost, which: int
 ) -> None:

@@ -36,6 +36,7 @@ def run_suite(directory: Path, *options: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.nightly
 def test_the_suite_passes(copied: Path) -> None:
     ended = run_suite(copied)
     assert ended.returncode == 0, ended.stdout + ended.stderr
