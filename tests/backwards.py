@@ -159,7 +159,7 @@ class Builder:
             replica=replica,
         )
         self.traits.update(_traits_of_gradient(source))
-        arguments = (grad.index, grad.replica, grad.group, grad.reduce_op, grad.scale)
+        arguments = (grad.index, grad.replica)
         reduced = self.call(REDUCE_GRAD, source, *arguments)
         self.after_wait.add(reduced)
         self.pool.append(reduced)
@@ -397,7 +397,7 @@ def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[
     orders = [[gradient.index for gradient in plan.gradients] for plan in plans]
     facts = {
         "several replicas": sum(bool(indices) for indices in by_replica) > 1,
-        "three groups": len({key.group for key in keys}) > 2,
+        "three groups": len({key.reduction.stages for key in keys}) > 2,
         "several dtypes": len({key.dtype for key in keys}) > 1,
         "several buckets": any(len(plan.buckets) > 1 for plan in plans),
         "members apart": any(member.offset is None for member in members),

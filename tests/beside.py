@@ -125,6 +125,15 @@ def anomaly(side: Side, number: int) -> None:
         side.loss(number).backward()
 
 
+def in_cpp(side: Side, number: int) -> None:
+    """The operator behind `backward()` in TorchScript: the engine is entered without Python."""
+    loss = side.loss(number)
+    if side.ours and number:  # the first backward of a module is to come through Python
+        torch.ops.aten._backward(loss, [], None, None, False)
+    else:
+        loss.backward()
+
+
 def compile_blocks(module: nn.Module) -> nn.Module:
     for each in module.children():
         each.compile(backend="aot_eager")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ settings.register_profile(
     "dp_compile", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("dp_compile")
+# torch's structured traces would fill the report of each failed test with thousands of lines without text.
+logging.getLogger("torch.__trace").propagate = False
 
 
 @pytest.fixture(scope="session")

@@ -14,10 +14,16 @@ from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import emit
+from dp_compile.passes.reduction import emit, executing
 from dp_compile.passes.result import PassRecord
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.reduction import Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
+
+
+def bucket_key(group: str, reduce_op: str, dtype: str, device: str, scale: float = 0.5) -> BucketKey:
+    """Of gradients that one all-reduce carries."""
+    return BucketKey(Reduction((Stage("all_reduce", group, reduce_op),), scale), dtype, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +50,12 @@ class Grad:
     @property
     def spec(self) -> GradientSpec:
         dtype = str(self.dtype).removeprefix("torch.")
-        key = BucketKey(self.group, self.reduce_op, dtype, "cpu")
+        key = bucket_key(self.group, self.reduce_op, dtype, "cpu", self.scale)
         name = f"p{self.index}"
-        return GradientSpec(self.index, name, self.shape, self.stride, self.dtype.itemsize, key, self.scale)
+        return GradientSpec(self.index, name, self.shape, self.stride, self.dtype.itemsize, key)
 
     def reduce(self, grad: torch.Tensor) -> torch.Tensor:
-        return emit(grad, self.index, self.replica, self.group, self.reduce_op, self.scale)
+        return emit(grad, self.index, self.replica)
 
     def values(self, seed: int = 0, stride: tuple[int, ...] | None = None) -> torch.Tensor:
         """Random numbers for the gradient, in the parameter's layout if no strides are given."""
@@ -72,6 +78,12 @@ def plan_for(
 
 def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
     return make_fx(function, tracing_mode="fake")(*inputs)
+
+
+def executed(module: fx.GraphModule, plans: Sequence[BucketPlan], *inputs: torch.Tensor) -> Any:
+    """What a graph gives whose reductions no pass has replaced."""
+    with executing(plans):
+        return module(*inputs)
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+from graphs import bucket_key
+
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
@@ -16,7 +18,7 @@ PARTS = ("attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "
 def gradient(index: int, key: BucketKey, name: str | None = None, rows: int = 1024) -> GradientSpec:
     """A gradient of `rows` x 256 float32, named like those of a transformer unless a name is given."""
     layer, part = divmod(index, len(PARTS))
-    return GradientSpec(index, name or f"blocks.{layer}.{PARTS[part]}", (rows, 256), (256, 1), 4, key, 0.5)
+    return GradientSpec(index, name or f"blocks.{layer}.{PARTS[part]}", (rows, 256), (256, 1), 4, key)
 
 
 def step_of_buckets(
@@ -24,7 +26,7 @@ def step_of_buckets(
 ) -> Step:
     """A backward whose communication takes a quarter longer than its compute, in buckets of varied sizes."""
     shuffled = random.Random(n_buckets)
-    keys = [BucketKey("", "sum", dtype, "cuda") for dtype in ("float32", "bfloat16", "float16")[:n_keys]]
+    keys = [bucket_key("", "sum", dtype, "cuda") for dtype in ("float32", "bfloat16", "float16")[:n_keys]]
     total = n_buckets * per_bucket
     buckets: list[Bucket] = []
     for number in range(n_buckets):

@@ -47,7 +47,8 @@ from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
-from dp_compile.passes.reduction import REDUCE_OPS
+from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
+from dp_compile.plan.buckets import plan_single
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
@@ -355,9 +356,8 @@ def _complete_reducer(replica: Replica, call: _Call) -> None:
     replica.used_without_sync.clear()
     if replica.config.check_reductions:
         flags = flags_to_send(replica, unused, used)
-        averaging, group = replica.group.averaging, replica.group.process_group
-        reduced = flags * averaging.scale
-        torch.distributed.all_reduce(reduced, op=REDUCE_OPS[averaging.reduce_op], group=group)
+        (bucket,) = plan_single([replica.plan.flags]).buckets
+        (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [flags], flags.device)))
         read_flags(replica, reduced, unused)
 
 

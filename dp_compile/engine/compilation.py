@@ -29,6 +29,7 @@ from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 from dp_compile.passes.estimates import ready_shares
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
 from dp_compile.plan.ready_times import ASSUMED, Estimate, estimated_times
 
@@ -278,7 +279,8 @@ class CompiledBackward:
 
     def _telling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with self._events or contextlib.nullcontext():
+            # What no pass made a bucket of asks for the plan.
+            with executing(self._plans), self._events or contextlib.nullcontext():
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd
@@ -26,7 +25,7 @@ from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica, real_view
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
-from dp_compile.passes.reduction import REDUCE_OPS
+from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import Bucket, Member, Rows
 
 ResultT = TypeVar("ResultT")
@@ -137,11 +136,10 @@ def install_hooks(replica: Replica) -> HookHandle:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A bucket on its way, and the tensors that its collective works on."""
+    """A bucket on its way."""
 
     bucket: Bucket
-    tensors: list[torch.Tensor]
-    work: dist.Work
+    reducing: Generator[None, None, list[torch.Tensor]]
 
 
 @dataclass(eq=False, slots=True)
@@ -225,10 +223,10 @@ class ReductionRound:
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
             reduced: list[tuple[Member, torch.Tensor]] = []
-            for number, flight in enumerate(self.flights):
-                with self.audience.waiting(self.module, number):
-                    flight.work.wait()
-                reduced += _views(flight.bucket, flight.tensors)
+            for flight in self.flights:
+                tensors = finished(flight.reducing)
+                places = zip(flight.bucket.members, flight.bucket.places(), strict=True)
+                reduced += [(member, view_of(member, tensors[place.tensor], place.offset)) for member, place in places]
             self.averages = _whole(reduced)
             for index in self.arrived:
                 # In place if the gradient is still there: a hook of the user's may have dropped it.
@@ -255,35 +253,23 @@ class ReductionRound:
         return all(member.gradient.index in self.arrived for member in bucket.members)
 
     def _launch(self, bucket: Bucket, flags: torch.Tensor | None) -> None:
-        parameters = self.replica.parameters
+        number = len(self.flights)
+        ops = EagerOps(
+            bucket,
+            [None if self.absent else self._source(member.gradient.index, flags) for member in bucket.members],
+            self.replica.device,
+            partial(self.audience.launching, self.module, number),
+            partial(self.audience.waiting, self.module, number),
+        )
+        reducing = reduce_bucket(bucket, ops)
         with torch.no_grad():
-            tensors = [
-                torch.zeros(numel, dtype=_dtype(bucket), device=self.replica.device) for numel in bucket.tensor_numels
-            ]
-            for member, view in _views(bucket, tensors):
-                index = member.gradient.index
-                source = parameters[index].grad if index < len(parameters) else flags
-                if source is not None and not self.absent:
-                    source = real_view(source)
-                    source = source if member.rows is None else source[slice(*member.rows)]
-                    torch.mul(source, member.gradient.scale, out=view)
-        with self.audience.launching(self.module, len(self.flights)):
-            work = _all_reduce(tensors, bucket.key.reduce_op, self.replica.group.process_group)
-        self.flights.append(_Flight(bucket, tensors, work))
+            next(reducing)
+        self.flights.append(_Flight(bucket, reducing))
 
-
-def _all_reduce(tensors: list[torch.Tensor], reduce_op: str, group: dist.ProcessGroup) -> dist.Work:
-    """The collective that a captured backward runs for the same bucket."""
-    work: dist.Work | None
-    if len(tensors) == 1:
-        work = dist.all_reduce(tensors[0], op=REDUCE_OPS[reduce_op], group=group, async_op=True)
-    else:
-        # torch deprecates its function for this, but neither the group's method nor the op in graphs that calls it.
-        options = dist.AllreduceCoalescedOptions()
-        options.reduceOp, options.asyncOp = dist.ReduceOp(REDUCE_OPS[reduce_op]), True
-        work = group.allreduce_coalesced(tensors, options)
-    assert work is not None
-    return work
+    def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
+        parameters = self.replica.parameters
+        source = parameters[index].grad if index < len(parameters) else flags
+        return None if source is None else real_view(source)
 
 
 def reduce_eagerly(
@@ -371,18 +357,6 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
     foreign = [tensor for tensor in accumulated if id(tensor) not in index_of]
     if foreign:
         refuse_unreduced(replica, foreign)
-
-
-def _dtype(bucket: Bucket) -> torch.dtype:
-    dtype = getattr(torch, bucket.key.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _views(bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[Member, torch.Tensor]]:
-    """Each member of a bucket with its place in the tensors that are reduced, shaped as its parameter, or its rows."""
-    for member, place in zip(bucket.members, bucket.places(), strict=True):
-        yield member, tensors[place.tensor].as_strided(member.shape, member.gradient.stride, place.offset)
 
 
 def _whole(reduced: Sequence[tuple[Member, torch.Tensor]]) -> dict[int, torch.Tensor]:

@@ -26,7 +26,7 @@ from torch import fx, nn
 from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
 from dp_compile.engine.replica import Replica, real_view
-from dp_compile.passes.reduction import REDUCE_GRAD, ReductionTag, emit
+from dp_compile.passes.reduction import REDUCE_GRAD, emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ def _place_reductions(
             hooked[place] = (parameter, existing)
             if not wanted.deferred:
                 with graph.inserting_after(last):
-                    graph.call_function(reduce_accumulated, (parameter, existing, *_tag(replicas, place)))
+                    graph.call_function(reduce_accumulated, (parameter, existing, place[1], place[0]))
         _take_out(graph, node)
     return hooked
 
@@ -187,12 +187,11 @@ def _add_completion(
         done: dict[int, fx.Node] = {}
         after: fx.Node | None = None
         for index in (gradient.index for gradient in replica.plan.gradients):
-            tag = _tag(replicas, (ordinal, index))
             if index in sources:
-                after = done[index] = graph.call_function(emit, (sources[index], *tag, after))
+                after = done[index] = graph.call_function(emit, (sources[index], index, ordinal, after))
             elif wanted.deferred:
                 parameter, existing = hooked[ordinal, index]
-                after = graph.call_function(reduce_accumulated, (parameter, existing, *tag, after))
+                after = graph.call_function(reduce_accumulated, (parameter, existing, index, ordinal, after))
             after = after if wanted.deferred else None
         results += [done[index] for index in sources]
     return results
@@ -203,9 +202,6 @@ def reduce_accumulated(
     existing: bool,
     index: int,
     replica: int,
-    group: str,
-    reduce_op: str,
-    scale: float,
     after: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Traced behind a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
@@ -216,18 +212,13 @@ def reduce_accumulated(
     if grad is None:
         grad = torch.zeros_like(parameter, requires_grad=False)
         in_place = parameter.is_complex()
-    reduced = emit(real_view(grad), index, replica, group, reduce_op, scale, after)
+    reduced = emit(real_view(grad), index, replica, after)
     if in_place:
         real_view(grad).copy_(reduced)
         parameter.grad = grad
     else:
         parameter.grad = reduced
     return reduced
-
-
-def _tag(replicas: Sequence[Replica], place: Place) -> tuple[int, int, str, str, float]:
-    tag: ReductionTag = replicas[place[0]].tag(place[1], place[0])
-    return (tag.index, tag.replica, tag.group, tag.reduce_op, tag.scale)
 
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:

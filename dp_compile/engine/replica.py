@@ -20,7 +20,6 @@ from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.observers import Observer
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
-from dp_compile.passes.reduction import Averaging, ReductionTag
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
 from dp_compile.plan.backends import PLAYED
@@ -29,6 +28,7 @@ from dp_compile.plan.certificate import Certificate
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
 from dp_compile.plan.ready_times import Launches, ReadyTimes
+from dp_compile.plan.reduction import Reduction
 from dp_compile.plan.strategies import Planned
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ class Group:
     name: str
     backend: str
     world_size: int
-    averaging: Averaging
+    reduction: Reduction
+    """How gradients are averaged over it."""
 
     @property
     def has_others(self) -> bool:
@@ -209,11 +210,6 @@ class Replica:
     """The flags that were sent last, and what they say."""
     flags_unread: deque[UnreadFlags] = field(default_factory=deque)
 
-    def tag(self, index: int, ordinal: int) -> ReductionTag:
-        """The constants of the reduction of parameter `index` when this is replica `ordinal` of the backward."""
-        averaging = self.group.averaging
-        return ReductionTag(index, ordinal, self.group.name, averaging.reduce_op, averaging.scale)
-
     def __post_init__(self) -> None:
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
@@ -374,10 +370,10 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
         dtype, shape, stride = parameter.dtype, tuple(parameter.shape), dense_strides(parameter)
         if parameter.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
             dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
-        key = BucketKey(group.name, group.averaging.reduce_op, str(dtype).removeprefix("torch."), parameter.device.type)
-        specs.append(GradientSpec(index, name, shape, stride, dtype.itemsize, key, group.averaging.scale))
+        key = BucketKey(group.reduction, str(dtype).removeprefix("torch."), parameter.device.type)
+        specs.append(GradientSpec(index, name, shape, stride, dtype.itemsize, key))
     first, length = specs[0], len(specs) + MORE
-    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, first.key, group.averaging.scale)
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, first.key)
     return (*reversed(specs), flags)
 
 

@@ -100,7 +100,7 @@ class _Words:
         return f"{replica}:{name}" if len(self.plans) > 1 else name
 
     def gradient(self, reduction: GradReduction) -> str:
-        place = reduction.tag.replica, reduction.tag.index
+        place = reduction.replica, reduction.index
         return self._gradients.get(place, f"gradient {place[1]} of module {place[0]}")
 
     def mark(self, mark: MemberMark) -> str:

@@ -248,8 +248,8 @@ def _descriptions(old: _Places, new: _Places) -> Iterator[str]:
 def _described(member: Member) -> str:
     gradient, key = member.gradient, member.gradient.key
     return (
-        f"{key.dtype}{list(gradient.shape)} strides {list(gradient.stride)} {key.device} {key.reduce_op} "
-        f"times {gradient.scale:g}, index {gradient.index}"
+        f"{key.dtype}{list(gradient.shape)} strides {list(gradient.stride)} {key.device} {key.reduction.reduce_op} "
+        f"times {key.reduction.scale:g}, index {gradient.index}"
     )
 
 

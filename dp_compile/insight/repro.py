@@ -86,7 +86,7 @@ def _plan(plan: BucketPlan) -> dict[str, Any]:
     """A plan as data, with the names of groups, on CPU."""
     data = plan.to_dict()
     for bucket, each in zip(plan.buckets, data["buckets"], strict=True):
-        each["key"] |= {"group": bucket.key.group, "device": _CPU}
+        each["key"] |= {"reduction": bucket.key.reduction.to_dict(), "device": _CPU}
     return data
 
 

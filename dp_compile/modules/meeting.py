@@ -17,7 +17,7 @@ from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Group
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import ConfigError, DPCompileError
-from dp_compile.passes.reduction import averaging_for
+from dp_compile.plan.reduction import mean
 
 _calls: Counter[str] = Counter()
 
@@ -108,6 +108,5 @@ def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
     world_size = dist.get_world_size(process_group)
     backends = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
     backend = backends.get(device_type) or next(iter(backends.values()))
-    return Group(
-        process_group, distributed.group_name(process_group), backend, world_size, averaging_for(backend, world_size)
-    )
+    name = distributed.group_name(process_group)
+    return Group(process_group, name, backend, world_size, mean(name, backend, world_size))

@@ -61,9 +61,9 @@ from dp_compile.modules.selection import (
     select,
 )
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.reduction import Averaging
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.reduction import scaled_sum
 from dp_compile.plan.words import BYTES_PER_MB
 
 logger = logging.getLogger("dp_compile.replicate")
@@ -318,7 +318,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     group = group_on(order.meeting.group.process_group, parameters[0].device.type)
     if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
-        group = dataclasses.replace(group, averaging=Averaging("sum", 1.0 / group.world_size))
+        group = dataclasses.replace(group, reduction=scaled_sum(group.name, group.world_size))
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
     replica = Replica(
         parameters=parameters,

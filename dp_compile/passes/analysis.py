@@ -10,7 +10,7 @@ from torch import fx
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_all_reduce, is_collective
 from dp_compile.fx.edit import provenance_of
-from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, ReductionTag, match
+from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Rows, covers
 
@@ -37,33 +37,32 @@ def is_reduction(node: fx.Node) -> bool:
     return is_collective(node) or (node.op == "call_function" and node.target is REDUCE_GRAD)
 
 
-def accounted(graph: fx.Graph) -> Counter[ReductionTag]:
-    """How often each reduction is done in a graph, by an op of its own or as a member of a bucket.
+def accounted(graph: fx.Graph) -> Counter[tuple[int, int]]:
+    """How often each gradient is reduced in a graph, by an op of its own or as a member of a bucket.
 
-    For a bucket, group and reduce op are read from the collective that really runs, not from what it was made of.
-    All pieces of a gradient together count as one reduction.
+    By replica and index. All pieces of a gradient together count as one reduction.
 
     Raises:
         InvalidGraphError: the pieces of a gradient overlap or miss rows.
     """
-    tags = Counter(reduction.tag for reduction in analyse(graph).reductions)
-    pieces: dict[tuple[ReductionTag, int], list[Rows]] = {}
+    found = Counter((each.replica, each.index) for each in analyse(graph).reductions)
+    pieces: dict[tuple[tuple[int, int], int], list[Rows]] = {}
     for node in graph.nodes:
         provenance = provenance_of(node)
         if is_all_reduce(node) and provenance is not None:
-            _, reduce_op, group = node.args
-            for member in provenance.members:
-                mark = MemberMark.read(member)
-                tag = ReductionTag(mark.index, mark.replica, str(group), str(reduce_op), mark.scale)
+            for mark in map(MemberMark.read, provenance.members):
+                which = mark.replica, mark.index
                 if mark.rows is None:
-                    tags[tag] += 1
+                    found[which] += 1
                 else:
-                    pieces.setdefault((tag, mark.n_rows), []).append(mark.rows)
-    for (tag, n_rows), blocks in pieces.items():
+                    pieces.setdefault((which, mark.n_rows), []).append(mark.rows)
+    for (which, n_rows), blocks in pieces.items():
         if not covers(blocks, n_rows):
-            raise InvalidGraphError(f"the pieces {sorted(blocks)} of {tag} overlap or miss some of its {n_rows} rows")
-        tags[tag] += 1
-    return tags
+            raise InvalidGraphError(
+                f"the pieces {sorted(blocks)} of gradient {which[1]} overlap or miss some of its {n_rows} rows"
+            )
+        found[which] += 1
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +71,15 @@ class MemberMark:
 
     index: int
     replica: int
-    scale: float
     rows: Rows | None
     n_rows: int
 
     def write(self) -> str:
         piece = "" if self.rows is None else f"/{self.rows[0]}:{self.rows[1]}:{self.n_rows}"
-        return f"{self.index}/{self.replica}/{self.scale!r}{piece}"
+        return f"{self.index}/{self.replica}{piece}"
 
     @staticmethod
     def read(text: str) -> MemberMark:
-        index, replica, scale, *piece = text.split("/")
+        index, replica, *piece = text.split("/")
         first, last, n_rows = map(int, piece[0].split(":")) if piece else (0, 0, 0)
-        return MemberMark(int(index), int(replica), float(scale), (first, last) if piece else None, n_rows)
+        return MemberMark(int(index), int(replica), (first, last) if piece else None, n_rows)

@@ -35,9 +35,10 @@ from dp_compile.passes.analysis import MemberMark, analyse
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import fold_factor, is_view, without_views
-from dp_compile.passes.reduction import GradReduction, ReductionTag
+from dp_compile.passes.reduction import GradReduction, finished, reduce_bucket
 from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Member, Place, Rows, covers
+from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
+from dp_compile.plan.reduction import Stage
 
 aten = torch.ops.aten
 
@@ -66,9 +67,11 @@ class BucketReductions:
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
                 site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps)
-                launch, parts = _reduce_bucket(site, bucket, members)
-                launches.append(launch)
-                for part, reduced in parts:
+                ops = _GraphOps(site, _parts_of(bucket, members))
+                tensors = finished(reduce_bucket(bucket, ops))
+                launches += ops.launches
+                for part in ops.parts:
+                    reduced = tensors[part.place.tensor]
                     where = _put_together(site, part, reduced, pieces)
                     if where is not None:
                         node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
@@ -94,7 +97,7 @@ def _by_replica(
     names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
     found: dict[int, dict[int, GradReduction]] = {}
     for reduction in reductions:
-        replica, index = reduction.tag.replica, reduction.tag.index
+        replica, index = reduction.replica, reduction.index
         if not 0 <= replica < len(plans):
             raise InvalidGraphError(
                 f"{reduction.node.name} belongs to replica {replica}, but there are plans for {len(plans)} only"
@@ -107,22 +110,9 @@ def _by_replica(
     return found
 
 
-def _reduce_bucket(
-    site: _Site, bucket: Bucket, reductions: Sequence[GradReduction]
-) -> tuple[fx.Node, list[tuple[_Part, fx.Node]]]:
-    """Returns the launch, and each member with the reduced tensor that it lies in."""
-    parts = [
-        _Part(number, member, reduction, place)
-        for number, (member, reduction, place) in enumerate(
-            zip(bucket.members, reductions, bucket.places(), strict=True)
-        )
-    ]
-    sharing: list[list[_Part]] = [[] for _ in bucket.tensor_numels]
-    for part in parts:
-        sharing[part.place.tensor].append(part)
-    tensors = [site.flat_bucket(each, numel) for each, numel in zip(sharing, bucket.tensor_numels, strict=True)]
-    launch, reduced = site.all_reduce(tensors, bucket.key, parts)
-    return launch, [(part, reduced[part.place.tensor]) for part in parts]
+def _parts_of(bucket: Bucket, reductions: Sequence[GradReduction]) -> list[_Part]:
+    together = zip(bucket.members, reductions, bucket.places(), strict=True)
+    return [_Part(number, *each) for number, each in enumerate(together)]
 
 
 class _Where(NamedTuple):
@@ -169,41 +159,6 @@ class _Site:
         provenance = edit.Provenance(BucketReductions.name, self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
 
-    def flat_bucket(self, parts: Sequence[_Part], numel: int) -> fx.Node:
-        """Parts of one memory, each at its offset, scaled and in its parameter's memory order."""
-        sources: list[fx.Node] = []
-        scales: list[float] = []
-        strides: list[int] = []
-        provenance = edit.Provenance(BucketReductions.name, self.unit)
-        for part in parts:
-            gradient, rows = part.member.gradient, part.member.rows
-            if rows is None:
-                source, stride = without_views(part.reduction.grad, gradient.stride)
-            else:
-                source, stride = rows_of(part.reduction, gradient, rows, provenance)
-            folded = self.folds and fold_factor(source, part.reduction.tag.scale, provenance)
-            sources.append(source)
-            scales.append(1.0 if folded else part.reduction.tag.scale)
-            strides.extend(stride)
-        offsets = [part.place.offset for part in parts]
-        numbers = tuple(str(part.number) for part in parts)
-        # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
-        gaps = self.zero_gaps and numel > sum(part.member.numel for part in parts)
-        zeroed = (True,) if gaps else ()
-        return self.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *zeroed, members=numbers)
-
-    def all_reduce(
-        self, tensors: Sequence[fx.Node], key: BucketKey, parts: Sequence[_Part]
-    ) -> tuple[fx.Node, list[fx.Node]]:
-        """One collective over all tensors. Returns its launch and each tensor, waited for."""
-        names = tuple(_mark(part).write() for part in parts)
-        grouped = len(tensors) > 1
-        target = collectives.GROUPED_ALL_REDUCE if grouped else collectives.ALL_REDUCE
-        argument = list(tensors) if grouped else tensors[0]
-        launch = self.make(target, argument, key.reduce_op, key.group, members=names)
-        items = [self.make(operator.getitem, launch, number) for number in range(len(tensors))] if grouped else [launch]
-        return launch, [self.make(collectives.WAIT, item) for item in items]
-
     def flat_piece(self, reduced: fx.Node, part: _Part) -> fx.Node:
         """What comes back of a piece, in one dimension: the tensor itself, if there is nothing else in it."""
         if list(reduced.meta["val"].shape) == [part.member.numel]:
@@ -222,10 +177,56 @@ class _Site:
         return self.make(aten.as_strided.default, flat, list(gradient.shape), list(promised))
 
 
+@dataclass(slots=True)
+class _GraphOps:
+    """Reduces nodes: what `reduce_bucket` asks for is put into the graph."""
+
+    site: _Site
+    parts: list[_Part]
+    launches: list[fx.Node] = field(default_factory=list)
+
+    def fill(self, members: Sequence[int], numel: int, scale: float) -> fx.Node:
+        sources: list[fx.Node] = []
+        scales: list[float] = []
+        strides: list[int] = []
+        parts = [self.parts[number] for number in members]
+        provenance = edit.Provenance(BucketReductions.name, self.site.unit)
+        for part in parts:
+            gradient, rows = part.member.gradient, part.member.rows
+            if rows is None:
+                source, stride = without_views(part.reduction.grad, gradient.stride)
+            else:
+                source, stride = rows_of(part.reduction, gradient, rows, provenance)
+            folded = self.site.folds and fold_factor(source, scale, provenance)
+            sources.append(source)
+            scales.append(1.0 if folded else scale)
+            strides.extend(stride)
+        offsets = [part.place.offset for part in parts]
+        numbers = tuple(str(part.number) for part in parts)
+        # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
+        gaps = self.site.zero_gaps and numel > sum(part.member.numel for part in parts)
+        zeroed = (True,) if gaps else ()
+        return self.site.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *zeroed, members=numbers)
+
+    def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
+        """One collective over all tensors; the first notes whose gradients it carries."""
+        names = () if self.launches else tuple(_mark(part).write() for part in self.parts)
+        grouped = len(tensors) > 1
+        target = collectives.GROUPED_ALL_REDUCE if grouped else collectives.ALL_REDUCE
+        argument = list(tensors) if grouped else tensors[0]
+        self.launches.append(self.site.make(target, argument, stage.reduce_op, stage.group, members=names))
+        return self.launches[-1], len(tensors)
+
+    def wait(self, launched: tuple[fx.Node, int]) -> list[fx.Node]:
+        launch, count = launched
+        items = [self.site.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
+        return [self.site.make(collectives.WAIT, item) for item in items]
+
+
 def _mark(part: _Part) -> MemberMark:
-    tag, member = part.reduction.tag, part.member
+    member = part.member
     n_rows = 0 if member.rows is None else member.gradient.shape[0]
-    return MemberMark(tag.index, tag.replica, tag.scale, member.rows, n_rows)
+    return MemberMark(part.reduction.index, part.reduction.replica, member.rows, n_rows)
 
 
 def _erase(node: fx.Node) -> None:
@@ -246,10 +247,6 @@ def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradR
     planned = (gradient.shape, bucket.key.dtype, bucket.key.device)
     if given != planned:
         raise InvalidGraphError(f"the gradient of {gradient.name} is {given}, the plan says {planned}")
-    tag = reduction.tag
-    wanted = ReductionTag(gradient.index, tag.replica, bucket.key.group, bucket.key.reduce_op, gradient.scale)
-    if tag != wanted:
-        raise InvalidGraphError(f"the gradient of {gradient.name} is reduced as {tag}, the plan says {wanted}")
     return reduction
 
 

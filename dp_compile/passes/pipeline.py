@@ -53,7 +53,7 @@ class Pipeline(inductor.CustomGraphPass):
         graph.eliminate_dead_code()
         hold(graph, self.held)
         facts, reductions, sources = facts_of(graph), accounted(graph), Sources()
-        followed = reductions_of(graph, sources)
+        followed = reductions_of(graph, sources, self.plans)
         names = {
             (replica, gradient.index): gradient.name
             for replica, plan in enumerate(self.plans)
@@ -67,9 +67,10 @@ class Pipeline(inductor.CustomGraphPass):
             self._show(graph_pass.name, graph)
             verify(graph, after=graph_pass.name, before=facts)
             if accounted(graph) != reductions:
-                changed = (accounted(graph) - reductions) + (reductions - accounted(graph))
-                raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {next(iter(changed))}")
-            now = reductions_of(graph, sources)
+                changed = next(iter((accounted(graph) - reductions) + (reductions - accounted(graph))))
+                which = f"the gradient of {names[changed]}" if changed in names else f"gradient {changed[1]}"
+                raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {which}")
+            now = reductions_of(graph, sources, self.plans)
             check_same(followed, now, sources, made_by=graph_pass.name, names=names)
             duration_ms = (time.perf_counter() - start) * 1e3
             ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)

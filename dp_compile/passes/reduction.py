@@ -1,84 +1,176 @@
-"""The contract between hooks and passes: how a gradient's reduction is issued, and how it is recognised.
+"""How a gradient is reduced: the one place that says what happens, and how a graph asks for it.
 
-    grad -> dp_compile::reduce_grad(grad, index, replica, group, reduce_op, scale, after) -> reduced grad
+A captured graph asks with an op that says whose gradient it is, and nothing else; all that follows is in the plan:
+
+    grad -> dp_compile::reduce_grad(grad, index, replica, after) -> reduced grad
 
 `index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
-this backward. The op really reduces when it is executed; in a captured graph the passes replace it. `after` only
-orders: the result of the reduction that has to run before.
-
-Emit and match live together so that they cannot drift apart.
+this backward. `after` only orders: the result of the reduction that has to run before. The bucketing pass replaces the
+op by what `reduce_bucket` makes of the gradient's bucket. Where no pass does, the op itself reduces, as a bucket of
+one, by the plans of the `executing` block that it runs in.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import distributed
+from dp_compile.errors import InvalidGraphError
+from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.result import Refusal
-from dp_compile.plan.backends import LIKE_NCCL
-
-_library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define(
-    "reduce_grad(Tensor grad, int index, int replica, str group, str reduce_op, float scale, Tensor? after=None)"
-    " -> Tensor"
-)
+from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
+from dp_compile.plan.reduction import Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
-
-@dataclass(frozen=True, slots=True)
-class Averaging:
-    """How a group averages: each contribution times `scale`, then `reduce_op`."""
-
-    reduce_op: str
-    scale: float
+TensorT = TypeVar("TensorT")
+"""A tensor, or a node that stands for one."""
 
 
-def averaging_for(backend: str, world_size: int) -> Averaging:
-    """NCCL averages inside the collective; other backends add contributions that were scaled before."""
-    if backend in LIKE_NCCL:
-        return Averaging("avg", 1.0)
-    return Averaging("sum", 1.0 / world_size)
+class Ops(Protocol[TensorT]):
+    """What a reduction is made of: nodes in a graph, or tensors at once."""
+
+    def fill(self, members: Sequence[int], numel: int, scale: float) -> TensorT:
+        """A tensor of `numel` elements with some members of the bucket, by number, at their places, times `scale`."""
+
+    def launch(self, stage: Stage, tensors: Sequence[TensorT]) -> Any:
+        """Start the collective of a stage over all tensors of a bucket."""
+
+    def wait(self, launched: Any) -> list[TensorT]:
+        """What a stage made of the tensors."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReductionTag:
-    """The constants of one reduction, in the order of the op's arguments."""
+def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
+    """Reduce a bucket. Pauses behind each launch: whoever runs it says when it goes on to wait.
 
-    index: int
-    replica: int
-    group: str
-    reduce_op: str
-    scale: float
-
-
-@dataclass(frozen=True, slots=True)
-class GradReduction:
-    """A recognised reduction in a graph: of `grad`, with `tag`, done by `node`."""
-
-    node: fx.Node
-    grad: fx.Node
-    tag: ReductionTag
+    Returns the reduced tensors that `bucket.places()` speaks of.
+    """
+    reduction = bucket.key.reduction
+    sharing: list[list[int]] = [[] for _ in bucket.tensor_numels]
+    for number, place in enumerate(bucket.places()):
+        sharing[place.tensor].append(number)
+    sizes = zip(sharing, bucket.tensor_numels, strict=True)
+    tensors = [ops.fill(members, numel, reduction.scale) for members, numel in sizes]
+    for stage in reduction.stages:
+        launched = ops.launch(stage, tensors)
+        yield
+        tensors = ops.wait(launched)
+    return tensors
 
 
-def _reduce_now(
-    grad: torch.Tensor,
-    index: int,
-    replica: int,
-    group: str,
-    reduce_op: str,
-    scale: float,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
+def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
+    """What a reduction returns at its end. Each of its waits is waited for."""
+    while True:
+        try:
+            next(reducing)
+        except StopIteration as end:
+            found: list[TensorT] = end.value
+            return found
+
+
+# --- at once ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class EagerOps:
+    """Reduces tensors, with the collectives that a captured backward runs for the same bucket.
+
+    Args:
+        bucket: what is reduced.
+        sources: the gradient of each member, as it is reduced; a missing one is zeros.
+        launching: around each launch; `waiting` around each wait.
+    """
+
+    bucket: Bucket
+    sources: Sequence[torch.Tensor | None]
+    device: torch.device
+    launching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+    def fill(self, members: Sequence[int], numel: int, scale: float) -> torch.Tensor:
+        places = list(self.bucket.places())
+        given = [self._given(number) for number in members]
+        strides = [step for number in members for step in self.bucket.members[number].gradient.stride]
+        offsets = [places[number].offset for number in members]
+        filled: torch.Tensor = FLAT_BUCKET(given, [scale] * len(given), strides, offsets, numel)
+        return filled
+
+    def _given(self, number: int) -> torch.Tensor:
+        member, source = self.bucket.members[number], self.sources[number]
+        if source is None:
+            dtype = getattr(torch, self.bucket.key.dtype)
+            return torch.zeros((), dtype=dtype, device=self.device).expand(member.shape)
+        return source if member.rows is None else source[slice(*member.rows)]
+
+    def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], dist.Work]:
+        group, reduce_op = distributed.group_of_name(stage.group), REDUCE_OPS[stage.reduce_op]
+        work: dist.Work | None
+        with self.launching():
+            if len(tensors) == 1:
+                work = dist.all_reduce(tensors[0], op=reduce_op, group=group, async_op=True)
+            else:
+                # torch deprecates its function for this, but neither the group's method nor the op that calls it.
+                options = dist.AllreduceCoalescedOptions()
+                options.reduceOp, options.asyncOp = dist.ReduceOp(reduce_op), True
+                work = group.allreduce_coalesced(list(tensors), options)
+        assert work is not None
+        return tensors, work
+
+    def wait(self, launched: tuple[Sequence[torch.Tensor], dist.Work]) -> list[torch.Tensor]:
+        tensors, work = launched
+        with self.waiting():
+            work.wait()
+        return list(tensors)
+
+
+def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+    """A member in a tensor of its bucket, shaped as its parameter, or its rows."""
+    return tensor.as_strided(member.shape, member.gradient.stride, offset)
+
+
+# --- in a graph ---------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define("reduce_grad(Tensor grad, int index, int replica, Tensor? after=None) -> Tensor")
+
+
+class _Running(threading.local):
+    plans: Sequence[BucketPlan] = ()
+    gradients: Sequence[dict[int, GradientSpec]] | None = None
+    """Of each plan by index, once somebody asks."""
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def executing(plans: Sequence[BucketPlan]) -> Iterator[None]:
+    """Inside, code of this thread that still holds `reduce_grad` reduces by these plans, one for each replica."""
+    before = _running.plans, _running.gradients
+    _running.plans, _running.gradients = plans, None
+    try:
+        yield
+    finally:
+        _running.plans, _running.gradients = before
+
+
+def _reduce_now(grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | None = None) -> torch.Tensor:
+    if _running.gradients is None:
+        _running.gradients = [{each.index: each for each in plan.gradients} for plan in _running.plans]
+    if replica >= len(_running.gradients):
+        raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's")
     # Row by row, whatever the memory order: another rank may have its gradient in another one.
-    flat = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-    torch.mul(grad, scale, out=flat)
-    dist.all_reduce(flat, op=REDUCE_OPS[reduce_op], group=distributed.group_of_name(group))
-    return torch.empty_like(grad).copy_(flat)
+    (bucket,) = plan_single([_running.gradients[replica][index]]).buckets
+    (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
+    return torch.empty_like(grad).copy_(reduced.view(grad.shape))
 
 
 def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
@@ -91,29 +183,29 @@ torch.library.register_fake("dp_compile::reduce_grad", _shape_of_reduced, lib=_l
 REDUCE_GRAD = torch.ops.dp_compile.reduce_grad.default
 
 
-def emit(
-    grad: torch.Tensor,
-    index: int,
-    replica: int,
-    group: str,
-    reduce_op: str,
-    scale: float,
-    after: torch.Tensor | None = None,
-) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class GradReduction:
+    """A recognised reduction in a graph: of `grad`, which is gradient `index` of `replica`, done by `node`."""
+
+    node: fx.Node
+    grad: fx.Node
+    index: int
+    replica: int
+
+
+def emit(grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | None = None) -> torch.Tensor:
     """Reduce one gradient. Returns a new tensor with the shape, dtype and strides of `grad`."""
-    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, group, reduce_op, scale, after)
+    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, after)
     return reduced
 
 
 def match(node: fx.Node) -> GradReduction | Refusal:
     """Read a reduction back from a graph; a `Refusal` says why a node of this op was not understood."""
-    if node.kwargs or len(node.args) not in (6, 7):
-        return Refusal(node.name, f"expected 6 or 7 positional arguments, got {len(node.args)} and {node.kwargs}")
-    grad, index, replica, group, reduce_op, scale = node.args[:6]
+    if node.kwargs or len(node.args) not in (3, 4):
+        return Refusal(node.name, f"expected 3 or 4 positional arguments, got {len(node.args)} and {node.kwargs}")
+    grad, index, replica = node.args[:3]
     if not isinstance(grad, fx.Node):
         return Refusal(node.name, f"the gradient is not a node but {grad!r}")
-    if not (isinstance(index, int) and isinstance(replica, int) and isinstance(scale, (int, float))):
-        return Refusal(node.name, f"index, replica or scale is not a number: {index!r}, {replica!r}, {scale!r}")
-    if not isinstance(group, str) or reduce_op not in REDUCE_OPS:
-        return Refusal(node.name, f"unknown group or reduce op: {group!r}, {reduce_op!r}")
-    return GradReduction(node, grad, ReductionTag(index, replica, group, str(reduce_op), float(scale)))
+    if not (isinstance(index, int) and isinstance(replica, int)):
+        return Refusal(node.name, f"index or replica is not a number: {index!r}, {replica!r}")
+    return GradReduction(node, grad, index, replica)

@@ -28,6 +28,7 @@ from dp_compile.fx.printer import op_name
 from dp_compile.fx.storages import Storage, storages_of, written_by
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
+from dp_compile.plan.buckets import BucketPlan
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -101,10 +102,10 @@ class Reductions:
 _GAP: Final = "what lies between the members of a bucket"
 
 
-def reductions_of(graph: fx.Graph, sources: Sources) -> Reductions:
-    """Follow every reduction of a graph."""
+def reductions_of(graph: fx.Graph, sources: Sources, plans: Sequence[BucketPlan]) -> Reductions:
+    """Follow every reduction of a graph. Those that still stand as `reduce_grad` are what the plans say."""
     writes = {node: written for node in graph.nodes if (written := written_by(node))}
-    walk = _Walk(sources, writes)
+    walk = _Walk(sources, writes, plans)
     for node in graph.nodes:
         walk.visit(node)
     return Reductions(walk.numel, tuple(walk.uses(graph.output_node())), walk.gradients, frozenset(walk.unknown))
@@ -180,8 +181,11 @@ def _gradients_in(value: Any, facts: Reductions, sources: Sources) -> Iterator[t
 class _Walk:
     """Elements of every node of a graph, in the order in which it runs."""
 
-    def __init__(self, sources: Sources, writes: Mapping[fx.Node, tuple[fx.Node, ...]]) -> None:
+    def __init__(
+        self, sources: Sources, writes: Mapping[fx.Node, tuple[fx.Node, ...]], plans: Sequence[BucketPlan]
+    ) -> None:
         self.sources, self._written_by = sources, writes
+        self._planned = [{each.index: each.key.reduction for each in plan.gradients} for plan in plans]
         self.numel: Counter[int] = Counter()
         self.gradients: dict[int, tuple[int, int]] = {}
         self.unknown: set[str] = set()
@@ -401,17 +405,17 @@ class _Walk:
     def reduction(self, node: fx.Node) -> Elements | None:
         found = match(node)
         given = self.elements_of(node.args[0])
-        if not isinstance(found, GradReduction) or given is None:
+        if not isinstance(found, GradReduction) or given is None or found.replica >= len(self._planned):
             return None
-        tag = found.tag
+        planned = self._planned[found.replica].get(found.index)
+        if planned is None:
+            return None
         for run in given:
-            self.gradients.setdefault(self.sources.root(run.source), (tag.replica, tag.index))
-        scaled = tuple(run.times(tag.scale) for run in given)
-        value = node.meta["val"]
-        if not value.is_complex():
-            return self._reduce(scaled, tag.group, tag.reduce_op, value.dtype)
-        reduced = self._reduce(self._real(scaled), tag.group, tag.reduce_op, value.dtype.to_real())
-        return self._complex(reduced)
+            self.gradients.setdefault(self.sources.root(run.source), (found.replica, found.index))
+        reduced = tuple(run.times(planned.scale) for run in given)
+        for stage in planned.stages:
+            reduced = self._reduce(reduced, stage.group, stage.reduce_op, node.meta["val"].dtype)
+        return reduced
 
     def all_reduce(self, node: fx.Node) -> Any:
         what, reduce_op, group = node.args[:3]

@@ -18,9 +18,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
+from dp_compile.plan.reduction import Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
 """The one member of a plan that is not a gradient: which parameters each rank did not use."""
 
@@ -32,10 +33,20 @@ Rows = tuple[int, int]
 class BucketKey(NamedTuple):
     """Gradients may share a bucket only if all of these agree."""
 
-    group: str
-    reduce_op: str
+    reduction: Reduction
     dtype: str
     device: str
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {self.device} {self.reduction.reduce_op}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, without names of groups."""
+        return self._asdict() | {"reduction": self.reduction.without_groups().to_dict()}
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> BucketKey:
+        return BucketKey(Reduction.from_dict(data["reduction"]), data["dtype"], data["device"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +54,7 @@ class GradientSpec:
     """What a plan needs to know of one gradient.
 
     `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
-    bucket keeps the parameter's memory order), `scale` the factor before the reduction.
+    bucket keeps the parameter's memory order).
     """
 
     index: int
@@ -52,7 +63,6 @@ class GradientSpec:
     stride: tuple[int, ...]
     itemsize: int
     key: BucketKey
-    scale: float
 
     @property
     def numel(self) -> int:
@@ -178,7 +188,7 @@ class BucketPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON. Group names are left out: they are a rank's own affair."""
-        buckets = [asdict(bucket) | {"key": bucket.key._replace(group="")._asdict()} for bucket in self.buckets]
+        buckets = [asdict(bucket) | {"key": bucket.key.to_dict()} for bucket in self.buckets]
         for bucket in buckets:
             for member in bucket["members"]:
                 del member["gradient"]["key"]
@@ -197,6 +207,12 @@ class BucketPlan:
         if data["version"] != PLAN_VERSION:
             raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it anew.")
         return BucketPlan(tuple(_bucket(each) for each in data["buckets"]), bool(data["folds_scale"]))
+
+    @property
+    def flags(self) -> GradientSpec:
+        """The one that is no gradient. It lies in one of the last buckets, if not in the last."""
+        members = (member for bucket in reversed(self.buckets) for member in reversed(bucket.members))
+        return next(member.gradient for member in members if member.gradient.name == UNUSED_FLAGS)
 
     def signature(self) -> str:
         """A short hash; two ranks with equal signatures run the same collectives."""
@@ -318,7 +334,7 @@ def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _bucket(data: Mapping[str, Any]) -> Bucket:
-    key = BucketKey(**data["key"])
+    key = BucketKey.from_dict(data["key"])
     members = []
     for each in data["members"]:
         given = dict(each["gradient"])
@@ -351,5 +367,5 @@ def _describe(bucket: Bucket) -> str:
     notes += [f"{format_bytes(bucket.padding_nbytes)} padding"] if bucket.padding_nbytes else []
     return (
         f"{format_bytes(bucket.nbytes):>10}  {count(len(gradients), 'gradient'):>14}  "
-        f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}  {span}{flags}  ({'; '.join(notes)})"
+        f"{bucket.key}  {span}{flags}  ({'; '.join(notes)})"
     )

@@ -174,7 +174,7 @@ def _bucket_text(bucket: Bucket) -> str:
     flags = " + flags" if len(labels) < len(bucket.members) else ""
     apart = sum(member.offset is None for member in bucket.members)
     notes = f", {apart} in memory of their own" if apart else ""
-    key = f"{bucket.key.dtype} {bucket.key.reduce_op}"
+    key = f"{bucket.key.dtype} {bucket.key.reduction.reduce_op}"
     return f"{bucket.nbytes:,} bytes, {count(len(labels), 'gradient')}, {key}, {span}{flags}{notes}"
 
 

@@ -25,10 +25,10 @@ from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.replica import Group
 from dp_compile.errors import ConfigError
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.passes.reduction import averaging_for
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import TREE, AllReduceCost
 from dp_compile.plan.links import link as preset
+from dp_compile.plan.reduction import mean
 from dp_compile.plan.strategies import nominal_cost
 from dp_compile.testing import Ranks
 
@@ -308,7 +308,7 @@ def test_nccl_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_planner_takes_it_for_nccl_and_nobody_is_waited_for() -> None:
     assert nominal_cost(FABRIC, RANKS) == nominal_cost("nccl", RANKS) != nominal_cost("gloo", RANKS)
     group = Fabric(0, RANKS, FAST)
-    played, real = (Group(group, "0", name, RANKS, averaging_for(name, RANKS)) for name in (FABRIC, "nccl"))
+    played, real = (Group(group, "0", name, RANKS, mean("0", name, RANKS)) for name in (FABRIC, "nccl"))
     assert real.has_others
     assert not played.has_others
 

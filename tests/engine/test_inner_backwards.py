@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from beside import AOT, Block, Side, anomaly, batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
+from beside import (
+    AOT,
+    Block,
+    Side,
+    anomaly,
+    batch,
+    beside,
+    compile_blocks,
+    compile_whole,
+    in_cpp,
+    mlp,
+    not_compiled,
+    plain,
+)
 from fuzzing import RecomputedFunction
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -82,7 +95,7 @@ def test_torchs_reducer_cannot_find_what_inner_backwards_use(ranks: Ranks) -> No
 def past_torch(side: Side, number: int) -> None:
     """As Megatron's schedules do."""
     loss = side.loss(number)
-    if not side.ours:
+    if not side.ours or not number:
         loss.backward()
         return
     torch.autograd.Variable._execution_engine.run_backward(
@@ -96,23 +109,12 @@ def past_torch(side: Side, number: int) -> None:
     )
 
 
-def in_cpp(side: Side, number: int) -> None:
-    """The operator behind `backward()` in TorchScript: the engine is entered without Python."""
-    loss = side.loss(number)
-    if side.ours:
-        torch.ops.aten._backward(loss, [], None, None, False)
-    else:
-        loss.backward()
-
-
 ENTRIES = {"past torch.autograd": past_torch, "in C++": in_cpp}
 
 
 def run_entry(entry: str, way: str) -> dict[str, int]:
-    def first_plain(side: Side, number: int) -> None:
-        (plain if number == 0 else ENTRIES[entry])(side, number)
-
-    return dict(beside(mlp, first_plain, compile_model={"compiled": compile_whole, "not": not_compiled}[way]).backwards)
+    compile_model = {"compiled": compile_whole, "not": not_compiled}[way]
+    return dict(beside(mlp, ENTRIES[entry], compile_model=compile_model).backwards)
 
 
 @pytest.mark.parametrize("way", ["compiled", "not"])

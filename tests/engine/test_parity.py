@@ -20,10 +20,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile.engine import hooks
 from dp_compile.insight.report import Report
 from dp_compile.modules.replicated_module import replica_of
+from dp_compile.passes.reduction import EagerOps
 from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
+from dp_compile.plan.reduction import Stage
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
 
@@ -240,7 +241,7 @@ class LateWork:
 
 @pytest.mark.usefixtures("fake_group")
 def test_eager_hooks_wait_for_their_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hooks, "_all_reduce", lambda tensors, reduce_op, group: LateWork(tensors))
+    monkeypatch.setattr(EagerOps, "launch", lambda ops, stage, tensors: (tensors, LateWork(tensors)))
     model = dp_compile.replicate(MLP(), bucket_cap_mb=1e-6, check_reductions=False)
     replica_of(model).by_hooks = True
     model(*vectors(0, 0)).square().mean().backward()
@@ -254,11 +255,11 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
     """As captured code does on another rank: the last module first, whatever gradients arrive first."""
     launched: list[int] = []
 
-    def all_reduce(tensors: list[torch.Tensor], reduce_op: str, group: dist.ProcessGroup) -> LateWork:
+    def launch(ops: EagerOps, stage: Stage, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], LateWork]:
         launched.append(tensors[0].numel())
-        return LateWork(tensors)
+        return tensors, LateWork(tensors)
 
-    monkeypatch.setattr(hooks, "_all_reduce", all_reduce)
+    monkeypatch.setattr(EagerOps, "launch", launch)
     first, last = nn.Linear(2, 2), nn.Linear(3, 3)
     for model in (first, last):
         dp_compile.replicate(model, bucket_cap_mb=1e-6, check_reductions=False)

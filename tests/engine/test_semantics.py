@@ -28,6 +28,7 @@ from beside import (
     beside,
     compile_blocks,
     compile_whole,
+    in_cpp,
     mlp,
     not_compiled,
     plain,
@@ -440,6 +441,7 @@ EXCEPTION_WAYS = {
     "compiled": (compile_blocks, plain),
     "eager hooks": (compile_blocks, anomaly),
     "not compiled": (not_compiled, plain),
+    "started in C++": (compile_blocks, in_cpp),
 }
 
 

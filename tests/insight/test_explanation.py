@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from graphs import bucket_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -31,13 +32,13 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ESTIMATED, MEASURED, ReadyTimes, assumed_times
 from dp_compile.testing.ranks import Ranks
 
-KEY = BucketKey("", "sum", "float32", "cuda")
+KEY = bucket_key("", "sum", "float32", "cuda")
 MB = 2**20
 
 
 def gradient(index: int, name: str, numel: int, key: BucketKey = KEY) -> GradientSpec:
     shape = (numel // 256, 256) if numel % 256 == 0 else (numel,)
-    return GradientSpec(index, name, shape, (256, 1) if len(shape) == 2 else (1,), 4, key, 0.5)
+    return GradientSpec(index, name, shape, (256, 1) if len(shape) == 2 else (1,), 4, key)
 
 
 GRADIENTS = (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import bucket_key
 from torch import nn
 
 import dp_compile
@@ -21,11 +22,11 @@ from dp_compile.engine.launch_clock import BLOCKED_S, LaunchClock
 from dp_compile.engine.observers import Audience, BackwardListener
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
-from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
-KEY = BucketKey("", "sum", "float32", "cpu")
+KEY = bucket_key("", "sum", "float32", "cpu")
 
 
 def mlp(layers: int = 3, width: int = 8) -> nn.Sequential:
@@ -63,7 +64,7 @@ class Notes(BackwardListener):
 
 
 def bucket_of(*numels: int, apart: bool = False) -> Bucket:
-    gradients = [GradientSpec(i, f"g{i}", (numel,), (1,), 4, KEY, 1.0) for i, numel in enumerate(numels)]
+    gradients = [GradientSpec(i, f"g{i}", (numel,), (1,), 4, KEY) for i, numel in enumerate(numels)]
     return Layout(1, frozenset(g.name for g in gradients) if apart else frozenset()).bucket(KEY, gradients, "")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from expecttest import assert_expected_inline
+from graphs import bucket_key
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,17 +19,17 @@ import dp_compile
 from dp_compile.cli.main import main
 from dp_compile.insight.plan_file import differences, problems, reach, read_plan
 from dp_compile.insight.step import Step, planned_buckets
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import plan_to_json
 
-KEY = BucketKey("", "sum", "float32", "cpu")
+KEY = bucket_key("", "sum", "float32", "cpu")
 NAMES = ("head.weight", "b.bias", "b.weight", "a.weight", UNUSED_FLAGS)
 SPECS = {
-    name: GradientSpec(index, name, (256, 64), (64, 1), 4, KEY, 0.5)
+    name: GradientSpec(index, name, (256, 64), (64, 1), 4, KEY)
     if "weight" in name
-    else GradientSpec(index, name, (8,), (1,), 4, KEY, 0.5)
+    else GradientSpec(index, name, (8,), (1,), 4, KEY)
     for index, name in enumerate(NAMES)
 }
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import bucket_key
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -25,22 +26,20 @@ from dp_compile.insight.prediction import (
     predict,
 )
 from dp_compile.insight.step import MeasuredStep, Step, planned_buckets
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.links import LINKS
 from dp_compile.plan.ready_times import MEASURED, Product, ReadyTimes
 from dp_compile.plan.strategies import plan_optimal
 
-KEY = BucketKey("", "avg", "float32", "cuda")
+KEY = bucket_key("", "avg", "float32", "cuda")
 LAYOUT = Layout(64)
 COST = AllReduceCost(20e-6, 1e-10)
 
 
 def spec(index: int, numel: int, dtype: str = "float32", name: str = "") -> GradientSpec:
     shape = (numel, 1)
-    return GradientSpec(
-        index, name or f"p{index}", shape, (1, 1), 4, KEY._replace(dtype=dtype), 1.0 if dtype == "float32" else 0.5
-    )
+    return GradientSpec(index, name or f"p{index}", shape, (1, 1), 4, KEY._replace(dtype=dtype))
 
 
 def step(

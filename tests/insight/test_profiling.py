@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import bucket_key
 from steps import step_of_buckets
 from torch import nn
 
@@ -21,14 +22,14 @@ from dp_compile.insight.profiling import measured_step, with_profile
 from dp_compile.insight.ranges import BACKWARD_RANGE, members_in_short, parse_range_name, range_name
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep
 from dp_compile.insight.timelines.trace_events import FIRST_PID
-from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.testing.ranks import Ranks
 
-KEY = BucketKey("", "sum", "float32", "cpu")
+KEY = bucket_key("", "sum", "float32", "cpu")
 
 
 def bucket_of(*names: str) -> Bucket:
-    return Layout(1).bucket(KEY, [GradientSpec(i, name, (4,), (1,), 4, KEY, 1.0) for i, name in enumerate(names)], "")
+    return Layout(1).bucket(KEY, [GradientSpec(i, name, (4,), (1,), 4, KEY) for i, name in enumerate(names)], "")
 
 
 PLAN = BucketPlan((bucket_of("b.weight", "b.bias"), bucket_of("a.weight", UNUSED_FLAGS)))

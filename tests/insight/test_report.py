@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from expecttest import assert_expected_inline
+from graphs import bucket_key
 
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.insight.report import Report
 from dp_compile.passes.result import PassRecord, PassResult, PeakMemory, Refusal
-from dp_compile.plan.buckets import BucketKey, GradientSpec, plan_single
+from dp_compile.plan.buckets import GradientSpec, plan_single
 
 BUCKETING = PassRecord(
     "bucket-reductions",
@@ -128,8 +129,8 @@ def test_capture_record_without_synchronisation() -> None:
 
 
 def test_report() -> None:
-    key = BucketKey("0", "avg", "bfloat16", "cuda")
-    plan = plan_single([GradientSpec(0, "head.weight", (8, 4), (4, 1), 2, key, 1.0)])
+    key = bucket_key("0", "avg", "bfloat16", "cuda")
+    plan = plan_single([GradientSpec(0, "head.weight", (8, 4), (4, 1), 2, key)])
     text = str(Report("python hooks", 8, plan, (capture(), capture(synced=False)), {"captured": 12, "eager hooks": 1}))
     assert_expected_inline(
         text,

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from graphs import bucket_key
 from torch import nn
 
 import dp_compile
@@ -14,14 +15,13 @@ from dp_compile.engine.record import Placement
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, PlannedBucket, Step, planned_buckets
 from dp_compile.passes.result import PeakMemory, Refusal
-from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ESTIMATED, Product, ReadyTimes
 
-KEY = BucketKey("", "sum", "float32", "cpu")
+KEY = bucket_key("", "sum", "float32", "cpu")
 ONE, TWO = (
-    GradientSpec(index, name, (25_000, 10), (10, 1), 4, KEY, 0.5)
-    for index, name in enumerate(("one.weight", "two.weight"))
+    GradientSpec(index, name, (25_000, 10), (10, 1), 4, KEY) for index, name in enumerate(("one.weight", "two.weight"))
 )
 LAYOUT = Layout(64)
 STEP = Step(

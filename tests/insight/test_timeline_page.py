@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 from browser import browser, keep_screenshot
+from graphs import bucket_key
 from steps import LAYOUT, gradient, step_of_buckets
 
 from dp_compile.insight.step import Step
 from dp_compile.insight.timelines import timeline_page
-from dp_compile.plan.buckets import BucketKey, BucketPlan
+from dp_compile.plan.buckets import BucketPlan
 
 MAX_NBYTES = 3 * 1024 * 1024
 
@@ -80,7 +81,7 @@ HOSTILE = "</script><script>alert(1)</script>&\"'<b> \u2028 \U0001f600"
 
 
 def hostile_step() -> Step:
-    key = BucketKey("", "sum", "float32", "cpu")
+    key = bucket_key("", "sum", "float32", "cpu")
     plan = BucketPlan((LAYOUT.bucket(key, [gradient(0, key, HOSTILE)], f"<i>{HOSTILE}"),))
     return dataclasses.replace(step_of_buckets(1, per_bucket=1), plan=plan, cost_source="<script>")
 

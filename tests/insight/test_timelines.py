@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from browser import browser, keep_screenshot, served
 from expecttest import assert_expected_inline
+from graphs import bucket_key
 from steps import LAYOUT, gradient, measured_like, step_of_buckets
 
 from dp_compile.cli import main as cli
@@ -22,11 +23,11 @@ from dp_compile.errors import ConfigError
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
 from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
 from dp_compile.insight.timelines.events import Interval, critical_path_text, facts, format_time, timeline_of
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes
 
-KEY = BucketKey("", "sum", "float32", "cpu")
+KEY = bucket_key("", "sum", "float32", "cpu")
 # Three gradients of 1 MB, ready after 2, 6 and 10 ms; a bucket takes 1 ms and 3 ms more for its megabyte.
 GRADIENTS = [
     dataclasses.replace(gradient(index, KEY, name), shape=(25_000, 10), stride=(10, 1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from generated import Backward
-from graphs import Grad, plan_for, trace
+from graphs import Grad, executed, plan_for, trace
 from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -25,10 +25,10 @@ from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollecti
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import Averaging
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
+from dp_compile.plan.reduction import mean
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig
 
@@ -206,7 +206,7 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
 @pytest.fixture
 def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL: gradients are reduced as they are."""
-    monkeypatch.setattr(sys.modules["dp_compile.modules.meeting"], "averaging_for", lambda *_: Averaging("avg", 1.0))
+    monkeypatch.setattr(sys.modules["dp_compile.modules.meeting"], "mean", lambda group, *_: mean(group, "nccl", 2))
 
 
 @pytest.mark.usefixtures("fake_group", "averaging_in_the_collective")
@@ -311,8 +311,9 @@ def run_sources(scale: float, layout: Layout) -> dict[int, str]:
     """Compiled and not: the same numbers on this rank. Returns what was copied, by gradient."""
     sources, written = Sources(scale), []
     module = trace(sources, *inputs())
-    expected = module(*inputs())
-    pipeline = Pipeline(DEFAULT_PASSES, (plan_for(sources.grads(), layout=layout),), lambda records: None)
+    plan = plan_for(sources.grads(), layout=layout)
+    expected = executed(module, [plan], *inputs())
+    pipeline = Pipeline(DEFAULT_PASSES, (plan,), lambda records: None)
     with observing(written.append), inductor_config.patch(fx_graph_cache=False), torch.no_grad():
         found = inductor.compile_with_inductor(module, inputs(), pipeline)(*inputs())
     for position, (one, other) in enumerate(zip(found, expected, strict=True)):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from graphs import Grad, run_passes, trace
+from graphs import Grad, bucket_key, executed, run_passes, trace
 from parity import Case, train_both
 from test_generated_code import code_of_backward, shape_of
 from torch import nn
@@ -29,7 +29,6 @@ from dp_compile.plan.buckets import (
     PACKED,
     PLAN_VERSION,
     UNUSED_FLAGS,
-    BucketKey,
     BucketPlan,
     GradientSpec,
     Layout,
@@ -95,7 +94,7 @@ def test_a_permuted_product_is_computed_in_blocks_of_columns() -> None:
     grad = Grad(index=0, shape=(6, 3))
     module = trace(lambda y, x: grad.reduce((x.t() @ y).permute(1, 0)), torch.randn(5, 6), torch.randn(5, 3))
     y, x = torch.randn(5, 6), torch.randn(5, 3)
-    expected = module(y, x)
+    expected = executed(module, [plan_in_pieces(grad)], y, x)
     run_passes(module, plan_in_pieces(grad), passes=(BucketReductions(),))
     assert_expected_inline(
         short(module.graph),
@@ -148,7 +147,7 @@ def test_what_is_no_product_of_its_own_is_sliced(function: Any) -> None:
     shape = tuple(next(n for n in probe.graph.nodes if "reduce_grad" in n.name).meta["val"].shape)
     grad = Grad(index=0, shape=shape)
     module = trace(lambda y, x: function(grad, y, x), y, x)
-    expected = module(y, x)
+    expected = executed(module, [plan_in_pieces(grad)], y, x)
     products = len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
     run_passes(module, plan_in_pieces(grad))
     assert len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == products
@@ -274,12 +273,12 @@ def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, buckets: Listed)
 
 # --- plan files ---------------------------------------------------------------------------------------------------
 
-KEY = BucketKey("0", "sum", "bfloat16", "cpu")
+KEY = bucket_key("0", "sum", "bfloat16", "cpu")
 
 
 def spec(index: int, *shape: int, stride: tuple[int, ...] | None = None) -> GradientSpec:
     contiguous = torch.empty(shape, device="meta").stride()
-    return GradientSpec(index, f"p{index}", shape, contiguous if stride is None else stride, 2, KEY, 0.5)
+    return GradientSpec(index, f"p{index}", shape, contiguous if stride is None else stride, 2, KEY)
 
 
 def test_pieces_come_back_from_their_file() -> None:

@@ -25,10 +25,10 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import op_counts, short
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.passes.reduction import REDUCE_GRAD, executing
 from dp_compile.plan.buckets import BucketPlan
 
-EXAMPLES = 200
+EXAMPLES = 300
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29)
 RunPasses = Callable[[fx.Graph, Sequence[BucketPlan]], Any]
 
@@ -40,15 +40,17 @@ class World(fx.Interpreter):
     something twice, or for nothing, is an error. Each value is compared with what the graph promises of it.
     """
 
-    def __init__(self, graph: fx.Graph, groups: Sequence[str]) -> None:
+    def __init__(self, graph: fx.Graph, groups: Sequence[str], plans: Sequence[BucketPlan]) -> None:
         super().__init__(fx.GraphModule({}, graph))
         self.primes = dict(zip(itertools.product(groups, ("sum", "avg", "max")), PRIMES, strict=True))
+        self.plans = plans
         self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def run_all(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What the graph returns, and what it has made of its inputs."""
         own = [copy.deepcopy(tensor) for tensor in inputs]
-        outputs = self.run(*own)
+        with executing(self.plans):
+            outputs = self.run(*own)
         assert not self.pending, "a collective is never waited for"
         return list(outputs), own
 
@@ -65,7 +67,9 @@ class World(fx.Interpreter):
             return super().call_function(target, args, kwargs).copy_(self.pending.pop(id(args[0]))[1])
         result = super().call_function(target, args, kwargs)
         if target is REDUCE_GRAD:
-            result.mul_(self.primes[args[3], args[4]])
+            gradients = {each.index: each for each in self.plans[args[2]].gradients}
+            (stage,) = gradients[args[1]].key.reduction.stages
+            result.mul_(self.primes[stage.group, stage.reduce_op])
         elif getattr(target, "namespace", "") == "_c10d_functional":
             for each in result if isinstance(result, list) else [result]:
                 self.pending[id(each)] = each, each * self.primes[args[2], args[1]]
@@ -94,8 +98,8 @@ def check(case: RandomBackward, groups: Sequence[str], run_passes: RunPasses = r
     outputs = before.output_node().args[0], after.output_node().args[0]
     for was, now in zip(*outputs, strict=True):
         assert was.meta["val"].stride() == now.meta["val"].stride(), "other strides are returned"
-    expected, inputs_before = World(before, groups).run_all(case.inputs)
-    found, inputs_after = World(after, groups).run_all(case.inputs)
+    expected, inputs_before = World(before, groups, case.plans).run_all(case.inputs)
+    found, inputs_after = World(after, groups, case.plans).run_all(case.inputs)
     for position, (was, now) in enumerate(zip(expected + inputs_before, found + inputs_after, strict=True)):
         assert (was.dtype, layout(was)) == (now.dtype, layout(now)), "another dtype or layout is returned"
         if case.exact or position < len(case.grads):
@@ -106,7 +110,7 @@ def check(case: RandomBackward, groups: Sequence[str], run_passes: RunPasses = r
     run_passes(after, case.plans)  # may move compute once more, among orders that are equally good
     assert op_counts(after) == ops, "a second run changed something"
     check_launches(after, case.plans)
-    for was, now in zip(found, World(after, groups).run_all(case.inputs)[0], strict=True):
+    for was, now in zip(found, World(after, groups, case.plans).run_all(case.inputs)[0], strict=True):
         assert torch.equal(was.nan_to_num(), now.nan_to_num()), "a second run changed a number"
 
 
@@ -147,7 +151,7 @@ def test_everything_holds_on_every_graph(groups: tuple[str, ...]) -> None:
 
     holds()
     assert seen["examples"] >= EXAMPLES
-    assert not [trait for trait in TRAITS if seen[trait] < EXAMPLES / 50], seen
+    assert not [trait for trait in TRAITS if not seen[trait]], seen
 
 
 # --- the check itself: what is wrong is found -----------------------------------------------------------------------
@@ -318,7 +322,7 @@ def test_the_fixed_case_holds_without_a_fault(fixed_case: RandomBackward, groups
 
 @pytest.mark.parametrize("fault", [swap_members, change_group])
 def test_random_graphs_find_faults_too(groups: tuple[str, ...], fault: Callable[[fx.Graph], None]) -> None:
-    @settings(max_examples=EXAMPLES // 5, phases=[Phase.generate])
+    @settings(max_examples=EXAMPLES // 8, phases=[Phase.generate])
     @given(random_backwards(groups))
     def holds(case: RandomBackward) -> None:
         assume(len(case.grads) > 1)

@@ -17,9 +17,7 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.result import PassResult
-from dp_compile.passes.same_reductions import Sources, check_same, reductions_of
 from dp_compile.plan.buckets import Layout
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -280,21 +278,3 @@ def test_complex_gradients_are_followed() -> None:
         run_passes(
             trace(complex_backward, *inputs), plan_for(grads), passes=(*DEFAULT_PASSES, Changed(real_part_twice))
         )
-
-
-def test_a_complex_reduction_is_one_of_pairs() -> None:
-    """Whether the pairs are made around the reduction or in it."""
-    sources = Sources()
-    value = torch.randn(3, 2, dtype=torch.complex64)
-    grad = Grad(index=0, shape=(3, 2), dtype=torch.complex64)
-    module = trace(lambda given: grad.reduce(given.sin().t()), value.t())
-    before = reductions_of(module.graph, sources)
-    node = first(module.graph, REDUCE_GRAD)
-    by = edit.Provenance("users-pass", "0.0")
-    pairs = edit.insert_call(module.graph, node, aten.view_as_real.default, (node.args[0],), by)
-    scaled = edit.insert_call(module.graph, node, aten.mul.Tensor, (pairs, 0.5), by)
-    reduced = edit.insert_call(
-        module.graph, node, WAIT, (edit.insert_call(module.graph, node, ALL_REDUCE, (scaled, "sum", "0"), by),), by
-    )
-    edit.replace(node, edit.insert_call(module.graph, node, aten.view_as_complex.default, (reduced,), by))
-    check_same(before, reductions_of(module.graph, sources), sources, made_by="x", names={})

@@ -13,11 +13,12 @@ from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
+from graphs import bucket_key
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.buckets import BucketKey, GradientSpec, plan_buckets
+from dp_compile.plan.buckets import GradientSpec, plan_buckets
 from dp_compile.plan.certificate import (
     CAPS_MB,
     ERROR_BAND,
@@ -203,9 +204,9 @@ def test_flags_that_are_ready_last_join_the_last_gradient() -> None:
 def test_fixed_caps_are_those_of_the_plan(
     gradients: list[ReadyGradient], cost: AllReduceCost, cap: float, first_cap: float
 ) -> None:
-    keys = [BucketKey("0", "sum", dtype, "cpu") for dtype in ("float32", "int8")]
+    keys = [bucket_key("0", "sum", dtype, "cpu") for dtype in ("float32", "int8")]
     specs = [
-        GradientSpec(place, f"p{place}", (gradient.nbytes,), (1,), 1, keys[gradient.key == 1], 1.0)
+        GradientSpec(place, f"p{place}", (gradient.nbytes,), (1,), 1, keys[gradient.key == 1])
         for place, gradient in enumerate(gradients)
     ]
     plan = plan_buckets(specs, bucket_cap_mb=cap / BYTES_PER_MB, first_bucket_cap_mb=first_cap / BYTES_PER_MB)

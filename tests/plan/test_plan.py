@@ -8,19 +8,20 @@ import math
 
 import pytest
 from expecttest import assert_expected_inline
+from graphs import bucket_key
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets, plan_single
 from dp_compile.plan.words import BYTES_PER_MB, format_bytes
 
-FLOAT32 = BucketKey("0", "sum", "float32", "cpu")
-BFLOAT16 = BucketKey("0", "sum", "bfloat16", "cpu")
+FLOAT32 = bucket_key("0", "sum", "float32", "cpu")
+BFLOAT16 = bucket_key("0", "sum", "bfloat16", "cpu")
 
 
 def gradient(index: int, numel: int, key: BucketKey = FLOAT32) -> GradientSpec:
     itemsize = 4 if key.dtype == "float32" else 2
-    return GradientSpec(index, f"p{index}", (numel,), (1,), itemsize, key, 0.5)
+    return GradientSpec(index, f"p{index}", (numel,), (1,), itemsize, key)
 
 
 def plan_of(gradients: list[GradientSpec], cap: float, first_cap: float) -> BucketPlan:
@@ -64,8 +65,8 @@ def test_keys_are_not_mixed_and_each_has_a_first_bucket() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        FLOAT32._replace(group="1"),
-        FLOAT32._replace(reduce_op="avg"),
+        bucket_key("1", "sum", "float32", "cpu"),
+        bucket_key("0", "avg", "float32", "cpu"),
         FLOAT32._replace(device="cuda"),
         BFLOAT16,
     ],
@@ -138,7 +139,7 @@ def test_many_gradients_in_one_bucket_cost_linear_time() -> None:
             asked += 1
             return 4
 
-    gradients = [Counting(index, "p", (1,), (1,), 4, FLOAT32, 0.5) for index in range(200)]
+    gradients = [Counting(index, "p", (1,), (1,), 4, FLOAT32) for index in range(200)]
     plan_of(list(gradients), math.inf, math.inf)
     assert asked <= 3 * len(gradients)
 
@@ -181,7 +182,7 @@ def test_bytes_for_people(nbytes: int, text: str) -> None:
 # --- for all gradients and caps ---------------------------------------------------------------------------------
 
 KEYS = st.builds(
-    BucketKey, st.sampled_from("01"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.just("cpu")
+    bucket_key, st.sampled_from("01"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.just("cpu")
 )
 SIZES_AND_KEYS = st.lists(st.tuples(st.integers(0, 40), KEYS), max_size=25)
 CAPS = st.one_of(st.integers(1, 200), st.just(math.inf))
@@ -244,7 +245,11 @@ def test_a_plan_is_plain_data_with_a_stable_signature(
     again = plan_of([dataclasses.replace(spec) for spec in gradients], cap, first_cap)
     assert again == plan
     assert again.signature() == plan.signature()
-    renamed = [dataclasses.replace(spec, key=spec.key._replace(group=f"other{spec.key.group}")) for spec in gradients]
+    renamed = [
+        dataclasses.replace(spec, key=bucket_key(f"other {group}", "sum", spec.key.dtype, spec.key.device))
+        for spec in gradients
+        for (_, group, _) in spec.key.reduction.stages
+    ]
     assert plan_of(renamed, cap, first_cap).signature() == plan.signature()
 
 
@@ -256,9 +261,9 @@ def test_a_plan_is_plain_data_with_a_stable_signature(
         {"shape": (2, 2), "stride": (2, 1)},
         {"stride": (2,)},
         {"itemsize": 8},
-        {"scale": 0.25},
+        {"key": bucket_key("0", "sum", "float32", "cpu", scale=0.25)},
         {"key": BFLOAT16},
-        {"key": FLOAT32._replace(reduce_op="avg")},
+        {"key": bucket_key("0", "avg", "float32", "cpu")},
         {"key": FLOAT32._replace(device="cuda")},
     ],
 )
@@ -283,11 +288,11 @@ def test_the_signature_sees_the_layout() -> None:
 
 def test_flags_never_cost_a_collective() -> None:
     """The last gradient fills its bucket exactly; the flags go with it all the same."""
-    key = BucketKey("0", "sum", "float32", "cpu")
+    key = bucket_key("0", "sum", "float32", "cpu")
     gradients = [
-        GradientSpec(1, "b", (256, 1024), (1024, 1), 4, key, 0.5),
-        GradientSpec(0, "a", (256, 1024), (1024, 1), 4, key, 0.5),
-        GradientSpec(2, UNUSED_FLAGS, (2,), (1,), 4, key, 0.5),
+        GradientSpec(1, "b", (256, 1024), (1024, 1), 4, key),
+        GradientSpec(0, "a", (256, 1024), (1024, 1), 4, key),
+        GradientSpec(2, UNUSED_FLAGS, (2,), (1,), 4, key),
     ]
     plan = plan_buckets(gradients, bucket_cap_mb=1, first_bucket_cap_mb=1)
     assert [[member.gradient.name for member in bucket.members] for bucket in plan.buckets] == [

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from graphs import bucket_key
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -17,9 +18,9 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.replica import Group, gradient_specs
 from dp_compile.modules.planning import PlanRequest, make_plan
-from dp_compile.passes.reduction import averaging_for
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost, CostFit
+from dp_compile.plan.reduction import mean
 from dp_compile.plan.strategies import plan_explicit, plan_to_json
 from dp_compile.testing.ranks import Ranks
 
@@ -124,7 +125,7 @@ class Vision(nn.Module):
 
 
 def group_with(backend: str, fake_group: dist.ProcessGroup) -> Group:
-    return Group(fake_group, "0", backend, 2, averaging_for(backend, 2))
+    return Group(fake_group, "0", backend, 2, mean("0", backend, 2))
 
 
 def apart(plan: BucketPlan) -> set[str]:
@@ -188,7 +189,11 @@ def test_a_saved_plan_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 KEYS = st.builds(
-    BucketKey, st.just("0"), st.just("sum"), st.sampled_from(["float32", "bfloat16"]), st.sampled_from(["cpu", "cuda"])
+    bucket_key,
+    st.just("0"),
+    st.just("sum"),
+    st.sampled_from(["float32", "bfloat16"]),
+    st.sampled_from(["cpu", "cuda"]),
 )
 
 
@@ -202,7 +207,7 @@ def test_a_plan_comes_back_from_its_file(
 ) -> None:
     """Members, offsets, gaps and what is apart; only the reasons are the file's."""
     gradients = [
-        GradientSpec(index, f"p{index}", (numel,), (1,), 4 if key.dtype == "float32" else 2, key, 0.5)
+        GradientSpec(index, f"p{index}", (numel,), (1,), 4 if key.dtype == "float32" else 2, key)
         for index, (numel, key, _) in enumerate(facts)
     ]
     kept_apart = frozenset(f"p{index}" for index, (_, _, apart) in enumerate(facts) if apart)
@@ -230,7 +235,7 @@ def rename(data: Any) -> None:
         (lambda: edited(rename), "does not have: tail.bias"),
         (lambda: edited(lambda data: data["buckets"].pop(0)), "misses: head.bias, head.weight"),
         (lambda: edited(lambda data: data["buckets"].append(data["buckets"][0])), "more than once: head.bias"),
-        (lambda: edited(lambda data: data.update(version=99)), "version 99, readable is 1"),
+        (lambda: edited(lambda data: data.update(version=99)), "version 99, readable are 1 and 2"),
         (lambda: edited(lambda data: data["buckets"].append({"members": []})), "bucket 5 of the plan file is empty"),
         (lambda: "{}", "not a plan file"),
         (lambda: "no json", "not a plan file"),

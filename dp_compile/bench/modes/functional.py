@@ -16,7 +16,7 @@ from dp_compile._torch import distributed, inductor
 from dp_compile.bench.contract import Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import cap_mb_of, loop_around
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.passes.reduction import averaging_for
+from dp_compile.plan.reduction import mean
 
 # What torchtitan sets for SimpleFSDP's automatic bucketing (torchtitan/experiments/simple_fsdp/backend.py).
 OVERLAPPED: Final = {
@@ -65,14 +65,15 @@ class _ReducedInBackward(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.averaging = averaging_for(dist.get_backend(), dist.get_world_size())
         assert dist.group.WORLD is not None
-        self.group = distributed.group_name(dist.group.WORLD)
+        group = distributed.group_name(dist.group.WORLD)
+        self.reduction = mean(group, dist.get_backend(), dist.get_world_size())
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        reduce_op, scale, group = self.averaging.reduce_op, self.averaging.scale, self.group
+        (stage,) = self.reduction.stages
+        constants = self.reduction.scale, stage.reduce_op, stage.group
         reduced = {
-            name: _StandIn.apply(each, reduce_op, scale, group)  # type: ignore[no-untyped-call]
+            name: _StandIn.apply(each, *constants)  # type: ignore[no-untyped-call]
             for name, each in self.model.named_parameters()
             if each.requires_grad
         }
@@ -84,15 +85,16 @@ class _StandIn(torch.autograd.Function):
     """A view of a parameter; its gradient is averaged."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: torch.Tensor, reduce_op: str, scale: float, group: str) -> torch.Tensor:
-        ctx.reduce_op, ctx.scale, ctx.group = reduce_op, scale, group
+    def forward(ctx: Any, parameter: torch.Tensor, *constants: Any) -> torch.Tensor:
+        ctx.constants = constants
         return parameter.view_as(parameter)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (gradient,) = gradients
-        scaled = gradient if ctx.scale == 1.0 else gradient * ctx.scale
-        return WAIT(ALL_REDUCE(scaled, ctx.reduce_op, ctx.group)), None, None, None
+        scale, *stage = ctx.constants
+        scaled = gradient if scale == 1.0 else gradient * scale
+        return WAIT(ALL_REDUCE(scaled, *stage)), None, None, None
 
 
 KINDS: Final = (

@@ -103,7 +103,7 @@ def _explained(
         number=number,
         nbytes=bucket.nbytes,
         gradients=len(gradients),
-        key=f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}",
+        key=str(bucket.key),
         members=tuple(member.label for member in bucket.members),
         largest=max(gradients or bucket.members, key=lambda member: member.nbytes).label,
         reason=bucket.reason,

@@ -147,7 +147,7 @@ class Fact(NamedTuple):
 def timeline_of(step: Step) -> Timeline:
     """The planned view, and the measured one if the step was measured."""
     step = with_measured_backward(step)
-    lanes = _lane_names([bucket.key[1:] for bucket in step.plan.buckets])
+    lanes = _lane_names([tuple(str(bucket.key).split()) for bucket in step.plan.buckets])
     numbers = {key: number for number, key in enumerate(dict.fromkeys(bucket.key for bucket in step.plan.buckets))}
     lane_of = [numbers[bucket.key] for bucket in step.plan.buckets]
     views = [_planned(step, lane_of)]

@@ -125,7 +125,7 @@ def _bucket(bucket: Bucket) -> dict[str, Any]:
 
 def key_text(key: BucketKey) -> str:
     """What the members of a bucket have in common; the group's name is a rank's own affair."""
-    return f"{key.dtype} {key.device} {key.reduce_op}"
+    return str(key)
 
 
 def _view(view: View) -> dict[str, Any]:

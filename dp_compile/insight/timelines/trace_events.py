@@ -118,7 +118,7 @@ def _args(timeline: Timeline, view: View, each: Transfer) -> dict[str, Any]:
     args: dict[str, Any] = {
         "bytes": bucket.nbytes,
         "size": format_bytes(bucket.nbytes),
-        "key": f"{bucket.key.dtype} {bucket.key.device} {bucket.key.reduce_op}",
+        "key": str(bucket.key),
         "launched_us" if view.name == MEASURED else "ready_us": _us(0.0, each.launch_s),
         "exposed_us": _us(0.0, each.exposed_s),
         "critical": each.critical,
