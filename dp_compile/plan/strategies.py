@@ -298,8 +298,8 @@ def _members(text: str) -> list[list[_Listed]]:
         listed = [[_listed(member) for member in bucket["members"]] for bucket in buckets]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"not a plan file of dp_compile: {error!r}. Save one with plan_to_json.") from error
-    if version not in (1, PLAN_VERSION):  # 1 wrote other keys, which are not read from a file
-        raise ConfigError(f"the plan file is of version {version!r}, readable are 1 and {PLAN_VERSION}. Save it anew.")
+    if version != PLAN_VERSION:
+        raise ConfigError(f"the plan file is of version {version!r}, readable is {PLAN_VERSION}. Save it anew.")
     empty = [number for number, members in enumerate(listed) if not members]
     if empty:
         raise ConfigError(f"bucket {empty[0]} of the plan file is empty. Take it out.")

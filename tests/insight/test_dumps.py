@@ -100,17 +100,17 @@ def test_the_graph_that_the_pipeline_gets_as_a_person_reads_it(tmp_path: Path) -
    flags: float32[55]
    ... 13 nodes: t 4, mm 2, mul 2, expand 1, new_empty_strided 1, pow 1, other 2
    grad 2.bias = copy(new_empty_strided, view): float32[4]
-   reduced 2.bias = reduce_grad(grad 2.bias, 0, sum): float32[4]
+   reduced 2.bias = reduce_grad(grad 2.bias): float32[4]
    ... 2 nodes: new_empty_strided 1, t 1
    grad 2.weight = copy(new_empty_strided, t): float32[4, 16]
-   reduced 2.weight = reduce_grad(grad 2.weight, 0, sum): float32[4, 16]
+   reduced 2.weight = reduce_grad(grad 2.weight): float32[4, 16]
    ... 7 nodes: t 2, gelu_backward 1, mm 1, new_empty_strided 1, sum 1, view 1
    grad 0.bias = copy(new_empty_strided, view): float32[16]
-   reduced 0.bias = reduce_grad(grad 0.bias, 0, sum): float32[16]
+   reduced 0.bias = reduce_grad(grad 0.bias): float32[16]
    ... 2 nodes: new_empty_strided 1, t 1
    grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
-   reduced 0.weight = reduce_grad(grad 0.weight, 0, sum): float32[16, 8]
-   reduced flags = reduce_grad(flags, 0, sum): float32[55]
+   reduced 0.weight = reduce_grad(grad 0.weight): float32[16, 8]
+   reduced flags = reduce_grad(flags): float32[55]
    return 5 tensors: reduced flags, reduced 2.weight, .. 2 more .., reduced 0.weight
    5 reductions found
 """,
@@ -193,7 +193,7 @@ def test_the_captured_graph_has_the_same_names(tmp_path: Path) -> None:
     text = (tmp_path / "rank0/capture0/0-captured.txt").read_text()
     for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
         assert re.search(rf"^   {name} = getitem\(input\): ", text, re.MULTILINE)
-        assert f"   reduced {name} = reduce_grad(grad {name}, 0, sum): " in text
+        assert f"   reduced {name} = reduce_grad(grad {name}): " in text
 
 
 def test_members_apart_and_pieces_have_names(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_members_apart_and_pieces_have_names(tmp_path: Path) -> None:
         for gradient, offset, row in zip(gradients, offsets, rows, strict=True)
     ]
     plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"version": 1, "buckets": [{"members": members[:1]}, {"members": members[1:]}]}))
+    plan.write_text(json.dumps({"version": 2, "buckets": [{"members": members[:1]}, {"members": members[1:]}]}))
     config = ReplicateConfig(backend="aot_eager", dump_dir=str(tmp_path / "dump"))
     dp_compile.replicate(model, config=config, plan=plan)
     torch.compile(model, backend="aot_eager")(torch.randn(3, 8)).square().sum().backward()

@@ -245,7 +245,7 @@ def change(edit: Callable[[Any], object]) -> str:
         ("[1]", "it is a list, not an object"),
         ("{}", "it has no 'version' and no 'buckets'"),
         (STEP.to_json(), "it is a step file: dp-compile explain"),
-        (change(lambda data: data.update(version=9)), "version 9, readable is 1"),
+        (change(lambda data: data.update(version=9)), "version 9, readable is 2"),
         (change(lambda data: data.pop("folds_scale")), "not a plan file"),
         (change(lambda data: data.update(buckets=3)), "not a plan file"),
         (change(lambda data: data["buckets"][1].update(members=[])), "bucket 1 of the plan file is empty"),

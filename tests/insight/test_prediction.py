@@ -53,7 +53,7 @@ def step(
 ) -> Step:
     """Parameters that are ready one after the other, the last first, a few to a bucket."""
     specs = [spec(index, numel, dtypes[index % len(dtypes)]) for index, numel in enumerate(numels)]
-    flags = GradientSpec(len(specs), UNUSED_FLAGS, (len(specs),), (1,), 4, specs[0].key, 1.0)
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (len(specs),), (1,), 4, specs[0].key)
     ordered = in_plan_order([*specs, flags])
     buckets = []
     for key in dict.fromkeys(each.key for each in ordered):

@@ -235,7 +235,7 @@ def rename(data: Any) -> None:
         (lambda: edited(rename), "does not have: tail.bias"),
         (lambda: edited(lambda data: data["buckets"].pop(0)), "misses: head.bias, head.weight"),
         (lambda: edited(lambda data: data["buckets"].append(data["buckets"][0])), "more than once: head.bias"),
-        (lambda: edited(lambda data: data.update(version=99)), "version 99, readable are 1 and 2"),
+        (lambda: edited(lambda data: data.update(version=99)), "version 99, readable is 2"),
         (lambda: edited(lambda data: data["buckets"].append({"members": []})), "bucket 5 of the plan file is empty"),
         (lambda: "{}", "not a plan file"),
         (lambda: "no json", "not a plan file"),
