@@ -41,8 +41,8 @@ DARK: Final = {
 """For readers with a dark screen: the colours of a picture, and those that the page of a timeline has for them."""
 
 _BLOCK: Final = re.compile(r"(?P<mark><!-- measured -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
-_NOISE: Final = re.compile(r"^(USDT:|\[?W\d{4} ).*\n?", re.MULTILINE)
-"""Lines of torchrun and of the profiler."""
+_NOISE: Final = re.compile(r"^(USDT:|\[?W\d{4} |\[rank \d+\] .* dp_compile\.drift: ).*\n?", re.MULTILINE)
+"""Lines of torchrun, of the profiler, and on the comparison of parameters."""
 
 _SKIPPED: Final = ("cp ", "cd ")
 """Commands that put the reader where the others run."""
