@@ -34,9 +34,15 @@ FILES: Final = GUIDE.parent / "guide"
 MADE: Final = ("slow.json", "fast.json", "slow_trace.json.gz", "*.svg")
 """What commands write that is kept in the repository."""
 
+DARK: Final = {
+    "#ffffff": "#15181c", "#1b1f24": "#edf0f3", "#59636e": "#a4adb7", "#d9dee3": "#353b42", "#f8ebe3": "#392c23",
+    "#5c6670": "#8d97a2", "#0067a3": "#5ab3e6", "#bf4b00": "#f5924a", "#e4e9ee": "#2c333a", "#8b96a1": "#77828d",
+}  # fmt: skip
+"""For readers with a dark screen: the colours of a picture, and those that the page of a timeline has for them."""
+
 _BLOCK: Final = re.compile(r"(?P<mark><!-- measured -->\n)?```console\n(?P<body>.*?)```\n", re.DOTALL)
-_NOISE: Final = re.compile(r"^(USDT:|\[?W\d{4} ).*\n?", re.MULTILINE)
-"""Lines of torchrun and of the profiler."""
+_NOISE: Final = re.compile(r"^(USDT:|\[?W\d{4} |\[rank \d+\] .* dp_compile\.drift: ).*\n?", re.MULTILINE)
+"""Lines of torchrun, of the profiler, and on the comparison of parameters."""
 
 _SKIPPED: Final = ("cp ", "cd ")
 """Commands that put the reader where the others run."""
@@ -81,6 +87,11 @@ def run(block: Block, directory: Path) -> str:
     return "".join(f"$ {command}\n{_shown(output_of(command, directory))}" for command in block.commands())
 
 
+def in_the_dark(picture: str) -> str:
+    """A picture with the colours of `DARK`; all of its colours are there."""
+    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: DARK[colour[0]], picture)
+
+
 def without_figures(text: str) -> list[str]:
     """The lines of an output without their numbers, each kind once: what two trainings have in common.
 
@@ -106,6 +117,7 @@ def main(arguments: Sequence[str]) -> int:
         directory = Path(name, "guide")
         shutil.copytree(FILES, directory)
         new = {block: run(block, directory) for block in blocks}
+        (directory / "fast_dark.svg").write_text(in_the_dark((directory / "fast.svg").read_text()))
         if options.check:
             different = [*_differences(new), *([] if options.first_only else _other_files(directory))]
             print("\n".join(different) or "the guide shows what its commands say")
@@ -119,11 +131,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _of_first_training(blocks: Sequence[Block]) -> Iterator[Block]:
-    trainings = 0
+    later = False
     for block in blocks:
-        trainings += sum("torchrun" in command for command in block.commands())
-        if block.measured and trainings == 1:
+        trains = any("torchrun" in command for command in block.commands())
+        if block.measured and not (trains and later):
             yield block
+        later = later or trains
 
 
 def _differences(new: dict[Block, str]) -> Iterator[str]:

@@ -58,6 +58,20 @@ def test_figures_of_a_training_are_not_compared_but_words_are(make_guide: Module
     assert make_guide.without_figures("took 17 ms") != make_guide.without_figures("took 17 s")
 
 
+def test_lines_that_are_left_out(make_guide: ModuleType) -> None:
+    said = "[rank 1] 2026-11-21 16:18:25,045 INFO dp_compile.{}: the plan\n"
+    text = f"W1121 16:18 torchrun\n{said.format('replicate')}{said.format('drift')}"
+    assert make_guide._NOISE.sub("", text) == said.format("replicate")
+
+
+def test_a_picture_for_dark_screens_has_no_other_colours(make_guide: ModuleType) -> None:
+    assert (
+        make_guide.in_the_dark('<rect fill="#ffffff" stroke="#d9dee3"/>') == '<rect fill="#15181c" stroke="#353b42"/>'
+    )
+    with pytest.raises(KeyError):
+        make_guide.in_the_dark('<rect fill="#123456"/>')
+
+
 def test_the_readme_links_to_the_guide() -> None:
     assert "(docs/guide.md)" in (ROOT / "README.md").read_text()
 

@@ -1,0 +1,237 @@
+"""What the documents show is run: each command and each piece of Python by a test, or there is a reason why not."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from docs_scripts import script
+from test_docs import names_in
+from torch import nn
+from torch.nn import functional as F
+
+import dp_compile
+from dp_compile.insight.step import Step
+from dp_compile.testing.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+TEXTS: Final = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+
+GUIDE: Final = "docs/test_guide.py::test_outputs_and_pictures_are_those_of_today"
+FIRST: Final = "docs/test_guide.py::test_the_first_training_says_what_the_guide_shows"
+CI: Final = "docs/test_commands.py::test_ci_runs_what_is_shown"
+PYTHON: Final = "docs/test_commands.py::test_the_python_that_is_shown_trains"
+SUITE: Final = "testing/test_example_suite.py::test_the_suite_passes"
+SAME_FILES: Final = "testing/test_example_suite.py::test_the_guide_shows_the_files"
+
+# Of each document: a command, or the first line of a block of Python; `...` at its end stands for the rest of it. Then
+# the tests that run it, below `tests/`, and in words what they do not run, and why.
+SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
+    "README.md": {
+        "pip install -c constraints.txt . && dp-compile train": (
+            "train/test_train.py::test_two_ranks_train_and_end_where_torch_does",
+            "a smaller GPT for 22 steps; it is installed by the other command",
+        ),
+        "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 2": (CI,),
+        "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
+    "bench.md": {
+        "dp-compile bench run short": (
+            "bench/test_bench_smoke.py::test_everything_was_measured",
+            "at night, the suite `smoke`; this one wants four minutes of a quiet machine",
+        ),
+        "dp-compile bench report bench-short.json --out table.md --picture table.svg": (
+            "bench/test_bench_compare.py::test_report_writes_files",
+        ),
+        "dp-compile bench compare baseline.json bench-short.json": (
+            "bench/test_bench_smoke.py::test_it_is_no_slower_than_itself",
+        ),
+    },
+    "development.md": {
+        "python tests/mutation_campaign.py --jobs 2": (CI, "test_mutants.py::test_a_campaign_says_what_saw_a_fault"),
+        "DP_COMPILE_FUZZ_EXAMPLES=3000 ...": (CI, "engine/test_fuzz.py::test_random_training_runs"),
+    },
+    "guide.md": {
+        "cp -r docs/guide ../look": ("make_guide.py runs the commands in a copy of that directory",),
+        "cd ../look": ("make_guide.py runs the commands in a copy of that directory",),
+        "DP_COMPILE_LOGS=info DP_COMPILE_DUMP_DIR=graphs torchrun ...": (FIRST,),
+        "dp-compile explain slow.json": (GUIDE,),
+        "dp-compile timeline slow.json -o slow.svg": (GUIDE,),
+        'dp-compile whatif slow.json --strategy "as planned,fixed:inf,optimal" --save-plan plan.json': (GUIDE,),
+        "dp-compile whatif slow.json --ranks 2,64,1024 --link ethernet-25,infiniband-ndr": (GUIDE,),
+        "dp-compile plan show plan.json": (GUIDE,),
+        "dp-compile plan check plan.json --step slow.json": (GUIDE,),
+        'dp-compile whatif slow.json --strategy "as planned" --save-plan slow_plan.json > /dev/null': (GUIDE,),
+        "dp-compile plan diff slow_plan.json plan.json | head -6": (GUIDE,),
+        "torchrun --nproc-per-node 2 train.py --plan plan.json --save fast": (
+            "another training of minutes by the same script, whose first one is run at night",
+        ),
+        "dp-compile explain fast.json": (GUIDE,),
+        "dp-compile timeline fast.json -o fast.svg": (GUIDE,),
+        "dp-compile explain slow.json --profile slow_trace.json.gz | head -14": (GUIDE,),
+        "dp-compile timeline slow.json --profile slow_trace.json.gz -o slow_profile.svg": (GUIDE,),
+        "python -c ...": (GUIDE,),
+        "dp-compile dump graphs/rank0/capture0 | head -8": (FIRST,),
+        "dp-compile dump graphs/rank0/capture0 --stage ...": (FIRST,),
+        "python graphs/rank0/capture0/repro.py | tail -3": (FIRST,),
+        "import dp_compile": (PYTHON,),
+    },
+    "testing.md": {
+        '"""A model as you might have one, and how it is trained."""': (SUITE, SAME_FILES),
+        'pytest_plugins = ["dp_compile.testing.plugin"]': (SUITE, SAME_FILES),
+        '"""What has to stay true of the training of `my_model`."""': (SUITE, SAME_FILES),
+    },
+}
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The language and the text of each block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def shown_in(text: str) -> Iterator[str]:
+    """Commands without their comments, and first lines of Python."""
+    for language, block in blocks(text):
+        if language == "python":
+            yield block.split("\n")[0]
+        elif language == "console":
+            yield from re.findall(r"^\$ (.*?)(?:  +# .*)?$", block, re.MULTILINE)
+
+
+def entries_for(shown: str, entries: dict[str, tuple[str, ...]]) -> list[str]:
+    return [key for key in entries if shown == key or (key.endswith("...") and shown.startswith(key[:-3]))]
+
+
+def is_test(said: str) -> bool:
+    return "::" in said
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_what_is_shown_is_in_the_table_and_the_other_way_round(name: str) -> None:
+    entries, met = (
+        SHOWN.get(name, {}),
+        [(shown, entries_for(shown, SHOWN.get(name, {}))) for shown in shown_in(TEXTS[name])],
+    )
+    assert [shown for shown, keys in met if len(keys) != 1] == []
+    assert sorted(key for _, keys in met for key in keys) == sorted(entries)
+    assert {language for language, _ in blocks(TEXTS[name])} <= {"", "console", "python", "text"}
+
+
+def test_the_table_names_documents_and_tests_that_exist() -> None:
+    assert set(SHOWN) <= set(TEXTS)
+    for entries in SHOWN.values():
+        for key, said in entries.items():
+            assert said, key
+            for each in said:
+                file, _, name = each.partition("::")
+                assert name in names_in(ROOT / "tests" / file) if is_test(each) else " " in each, each
+
+
+def test_the_guide_is_run_as_the_table_says() -> None:
+    """`make_guide.py` runs blocks, measured or not; the table says which test asks for which."""
+    make_guide = script("make_guide")
+    guide = make_guide.blocks_in(TEXTS["guide.md"])
+    at_night = list(make_guide._of_first_training(guide))
+    for block in guide:
+        for command in block.commands():
+            (key,) = entries_for(command, SHOWN["guide.md"])
+            skipped = command.startswith(make_guide._SKIPPED)
+            tests = {GUIDE} if not block.measured and not skipped else {FIRST} if block in at_night else set()
+            assert set(filter(is_test, SHOWN["guide.md"][key])) == tests, command
+
+
+@pytest.mark.parametrize(
+    ("file", "words", "document"),
+    [
+        ("setup", "-e '.[test]'", "README.md"),
+        ("run", "python -m pytest -n 2", "README.md"),
+        ("nightly", "python tests/mutation_campaign.py", "development.md"),
+        ("nightly", "python -m pytest tests/engine/test_fuzz.py -rP", "development.md"),
+    ],
+)
+def test_ci_runs_what_is_shown(file: str, words: str, document: str) -> None:
+    assert any(words in shown for shown in shown_in(TEXTS[document]))
+    assert words in (ROOT / ".ci" / file).read_text()
+
+
+def test_what_is_not_in_the_table_is_seen() -> None:
+    text = "```console\n$ a  # b\nout\n$ c d\n```\n```python\nx = 1\ny\n```\n```\n$ e\n```\n"
+    assert list(shown_in(text)) == ["a", "c d", "x = 1"]
+    assert entries_for("c d", {"c": ("",), "c ...": ("",), "c d": ("",), "d": ("",)}) == ["c ...", "c d"]
+
+
+# --- the Python ---------------------------------------------------------------------------------------------------
+
+
+def python_of(name: str) -> str:
+    (block,) = [block for language, block in blocks(TEXTS[name]) if language == "python"]
+    return block
+
+
+@contextlib.contextmanager
+def as_on_a_rank_of_the_tests() -> Iterator[io.StringIO]:
+    """It has its group already, and generates no code: that takes a minute. What is printed inside."""
+    defaults = dp_compile.ReplicateConfig.__init__.__kwdefaults__
+    quick = partial(torch.compile, backend="aot_eager")
+    with mock.patch.dict(defaults, backend="aot_eager"), mock.patch.object(torch, "compile", quick):
+        with mock.patch.object(dist, "init_process_group"), contextlib.redirect_stdout(io.StringIO()) as printed:
+            yield printed
+
+
+def train_ten_lines(code: str) -> tuple[str, list[float]]:
+    """Run the README's lines with a small model on data of this rank's own; what they print, and the parameters."""
+    torch.manual_seed(dist.get_rank())
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss}
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+
+    def optimizer() -> torch.optim.Optimizer:
+        return names.setdefault("sgd", torch.optim.SGD(names["model"].parameters(), lr=0.1))
+
+    names["optimizer"] = SimpleNamespace(step=lambda: optimizer().step(), zero_grad=lambda: optimizer().zero_grad())
+    with as_on_a_rank_of_the_tests() as printed:
+        exec(code, names)
+    return printed.getvalue(), nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+
+
+def look_inside(code: str) -> tuple[str, Step, bool]:
+    """Run the guide's lines; `...` trains. What they print, the step file, and whether there is a trace."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+
+    def train() -> None:
+        for _ in range(3):
+            torch.compile(model)(torch.ones(2, 4)).sum().backward()
+            model.zero_grad()
+
+    with as_on_a_rank_of_the_tests() as printed, tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        exec(code.replace("...", "train()"), {"model": model, "torch": torch, "Path": Path, "train": train})
+        return printed.getvalue(), Step.from_json(Path("step.json").read_text()), os.path.exists("trace.json.gz")
+
+
+def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
+    (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
+    assert "backwards: 3 captured" in report
+    assert one == other
+    for text, step, traced in ranks2.run(look_inside, python_of("guide.md")):
+        assert "What would help" in text
+        assert step.measured is not None
+        assert traced
+
+
+def test_functions_that_are_named_are_exported() -> None:
+    """In running text and tables, where nothing is run."""
+    for text in TEXTS.values():
+        named = set(re.findall(r"`[^`\n]*?\bdp_compile\.(\w+)\(", text))
+        assert named <= set(dp_compile.__all__)
