@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
 
@@ -19,6 +21,7 @@ DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
+REDUCE_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
 
@@ -49,6 +52,12 @@ class ReplicateConfig:
             least this much, 25 if not given; `math.inf`: one bucket.
         first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
             given.
+        reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
+            `None`: their own.
+        gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
+            number of ranks.
+        gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
+            sum. `None`: all of it, or what the dtype wants.
         cost: `AllReduceCost | None`, default `None`. For `optimal` and `coalesced`: what an all-reduce costs, from
             `calibrate().cost`. `None`: a nominal link.
         alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
@@ -97,6 +106,19 @@ class ReplicateConfig:
     cost: AllReduceCost | None = None
     """For `optimal` and `coalesced`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal
     link."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
+    divided first and rounded once. What is complex, or has this dtype already, travels as it is. `None`: their own."""
+
+    gradient_divide_factor: float | None = None
+    """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
+    ranks."""
+
+    gradient_predivide_factor: float | None = None
+    """As Horovod's: each rank divides by this before the sum, and by the rest of `gradient_divide_factor` behind it.
+    `None`: NCCL averages in the collective; else all is divided before the sum, but in float16 a power of two near the
+    square root, as FSDP does."""
 
     alignment_bytes: int = 64
     """Gradients start in their bucket at multiples of this many bytes, a power of two; smaller ones at multiples of
@@ -170,6 +192,7 @@ class ReplicateConfig:
             if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         self._check_unused()
+        self._check_averaging()
         if self.strategy is not None and self.strategy not in STRATEGIES:
             raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}.")
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
@@ -188,6 +211,18 @@ class ReplicateConfig:
                 f"find_unused_parameters=True means unused_parameters='find', but that is '{self.unused_parameters}'. "
                 "Give one of the two."
             )
+
+    def _check_averaging(self) -> None:
+        dtype = self.reduce_dtype
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in REDUCE_DTYPES):
+            allowed = ", ".join(map(str, REDUCE_DTYPES))
+            raise ConfigError(f"reduce_dtype must be one of {allowed}, or None, got {dtype!r}.")
+        for name in ("gradient_divide_factor", "gradient_predivide_factor"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_positive(name, value, "Gradients are divided by it.")
+                if math.isinf(value):
+                    raise ConfigError(f"{name} must be finite, got {value!r}. Gradients are divided by it.")
 
     @property
     def unused(self) -> str:

@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
-from dp_compile.modules import meeting
-from dp_compile.plan.reduction import Reduction, Stage
+from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
 VOCABULARY = 7
 
@@ -563,12 +562,12 @@ FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never syn
 @contextmanager
 def _planted(fault: str, stack: Stack) -> Iterator[None]:
     """Break this package, or the model that it replicates, for one run."""
-    before = meeting.mean
+    before = Averaging.reduction
     if fault == "sums instead of averages":
-        meeting.mean = lambda group, *_: Reduction((Stage("all_reduce", group, "sum"),), 1.0)
+        Averaging.reduction = lambda _, group, *__: Reduction((Stage("all_reduce", group, "sum"),), 1.0)
     if fault == "a gradient doubled on rank 1" and dist.get_rank() == 1:
         next(p for p in stack.parameters() if p.requires_grad).register_hook(lambda grad: 2 * grad)
     try:
         yield
     finally:
-        meeting.mean = before
+        Averaging.reduction = before

@@ -89,6 +89,11 @@ def lower_multiplication(value: Any, factor: float) -> Any:
     return _lowerings[torch.ops.aten.mul.Tensor](value, factor)
 
 
+def lower_cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` in another dtype among Inductor's tensors, computed by whoever reads it."""
+    return _lowerings[torch.ops.prims.convert_element_type.default](value, dtype)
+
+
 def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) -> Any:
     """Zeros among Inductor's tensors, written by whoever reads them."""
     return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)

@@ -522,7 +522,7 @@ def _reduces_by_hooks(replica: Replica, compiled: bool) -> bool:
 
 
 def _wants_hooks(replica: Replica) -> bool:
-    return replica.python_hook and replica.comm_hook is None
+    return replica.python_hook and replica.called_hook is None
 
 
 def _asks(replica: Replica) -> bool:

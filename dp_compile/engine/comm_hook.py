@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.errors import ConfigError
+from dp_compile.plan.reduction import Averaging
 
 HookFunction = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -25,6 +27,8 @@ class CommHook:
 
     state: Any
     function: HookFunction
+    averaging: Averaging | None = None
+    """What the hook does, if that is known: then nobody calls it, and backwards are captured."""
 
     @property
     def name(self) -> str:
@@ -43,7 +47,7 @@ def make_comm_hook(state: Any, function: HookFunction, backend: str) -> CommHook
     """
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
-    hook = CommHook(state, function)
+    hook = CommHook(state, function, _averaging_of(state, function))
     signature = inspect.signature(function)
     try:
         signature.bind(state, None)
@@ -57,9 +61,29 @@ def make_comm_hook(state: Any, function: HookFunction, backend: str) -> CommHook
             f"comm hook {hook.name} must return torch.futures.Future[torch.Tensor], annotated "
             f"{signature.return_annotation}."
         )
-    if hook.name.startswith("bf16_compress") and backend not in ("nccl", "xccl"):
+    if hook.averaging is None and hook.name.startswith("bf16_compress") and backend not in ("nccl", "xccl"):
         raise ConfigError(f"comm hook {hook.name} needs NCCL or XCCL, the group's backend is {backend}.")
     return hook
+
+
+def _averaging_of(state: Any, function: HookFunction) -> Averaging | None:
+    """What torch's own hooks do that average in another dtype; `None` of any other, or with a group of its own.
+
+    They cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if
+    the number of ranks is a power of two, else one rounding less.
+    """
+    if state is not None:
+        return None
+    wires = (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper))
+    found = {hooks.allreduce_hook: None, hooks.fp16_compress_hook: "float16", hooks.bf16_compress_hook: "bfloat16"}
+    for wire, wrapper in wires:
+        # A wrapper makes a new function each time: it is known by its code, and around what it is by its closure.
+        if getattr(function, "__code__", None) is wrapper(hooks.allreduce_hook).__code__:
+            inner = inspect.getclosurevars(function).nonlocals.get("hook")
+            return Averaging(wire, in_collective=False, all_before=True) if inner is hooks.allreduce_hook else None
+    if function not in found:
+        return None
+    return Averaging(found[function], in_collective=False, all_before=True)
 
 
 def _says_otherwise(annotation: Any, expected: Any) -> bool:

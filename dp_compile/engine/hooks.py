@@ -19,14 +19,15 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd
+from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine import observers
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.intact import refuse_unreduced
-from dp_compile.engine.replica import Arrivals, Replica, real_view
+from dp_compile.engine.replica import Arrivals, Group, Replica, real_view
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
-from dp_compile.plan.buckets import Bucket, Member, Rows
+from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, Member, Rows, plan_single
 
 ResultT = TypeVar("ResultT")
 
@@ -331,6 +332,25 @@ def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
     replica.arrivals_in = current
     autograd.queue_after_backward(current.finish)
     return current
+
+
+def reduce_as_planned(group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook for torch's reducer: its buckets are reduced as ours, with the same dtype on the wire and factors."""
+    whole = bucket.buffer()  # of complex parameters: real and imaginary parts
+    reduction = group.reduction(bucket.parameters()[0].dtype)
+    key = BucketKey(reduction, str(whole.dtype).removeprefix("torch."), whole.device.type)
+    (planned,) = plan_single([GradientSpec(0, "", (whole.numel(),), (1,), whole.dtype.itemsize, key)]).buckets
+    ops = EagerOps(planned, [whole], whole.device)
+    reducing = reduce_bucket(planned, ops)
+    next(reducing)
+    assert ops.work is not None
+
+    def result(_: object) -> torch.Tensor:
+        ops.is_waited_for = True  # gloo calls this before it says so to whoever waits
+        (reduced,) = finished(reducing)
+        return reduced
+
+    return ops.work.get_future().then(result)
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:

@@ -20,6 +20,7 @@ from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.observers import Observer
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
+from dp_compile.passes.reduction import dtype_of
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
 from dp_compile.plan.backends import PLAYED
@@ -28,7 +29,7 @@ from dp_compile.plan.certificate import Certificate
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
 from dp_compile.plan.ready_times import Launches, ReadyTimes
-from dp_compile.plan.reduction import Reduction
+from dp_compile.plan.reduction import Averaging, Reduction
 from dp_compile.plan.strategies import Planned
 
 if TYPE_CHECKING:
@@ -45,8 +46,13 @@ class Group:
     name: str
     backend: str
     world_size: int
-    reduction: Reduction
-    """How gradients are averaged over it."""
+    averaging: Averaging
+
+    def reduction(self, dtype: torch.dtype) -> Reduction:
+        """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""
+        averaging = replace(self.averaging, wire=None) if dtype.is_complex else self.averaging
+        name = str(dtype.to_real()).removeprefix("torch.")
+        return averaging.reduction(self.name, self.backend, self.world_size, name)
 
     @property
     def has_others(self) -> bool:
@@ -179,6 +185,8 @@ class Replica:
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
     comm_hook: CommHook | None = None
+    average_by: Callable[[Averaging], None] | None = None
+    """Makes the plan anew for gradients that are averaged in another way. Only between backwards, on every rank."""
     """The user's own reduction of a bucket. Only torch's reducer can call it, so it reduces every backward then."""
     hooks: Removable | None = None
     reducer: Reducer | None = None
@@ -227,11 +235,16 @@ class Replica:
     @property
     def mode(self) -> str:
         """What reduces, for people."""
-        if self.comm_hook is not None:
-            return f"torch's C++ reducer with comm hook {self.comm_hook.name}"
+        if self.called_hook is not None:
+            return f"torch's C++ reducer with comm hook {self.called_hook.name}"
         if self.reducer is not None:
             return "torch's C++ reducer"
         return "python hooks" if self.python_hook else "not decided, no backward yet"
+
+    @property
+    def called_hook(self) -> CommHook | None:
+        """The comm hook that torch's reducer has to call, as nobody here knows what it does."""
+        return None if self.comm_hook is None or self.comm_hook.averaging is not None else self.comm_hook
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
@@ -370,8 +383,10 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
         dtype, shape, stride = parameter.dtype, tuple(parameter.shape), dense_strides(parameter)
         if parameter.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
             dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
-        key = BucketKey(group.reduction, str(dtype).removeprefix("torch."), parameter.device.type)
-        specs.append(GradientSpec(index, name, shape, stride, dtype.itemsize, key))
+        reduction = group.reduction(parameter.dtype)
+        itemsize = (dtype if reduction.wire is None else dtype_of(reduction.wire)).itemsize
+        key = BucketKey(reduction, str(dtype).removeprefix("torch."), parameter.device.type)
+        specs.append(GradientSpec(index, name, shape, stride, itemsize, key))
     first, length = specs[0], len(specs) + MORE
     flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, first.key)
     return (*reversed(specs), flags)

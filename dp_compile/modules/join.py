@@ -121,7 +121,7 @@ def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
         raise ConfigError(
             "join() needs dp_compile's hooks, but ddp_python_hook is False. Use torch's DDP and its join()."
         )
-    if replica.comm_hook is not None:
+    if replica.called_hook is not None:
         raise ConfigError(
             "join() needs dp_compile's hooks, but the module has a comm hook, which torch's reducer calls."
         )

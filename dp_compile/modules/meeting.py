@@ -17,7 +17,7 @@ from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Group
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import ConfigError, DPCompileError
-from dp_compile.plan.reduction import mean
+from dp_compile.plan.reduction import Averaging
 
 _calls: Counter[str] = Counter()
 
@@ -108,5 +108,4 @@ def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
     world_size = dist.get_world_size(process_group)
     backends = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
     backend = backends.get(device_type) or next(iter(backends.values()))
-    name = distributed.group_name(process_group)
-    return Group(process_group, name, backend, world_size, mean(name, backend, world_size))
+    return Group(process_group, distributed.group_name(process_group), backend, world_size, Averaging())

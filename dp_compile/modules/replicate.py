@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from dp_compile._torch import compiler, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
-from dp_compile.engine.hooks import install_hooks
+from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.hooks import install_hooks, reduce_as_planned
 from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import unwatch, watch
@@ -63,8 +64,11 @@ from dp_compile.modules.selection import (
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.reduction import scaled_sum
+from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.words import BYTES_PER_MB
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -85,6 +89,7 @@ def replicate(
     static_graph: bool | None = None,
     gradient_as_bucket_view: bool = True,
     device_ids: Sequence[int | torch.device] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     plan: BucketPlan | str | os.PathLike[str] | None = None,
@@ -118,6 +123,8 @@ def replicate(
         gradient_as_bucket_view: accepted, as torch's `replicate` does, and without effect: gradients whose kernels
             allow it are computed in their buckets, whatever is said.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
+        mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`. Its `reduce_dtype` is the dtype in which
+            gradients travel; `param_dtype` and `output_dtype` have to be `None`: use autocast.
         passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, or a function of a module's
             fully qualified name and the module that returns whether it is a unit.
@@ -141,6 +148,8 @@ def replicate(
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
         _check_torch_options(gradient_as_bucket_view, device_ids)
+        if mp_policy is not None:
+            given["reduce_dtype"] = _reduce_dtype_of(mp_policy)
         options = _merge_options(config, given)
         ignored = check_ignored(ignored_modules)
         chosen, request = _requested(options, bucket_policy, plan, passes)
@@ -254,6 +263,22 @@ def _check_torch_options(gradient_as_bucket_view: bool, device_ids: Sequence[int
         raise ConfigError(f"gradient_as_bucket_view must be True or False, got {gradient_as_bucket_view!r}.")
 
 
+def _reduce_dtype_of(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # loaded already by whoever made one
+
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ConfigError(
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}."
+        )
+    for name in ("param_dtype", "output_dtype"):
+        if getattr(policy, name) is not None:
+            raise ConfigError(
+                f"mp_policy.{name} must be None, got {getattr(policy, name)}: modules compute in the dtype that they "
+                "have. Use torch.autocast for the forward, and reduce_dtype for what is sent."
+            )
+    return policy.reduce_dtype
+
+
 def _check_not_pending(module: nn.Module) -> None:
     if is_pending(module):
         raise ModuleError(
@@ -300,25 +325,27 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         target = select(module, order.ignored)
         check_selection(target, order.device, needs_values=order.needs_values)
         swapped = replicated_class(type(module))
-        replica = _make_replica(target, order)
+        replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
         statement = _statement(target, replica)
     replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
     _broadcast(replica)
     if pending is None:
         _move_inputs(module, order.device)
     else:
-        replica.sync, replica.comm_hook = pending.sync, pending.comm_hook
+        replica.sync = pending.sync
     _install(module, replica)
     if not order.is_copy:
         module.__class__ = swapped
 
 
-def _make_replica(target: Selection, order: _Order) -> Replica:
+def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) -> Replica:
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     group = group_on(order.meeting.group.process_group, parameters[0].device.type)
-    if config.strategy == "ddp":  # torch's DDP multiplies before it adds up, whatever the backend could do
-        group = dataclasses.replace(group, reduction=scaled_sum(group.name, group.world_size))
+    averaging = _averaging(config)
+    if comm_hook is not None and comm_hook.averaging is not None:
+        averaging = comm_hook.averaging
+    group = dataclasses.replace(group, averaging=averaging)
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
     replica = Replica(
         parameters=parameters,
@@ -337,11 +364,35 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         revisions=planning.revisions,
         passes=order.passes,
         beside_shards=target.sharded,
+        comm_hook=comm_hook,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
+    replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), order.request)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
+
+
+def _average_by(
+    of: weakref.ref[Replica], within: weakref.ref[nn.Module], request: PlanRequest, averaging: Averaging
+) -> None:
+    """Make the plan of a replica anew; it must not be held alive by this, nor its module."""
+    replica, module = of(), within()
+    assert replica is not None
+    assert module is not None
+    group = dataclasses.replace(replica.group, averaging=averaging)
+    gradients = gradient_specs(replica.parameters, replica.names, group)
+    planning = make_plan(module, replica.parameters, gradients, group, request)
+    replica.group, replica.strategy = group, planning.strategy
+    replica.revise, replica.revisions = planning.revise, planning.revisions
+    replica.adopt(planning.planned, planning.ready)
+
+
+def _averaging(config: ReplicateConfig) -> Averaging:
+    wire = None if config.reduce_dtype is None else str(config.reduce_dtype).removeprefix("torch.")
+    # torch's DDP multiplies before it adds up, whatever the backend could do
+    in_collective = config.strategy != "ddp"
+    return Averaging(wire, config.gradient_divide_factor, config.gradient_predivide_factor, in_collective)
 
 
 def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
@@ -356,12 +407,10 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         find_unused_parameters=replica.config.unused == "find" and not replica.config.static_graph,
         static_graph=replica.config.static_graph,
     )
-    if replica.comm_hook is not None:
-        # In a backward, which may be late on some rank: see `settling.table_in_backward`.
-        timeout_s = distributed.timeout_of(replica.group.process_group, replica.device)
-        statement = {"comm hook": replica.comm_hook.name}
-        Meeting.of_this_call(replica.group).compare(statement, timeout_s=timeout_s)
-        reducer.register_comm_hook(replica.comm_hook.state, replica.comm_hook.function)
+    if replica.called_hook is not None:
+        reducer.register_comm_hook(replica.called_hook.state, replica.called_hook.function)
+    elif not replica.group.averaging.is_plain:
+        reducer.register_comm_hook(replica.group, reduce_as_planned)
     return reducer
 
 
@@ -380,6 +429,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "buffers": describe(target.buffers),
         "options": _compared_options(replica.config),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
+        "comm hook": None if replica.comm_hook is None else replica.comm_hook.name,
         "plan": replica.plan.signature(),
     }
 
@@ -388,6 +438,7 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
     """All options but those that are a rank's own affair."""
     options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
     del options["dump_dir"]
+    options["reduce_dtype"] = str(config.reduce_dtype)
     return options
 
 

@@ -9,18 +9,22 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, NoReturn, SupportsIndex
 
 from torch import nn
 
+from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.comm_hook import HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import meeting, table_of
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 
@@ -55,6 +59,10 @@ class ReplicatedModule:
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
         return no_sync(_module(self))
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide the sum of gradients by `factor`; see `dp_compile.replicated_module.set_gradient_divide_factor`."""
+        set_gradient_divide_factor(_module(self), factor)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.replicated_module.register_comm_hook`."""
@@ -227,8 +235,10 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
-    Any such hook works. It is called by torch's C++ reducer, which from then on reduces every backward of the module;
-    what torch compiled is used as before, but no backward is captured. Register the same hook on every rank.
+    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
+    wrappers around the first do is known: backwards are captured as before, and gradients travel in that dtype. Any
+    other is called by torch's C++ reducer, which from then on reduces every backward of the module; what torch compiled
+    is used as before, but no backward is captured. Every rank registers the same hook: they compare them here.
 
     Args:
         state: handed to the hook as its first argument.
@@ -237,7 +247,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
 
     Raises:
         ModuleError: the module is not replicated, has a hook already, or has run a backward already.
-        ConfigError: see `make_comm_hook`.
+        ConfigError: see `make_comm_hook`; or options say how gradients are averaged already.
+        DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
     name = class_name(unwrap(module))
@@ -245,12 +256,59 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
-    owner.comm_hook = make_comm_hook(state, hook, owner.group.backend)
-    logger.warning(
-        "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured.",
-        name,
-        owner.comm_hook.name,
-    )
+    made = make_comm_hook(state, hook, owner.group.backend)
+    given = {"reduce_dtype", "gradient_divide_factor", "gradient_predivide_factor"}
+    if said := [option for option in sorted(given) if getattr(owner.config, option) is not None]:
+        raise ConfigError(
+            f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
+        )
+    if isinstance(owner, Replica):
+        _agree(owner, {"comm hook": made.name})
+        if made.averaging is not None:
+            assert owner.average_by is not None
+            owner.average_by(made.averaging)
+    owner.comm_hook = made
+    if made.averaging is None:
+        logger.warning(
+            "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured.",
+            name,
+            made.name,
+        )
+
+
+def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
+    """Divide the sum of the gradients by `factor` from now on, not by the number of ranks; as FSDP2.
+
+    Every rank calls it, with the same factor, between the same two backwards. The next backward is compiled anew.
+
+    Args:
+        factor: a finite number above zero.
+
+    Raises:
+        ModuleError: the module is not replicated, has not started yet, or has a comm hook.
+        ConfigError: not such a number.
+        DesyncError: another rank gives another factor, or none.
+    """
+    owner = state_of(module)
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+        raise ConfigError(f"the gradient divide factor must be a finite number > 0, got {factor!r}.")
+    name = class_name(unwrap(module))
+    if not isinstance(owner, Replica):
+        raise ModuleError(f"{name} starts with its first forward. Pass ReplicateConfig(gradient_divide_factor=...).")
+    if owner.comm_hook is not None:
+        raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
+    _agree(owner, {"gradient divide factor": float(factor)})
+    assert owner.average_by is not None
+    owner.average_by(replace(owner.group.averaging, divide_by=float(factor)))
+    if owner.reducer is not None:  # it has what it was made with
+        owner.reducer.close()
+        owner.reducer = None
+
+
+def _agree(replica: Replica, statement: Statement) -> None:
+    table = table_of(replica.group, replica.config.timeout_s)
+    if table is not None:
+        agree(table, meeting(replica, "options"), statement)
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:

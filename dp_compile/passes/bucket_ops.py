@@ -2,7 +2,8 @@
 
     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
                                                               offsets, each in its memory order; between them
-                                                              zeros if `zero_gaps`, else whatever was there
+                                                              zeros if `zero_gaps`, else whatever was there;
+                                                              `dtype`: rounded to it, once
     assemble([a, b])                                      ->  one flat tensor, a and then b
 
 `lowering.py` says what compiled code makes of them.
@@ -18,8 +19,8 @@ import torch
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
-    "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False)"
-    " -> Tensor"
+    "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
+    " ScalarType? dtype=None) -> Tensor"
 )
 
 _library.define("assemble(Tensor[] pieces) -> Tensor")
@@ -64,8 +65,9 @@ def _fill(
     offsets: Sequence[int],
     numel: int,
     zero_gaps: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    bucket = gradients[0].new_zeros(numel)
+    bucket = gradients[0].new_zeros(numel, dtype=dtype)
     places = places_of([gradient.shape for gradient in gradients], strides, offsets)
     for gradient, scale, place in zip(gradients, scales, places, strict=True):
         part = bucket.as_strided(place.shape, place.stride, place.offset)
@@ -83,8 +85,9 @@ def _shape_of_bucket(
     offsets: Sequence[int],
     numel: int,
     zero_gaps: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    return gradients[0].new_empty(numel)
+    return gradients[0].new_empty(numel, dtype=dtype)
 
 
 _library.impl("flat_bucket", _fill, "CompositeExplicitAutograd")

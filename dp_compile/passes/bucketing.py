@@ -34,13 +34,13 @@ from dp_compile.fx import collectives, edit
 from dp_compile.passes.analysis import MemberMark, analyse
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.pieces import is_left_over, rows_of
-from dp_compile.passes.producers import fold_factor, is_view, without_views
+from dp_compile.passes.producers import before_cast, fold_factor, is_view, without_views
 from dp_compile.passes.reduction import GradReduction, finished, reduce_bucket
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
 from dp_compile.plan.reduction import Stage
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ class _GraphOps:
     parts: list[_Part]
     launches: list[fx.Node] = field(default_factory=list)
 
-    def fill(self, members: Sequence[int], numel: int, scale: float) -> fx.Node:
+    def fill(self, members: Sequence[int], numel: int, scale: float, dtype: torch.dtype | None) -> fx.Node:
         sources: list[fx.Node] = []
         scales: list[float] = []
         strides: list[int] = []
@@ -197,6 +197,7 @@ class _GraphOps:
                 source, stride = without_views(part.reduction.grad, gradient.stride)
             else:
                 source, stride = rows_of(part.reduction, gradient, rows, provenance)
+            source = source if dtype is None else before_cast(source, dtype)
             folded = self.site.folds and fold_factor(source, scale, provenance)
             sources.append(source)
             scales.append(1.0 if folded else scale)
@@ -205,7 +206,7 @@ class _GraphOps:
         numbers = tuple(str(part.number) for part in parts)
         # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
         gaps = self.site.zero_gaps and numel > sum(part.member.numel for part in parts)
-        zeroed = (True,) if gaps else ()
+        zeroed = (gaps,) if dtype is None and gaps else () if dtype is None else (gaps, dtype)
         return self.site.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *zeroed, members=numbers)
 
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
@@ -221,6 +222,11 @@ class _GraphOps:
         launch, count = launched
         items = [self.site.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
         return [self.site.make(collectives.WAIT, item) for item in items]
+
+    def restore(self, tensor: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
+        if tensor.meta["val"].dtype != dtype:
+            tensor = self.site.make(prims.convert_element_type.default, tensor, dtype)
+        return tensor if scale == 1.0 else self.site.make(aten.mul.Tensor, tensor, scale)
 
 
 def _mark(part: _Part) -> MemberMark:

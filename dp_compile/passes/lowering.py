@@ -69,15 +69,16 @@ def _lower(
     offsets: Sequence[int],
     numel: int,
     zero_gaps: bool = False,
+    dtype: Any = None,
 ) -> Any:
     places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
     node = inductor.graph_being_lowered().current_node
-    if len(gradients) == 1 and scales[0] == 1.0 and places[0].numel == numel:
+    device, dtype = gradients[0].get_device(), dtype or gradients[0].get_dtype()
+    if len(gradients) == 1 and scales[0] == 1.0 and places[0].numel == numel and gradients[0].get_dtype() == dtype:
         whole = _own_memory(node, gradients[0], places[0])
         if whole is not None:
             _tell(node, 0, None)
             return whole
-    device, dtype = gradients[0].get_device(), gradients[0].get_dtype()
     bucket = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
     storage = ir.StorageBox(bucket)
     for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
@@ -85,12 +86,13 @@ def _lower(
             layout = ir.FixedLayout(device, dtype, list(place.shape), list(place.stride), place.offset)
             part = ir.ReinterpretView(data=storage, layout=layout)
             own = _is_own(node, position, _storage_of(gradient))
-            if scale == 1.0 and own and _can_be_moved(gradient, part):
+            cast = gradient.get_dtype() != dtype
+            if scale == 1.0 and own and not cast and _can_be_moved(gradient, part):
                 bucket.inputs.append(_move(gradient, part))
                 _tell(node, position, None)
             else:
-                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale), part))
-                _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1))
+                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype), part))
+                _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1, cast=cast))
     for offset, gap in gaps_of(places, numel) if zero_gaps else ():
         layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
         zeros = inductor.lower_zeros([gap], device, dtype)
@@ -115,7 +117,9 @@ def _lower_assembly(pieces: Sequence[Any]) -> Any:
         layout = ir.FixedLayout(device, dtype, [size], [1], sum(sizes[:number]))
         part = ir.ReinterpretView(data=storage, layout=layout)
         fits = _is_a_bucket(piece, size) and set(node.args[0][number].users) == {node}
-        whole.inputs.append(_move(piece, part) if fits else ir.ConcatKernel.realize_into(_scaled(piece, 1.0), part))
+        whole.inputs.append(
+            _move(piece, part) if fits else ir.ConcatKernel.realize_into(_scaled(piece, 1.0, dtype), part)
+        )
     whole.name = graph.register_buffer(whole)
     whole.inputs = ir.ConcatKernel.unwrap_storage(whole.inputs)
     graph.register_operation(whole)
@@ -175,10 +179,14 @@ def _move(gradient: Any, part: Any) -> Any:
     return gradient.data.data
 
 
-def _scaled(gradient: Any, scale: float) -> Any:
-    """A gradient times `scale`, computed by whoever reads it."""
+def _scaled(gradient: Any, scale: float, dtype: Any) -> Any:
+    """A gradient times `scale`, rounded to `dtype`, computed by whoever reads it."""
     if scale != 1.0:
-        return inductor.lower_multiplication(gradient, scale)
+        gradient = inductor.lower_multiplication(gradient, scale)
+    if gradient.get_dtype() != dtype:
+        return inductor.lower_cast(gradient, dtype)
+    if scale != 1.0:
+        return gradient
     return ir.Pointwise.create(
         device=gradient.get_device(),
         dtype=gradient.get_dtype(),
@@ -187,12 +195,13 @@ def _scaled(gradient: Any, scale: float) -> Any:
     )
 
 
-def _why_copied(gradient: Any, *, own: bool, alone: bool) -> str | None:
+def _why_copied(gradient: Any, *, own: bool, alone: bool, cast: bool) -> str | None:
     """Why reading a gradient is not a part of the kernel that computes it; `None` if it is.
 
     Args:
         own: whether the gradient serves nobody but the bucket.
         alone: whether the bucket has this member only.
+        cast: whether the bucket has another dtype.
     """
     buffer = _storage_of(gradient).data
     if not isinstance(buffer, ir.Buffer):
@@ -207,6 +216,8 @@ def _why_copied(gradient: Any, *, own: bool, alone: bool) -> str | None:
         return None  # Generated code, which the reading is fused with.
     if not own:
         return f"the result of {_operator(buffer)} is used in another place too"
+    if cast:
+        return f"{_operator(buffer)} does not round to another dtype"
     return f"{_operator(buffer)} writes with other strides, or does not take a factor"
 
 

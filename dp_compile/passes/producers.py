@@ -59,6 +59,19 @@ def _stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> t
         return None
 
 
+def before_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """What a node was cast from, if that has a dtype already and nobody else wants the cast: nothing was lost by it.
+
+    A gradient that was computed in bfloat16 and cast to the parameter's float32 goes back to bfloat16 for the network.
+    """
+    if node.target not in _CASTS or node.users or not node.meta["val"].is_floating_point():
+        return node
+    source = node.all_input_nodes[0]
+    was, now = source.meta["val"], node.meta["val"]
+    wider = torch.promote_types(was.dtype, now.dtype) == now.dtype
+    return source if was.dtype == dtype and wider and was.stride() == now.stride() else node
+
+
 def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
     """Let a node that serves one user at most compute `factor` times what it did. Returns whether it does now."""
     if factor == 1.0:
@@ -116,6 +129,7 @@ _SCATTERED: Final[dict[Any, int]] = {
     aten._unsafe_index_put.default: 2,
     aten._unsafe_masked_index_put_accumulate.default: 3,
 }
+_CASTS: Final = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _FOLDS: Final[dict[Any, Callable[[fx.Node, float, edit.Provenance], bool]]] = {
     aten.mm.default: _scale_product,
     aten.bmm.default: _scale_product,

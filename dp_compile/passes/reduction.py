@@ -38,8 +38,11 @@ TensorT = TypeVar("TensorT")
 class Ops(Protocol[TensorT]):
     """What a reduction is made of: nodes in a graph, or tensors at once."""
 
-    def fill(self, members: Sequence[int], numel: int, scale: float) -> TensorT:
-        """A tensor of `numel` elements with some members of the bucket, by number, at their places, times `scale`."""
+    def fill(self, members: Sequence[int], numel: int, scale: float, dtype: torch.dtype | None) -> TensorT:
+        """A tensor of `numel` elements with some members of the bucket, by number, at their places, times `scale`.
+
+        In `dtype`, if that is another one than the gradients'.
+        """
 
     def launch(self, stage: Stage, tensors: Sequence[TensorT]) -> Any:
         """Start the collective of a stage over all tensors of a bucket."""
@@ -47,23 +50,36 @@ class Ops(Protocol[TensorT]):
     def wait(self, launched: Any) -> list[TensorT]:
         """What a stage made of the tensors."""
 
+    def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
+        """A reduced tensor in the gradients' dtype, times `scale`."""
+
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
     """Reduce a bucket. Pauses behind each launch: whoever runs it says when it goes on to wait.
 
     Returns the reduced tensors that `bucket.places()` speaks of.
     """
-    reduction = bucket.key.reduction
+    reduction, dtype = bucket.key.reduction, dtype_of(bucket.key.dtype)
+    wire = None if reduction.wire is None else dtype_of(reduction.wire)
     sharing: list[list[int]] = [[] for _ in bucket.tensor_numels]
     for number, place in enumerate(bucket.places()):
         sharing[place.tensor].append(number)
     sizes = zip(sharing, bucket.tensor_numels, strict=True)
-    tensors = [ops.fill(members, numel, reduction.scale) for members, numel in sizes]
+    tensors = [ops.fill(members, numel, reduction.scale, wire) for members, numel in sizes]
     for stage in reduction.stages:
         launched = ops.launch(stage, tensors)
         yield
         tensors = ops.wait(launched)
+    if wire is not None or reduction.post_scale != 1.0:
+        tensors = [ops.restore(tensor, reduction.post_scale, dtype) for tensor in tensors]
     return tensors
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype that a plan calls so."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
@@ -94,41 +110,47 @@ class EagerOps:
     device: torch.device
     launching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    work: dist.Work | None = None
+    """The collective that was launched last."""
+    is_waited_for: bool = False
+    """Whether who goes on knows already that it has ended."""
 
-    def fill(self, members: Sequence[int], numel: int, scale: float) -> torch.Tensor:
+    def fill(self, members: Sequence[int], numel: int, scale: float, dtype: torch.dtype | None) -> torch.Tensor:
         places = list(self.bucket.places())
         given = [self._given(number) for number in members]
         strides = [step for number in members for step in self.bucket.members[number].gradient.stride]
         offsets = [places[number].offset for number in members]
-        filled: torch.Tensor = FLAT_BUCKET(given, [scale] * len(given), strides, offsets, numel)
+        filled: torch.Tensor = FLAT_BUCKET(given, [scale] * len(given), strides, offsets, numel, False, dtype)
         return filled
 
     def _given(self, number: int) -> torch.Tensor:
         member, source = self.bucket.members[number], self.sources[number]
         if source is None:
-            dtype = getattr(torch, self.bucket.key.dtype)
-            return torch.zeros((), dtype=dtype, device=self.device).expand(member.shape)
+            return torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device).expand(member.shape)
         return source if member.rows is None else source[slice(*member.rows)]
 
     def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], dist.Work]:
         group, reduce_op = distributed.group_of_name(stage.group), REDUCE_OPS[stage.reduce_op]
-        work: dist.Work | None
         with self.launching():
             if len(tensors) == 1:
-                work = dist.all_reduce(tensors[0], op=reduce_op, group=group, async_op=True)
+                self.work = dist.all_reduce(tensors[0], op=reduce_op, group=group, async_op=True)
             else:
                 # torch deprecates its function for this, but neither the group's method nor the op that calls it.
                 options = dist.AllreduceCoalescedOptions()
                 options.reduceOp, options.asyncOp = dist.ReduceOp(reduce_op), True
-                work = group.allreduce_coalesced(list(tensors), options)
-        assert work is not None
-        return tensors, work
+                self.work = group.allreduce_coalesced(list(tensors), options)
+        assert self.work is not None
+        return tensors, self.work
 
     def wait(self, launched: tuple[Sequence[torch.Tensor], dist.Work]) -> list[torch.Tensor]:
         tensors, work = launched
-        with self.waiting():
-            work.wait()
+        if not self.is_waited_for:
+            with self.waiting():
+                work.wait()
         return list(tensors)
+
+    def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+        return tensor.to(dtype).mul_(scale)
 
 
 def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:

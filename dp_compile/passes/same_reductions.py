@@ -27,7 +27,7 @@ from dp_compile.fx.elements import Elements, Run
 from dp_compile.fx.printer import op_name
 from dp_compile.fx.storages import Storage, storages_of, written_by
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
-from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
+from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, dtype_of, match
 from dp_compile.plan.buckets import BucketPlan
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -48,9 +48,10 @@ class _Reduced(NamedTuple):
 
 
 class _Cast(NamedTuple):
-    """A source: another one in another dtype."""
+    """A source: another one, which was of dtype `was`, in another dtype."""
 
     source: int
+    was: torch.dtype
     dtype: torch.dtype
 
 
@@ -357,13 +358,20 @@ class _Walk:
         return self._as_dtype(given, source.dtype, target.dtype)
 
     def _as_dtype(self, given: Elements, old: torch.dtype, new: torch.dtype) -> Elements:
-        return given if old == new else self._each(given, lambda source: _Cast(source, new))
+        return given if old == new else self._each(given, lambda source: self._cast(source, old, new))
 
-    def _each(self, given: Elements, key: Callable[[int], Any]) -> Elements:
+    def _cast(self, source: int, old: torch.dtype, new: torch.dtype) -> int:
+        key = self.sources.key(source)
+        # There and back, through a dtype that holds every number of the first: as if there had been no cast.
+        if isinstance(key, _Cast) and key.was == new and torch.promote_types(key.was, key.dtype) == key.dtype:
+            return key.source
+        return self.sources.number(_Cast(source, old, new))
+
+    def _each(self, given: Elements, number: Callable[[int], int]) -> Elements:
         """Something that is done to each element by itself."""
         gap = self.sources.number(_GAP)
         return elements.joined(
-            (run if run.source == gap else replace(run, source=self.sources.number(key(run.source))),) for run in given
+            (run if run.source == gap else replace(run, source=number(run.source)),) for run in given
         )
 
     def real(self, node: fx.Node) -> Elements | None:
@@ -412,10 +420,12 @@ class _Walk:
             return None
         for run in given:
             self.gradients.setdefault(self.sources.root(run.source), (found.replica, found.index))
-        reduced = tuple(run.times(planned.scale) for run in given)
+        dtype = node.meta["val"].dtype
+        wire = dtype if planned.wire is None else dtype_of(planned.wire)
+        reduced = self._as_dtype(tuple(run.times(planned.scale) for run in given), dtype, wire)
         for stage in planned.stages:
-            reduced = self._reduce(reduced, stage.group, stage.reduce_op, node.meta["val"].dtype)
-        return reduced
+            reduced = self._reduce(reduced, stage.group, stage.reduce_op, wire)
+        return tuple(run.times(planned.post_scale) for run in self._as_dtype(reduced, wire, dtype))
 
     def all_reduce(self, node: fx.Node) -> Any:
         what, reduce_op, group = node.args[:3]
@@ -448,8 +458,9 @@ class _Walk:
         ):
             given = self.elements_of(member)
             there = None if given is None else elements.in_memory(given, place.shape, place.stride)
-            if there is None or place.offset < at or member.meta["val"].dtype != node.meta["val"].dtype:
+            if there is None or place.offset < at:
                 return None
+            there = self._as_dtype(there, member.meta["val"].dtype, node.meta["val"].dtype)
             parts += [elements.whole(gap, place.offset - at), tuple(run.times(float(scale)) for run in there)]
             at = place.offset + place.numel
         return elements.joined([*parts, elements.whole(gap, int(str(numel)) - at)])

@@ -38,7 +38,7 @@ class BucketKey(NamedTuple):
     device: str
 
     def __str__(self) -> str:
-        return f"{self.dtype} {self.device} {self.reduction.reduce_op}"
+        return f"{self.dtype} {self.device} {self.reduction}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, without names of groups."""
@@ -54,7 +54,7 @@ class GradientSpec:
     """What a plan needs to know of one gradient.
 
     `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
-    bucket keeps the parameter's memory order).
+    bucket keeps the parameter's memory order), `itemsize` the bytes of an element in a bucket, on the wire.
     """
 
     index: int

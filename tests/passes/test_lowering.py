@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
-from dp_compile.plan.reduction import mean
+from dp_compile.plan.reduction import Averaging, mean
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import Block, GPTConfig
 
@@ -206,7 +205,7 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
 @pytest.fixture
 def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL: gradients are reduced as they are."""
-    monkeypatch.setattr(sys.modules["dp_compile.modules.meeting"], "mean", lambda group, *_: mean(group, "nccl", 2))
+    monkeypatch.setattr(Averaging, "reduction", lambda _, group, *__: mean(group, "nccl", 2))
 
 
 @pytest.mark.usefixtures("fake_group", "averaging_in_the_collective")

@@ -1,0 +1,249 @@
+"""Gradients that travel in another dtype, and what they are divided by."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import AOT, batch, compile_whole, mlp, not_compiled
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.plan.reduction import Averaging, before_the_sum
+from dp_compile.testing.ranks import Ranks
+
+FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+HOOKS = {FP16: default_hooks.fp16_compress_hook, BF16: default_hooks.bf16_compress_hook}
+
+
+class Net(nn.Module):
+    """One of its parameters is used by every other rank only, another one is complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.spare = mlp(), nn.Linear(6, 6)
+        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layers(x)
+        if dist.get_rank() % 2:
+            x = x + self.spare(x)
+        return torch.view_as_real(torch.view_as_complex(x.view(-1, 3, 2)) * self.turn).reshape(x.shape)
+
+
+WAYS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
+    "captured": (compile_whole, {}),
+    "inductor": (torch.compile, {"backend": "inductor"}),
+    "eager hooks": (compile_whole, {}),
+    "torch's reducer": (not_compiled, {}),
+}
+
+
+def run_wire(way: str, wire: torch.dtype, given: str, unused: bool) -> tuple[dict[str, int], str]:
+    """As torch's DDP with its compressing hook, bit by bit, two steps with an accumulation each."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    build = Net if unused else mlp
+    model = build()
+    theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=unused, bucket_cap_mb=100)
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        # torch's own would round real and imaginary parts too.
+        return (default_hooks.allreduce_hook if bucket.parameters()[0].is_complex() else HOOKS[wire])(state, bucket)
+
+    dist._register_comm_hook(theirs.reducer, None, hook)  # DDP itself refuses bfloat16 with gloo
+    compile_model, more = WAYS[way]
+    config = dp_compile.ReplicateConfig(**{"backend": "aot_eager", "find_unused_parameters": unused} | more)
+    policy = MixedPrecisionPolicy(reduce_dtype=wire) if given == "policy" else None
+    dp_compile.replicate(model, config=config, mp_policy=policy)
+    if given != "policy":
+        wrapper = {FP16: default_hooks.fp16_compress_wrapper, BF16: default_hooks.bf16_compress_wrapper}[wire]
+        model.register_comm_hook(None, HOOKS[wire] if given == "hook" else wrapper(default_hooks.allreduce_hook))
+    ours = compile_model(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, theirs)]
+    for step in range(2):
+        for micro in range(2):
+            for run, local in ((ours, dp_compile.no_sync(model)), (theirs, theirs.no_sync())):
+                with local if micro == 0 else nullcontext():
+                    with torch.autograd.detect_anomaly(check_nan=False) if way == "eager hooks" else nullcontext():
+                        run(batch(2 * step + micro)).square().mean().backward()
+        for (name, one), other in zip(model.named_parameters(), theirs.module.parameters(), strict=True):
+            assert one.grad is not None, name
+            assert one.grad.dtype == one.dtype
+            if one.is_complex():  # divided as such by torch
+                torch.testing.assert_close(one.grad, other.grad)
+            elif way == "inductor":  # products and sums in another order, which may round to another neighbour
+                torch.testing.assert_close(one.grad, other.grad, rtol=2 * torch.finfo(wire).eps, atol=1e-5)
+            else:
+                assert torch.equal(one.grad, other.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = dp_compile.report(model)
+    dp_compile.unreplicate(model)
+    return dict(found.backwards), str(found.plan)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    ("way", "wire", "given", "unused"),
+    [
+        ("captured", BF16, "policy", False),
+        ("captured", BF16, "policy", True),
+        ("captured", FP16, "hook", False),
+        ("captured", BF16, "wrapper", False),
+        ("inductor", BF16, "hook", False),
+        ("eager hooks", BF16, "policy", False),
+        ("eager hooks", FP16, "policy", True),
+        ("torch's reducer", BF16, "policy", False),
+        ("torch's reducer", FP16, "hook", False),
+    ],
+)
+def test_gradients_travel_in_another_dtype(ranks: Ranks, way: str, wire: torch.dtype, given: str, unused: bool) -> None:
+    for backwards, plan in ranks.run(run_wire, way, wire, given, unused):
+        expected = {"eager hooks": "eager hooks", "torch's reducer": "torch reducer"}.get(way, "captured")
+        assert backwards[expected] == 2
+        assert f"float32 cpu sum in {str(wire).removeprefix('torch.')}" in plan
+        assert ("complex" in plan or "turn" in plan) is unused
+
+
+# --- what is divided ------------------------------------------------------------------------------------------------
+
+
+def run_factors(way: str, options: dict[str, float], then: float | None) -> float:
+    """By how much the sum of the gradients is larger than what comes out."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = mlp().double()
+    x = batch(0).double()
+    (total,) = torch.autograd.grad(model(x).sum(), model[0].weight)
+    dist.all_reduce(total)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
+    run = WAYS[way][0](model)
+    run(x).sum().backward()
+    if then is not None:
+        model.zero_grad()
+        model.set_gradient_divide_factor(then)
+        run(x).sum().backward()
+    found = float((total / model[0].weight.grad).mean())
+    dp_compile.unreplicate(model)
+    return found
+
+
+@pytest.mark.parametrize("way", ["captured", "torch's reducer"])
+@pytest.mark.parametrize(
+    ("options", "then", "expected"),
+    [
+        ({"gradient_divide_factor": 5.0}, None, 5.0),
+        ({"gradient_predivide_factor": 3.0}, None, None),
+        ({"gradient_divide_factor": 7.0, "gradient_predivide_factor": 2.0}, None, 7.0),
+        ({}, 12.0, 12.0),
+    ],
+)
+def test_divide_factors(
+    ranks: Ranks, way: str, options: dict[str, float], then: float | None, expected: float | None
+) -> None:
+    for found in ranks.run(run_factors, way, options, then):
+        assert found == pytest.approx(expected or ranks.world_size, rel=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 12, 64, 1000])
+def test_float16_is_divided_as_fsdp_does(world_size: int) -> None:
+    class Group:
+        def size(self) -> int:
+            return world_size
+
+    before, after, *_ = _get_gradient_divide_factors(Group(), None, FP16)  # type: ignore[arg-type]
+    assert before_the_sum(world_size) == before
+    found = Averaging().reduction("0", "nccl", world_size, "float16")
+    assert (found.scale, found.post_scale) == (1 / before, 1 / after)
+
+
+def run_large(value: float) -> tuple[float, float]:
+    model = nn.Linear(1, 1, bias=False).half()
+    dp_compile.replicate(model, config=AOT)
+    torch.compile(model, backend="aot_eager")(torch.full((1, 1), value, dtype=FP16)).sum().backward()
+    plain = torch.full((1,), value, dtype=FP16)
+    dist.all_reduce(plain)
+    found = float(model.weight.grad)
+    dp_compile.unreplicate(model)
+    return found, float(plain)
+
+
+def test_a_sum_that_does_not_fit_into_float16(ranks: Ranks) -> None:
+    for found, plain in ranks.run(run_large, 40_000.0):
+        assert plain == float("inf")
+        assert found == 40_000.0
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduce_dtype": torch.int8}, "reduce_dtype must be one of torch.float16, .*, got torch.int8"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype must be one of torch.float16, .*, got 'bf16'"),
+        ({"gradient_divide_factor": 0}, "gradient_divide_factor must be > 0, got 0"),
+        ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor must be finite, got inf"),
+        ({"gradient_predivide_factor": float("nan")}, "gradient_predivide_factor must be > 0, got nan"),
+    ],
+)
+def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=message):
+        dp_compile.ReplicateConfig(**options)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_policies_that_are_not_allowed() -> None:
+    for policy, message in [
+        (
+            MixedPrecisionPolicy(param_dtype=BF16),
+            r"mp_policy.param_dtype must be None, got torch.bfloat16: .*autocast",
+        ),
+        (MixedPrecisionPolicy(output_dtype=F32), "mp_policy.output_dtype must be None"),
+        (BF16, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"),
+    ]:
+        with pytest.raises(dp_compile.ConfigError, match=message):
+            dp_compile.replicate(mlp(), mp_policy=policy)
+    model = dp_compile.replicate(mlp(), config=AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
+    with pytest.raises(dp_compile.ConfigError, match="Sequential has reduce_dtype: a comm hook would say otherwise"):
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    with pytest.raises(dp_compile.ConfigError, match="must be a finite number > 0, got 0"):
+        model.set_gradient_divide_factor(0)
+
+
+def run_different(what: str) -> str:
+    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=10)
+    first, error = dist.get_rank() == 0, ""
+    model = mlp()
+    try:
+        dp_compile.replicate(
+            model,
+            config=config,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16 if what == "policy" and first else None),
+        )
+        if what == "hook":
+            model.register_comm_hook(None, HOOKS[BF16 if first else FP16])
+        if what == "factor":
+            model.set_gradient_divide_factor(2.0 if first else 3.0)
+    except dp_compile.DesyncError as found:
+        error = str(found)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("what", "said"), [("policy", "reduce_dtype"), ("hook", "comm hook"), ("factor", "divide factor")]
+)
+def test_ranks_that_differ(ranks: Ranks, what: str, said: str) -> None:
+    for error in ranks.run(run_different, what):
+        assert said in error
