@@ -41,7 +41,7 @@ from dp_compile.plan.certificate import robust_partition
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import ReadyGradient
 from dp_compile.plan.partition import optimal_partition
-from dp_compile.plan.reduction import scaled_sum
+from dp_compile.plan.reduction import mean
 from dp_compile.plan.words import BYTES_PER_MB, format_bytes
 from dp_compile.testing.recording import kernels_called
 from dp_compile.train.gpt import GPT, Block, GPTConfig
@@ -82,7 +82,7 @@ def planning_ms(count: int, keys: int) -> tuple[float, float, float]:
 def _spec(index: int, shape: tuple[int, ...], key: int = 0) -> GradientSpec:
     stride = torch.empty(shape, device="meta").stride()
     dtype = ("float32", "int32")[key]
-    return GradientSpec(index, f"p{index}", shape, stride, 4, BucketKey(scaled_sum("0", 2), dtype, "cpu"))
+    return GradientSpec(index, f"p{index}", shape, stride, 4, BucketKey(mean("0", "gloo", 2), dtype, "cpu"))
 
 
 def _best_ms(call: Callable[[], Any]) -> float:

@@ -263,7 +263,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
             f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
         )
     if isinstance(owner, Replica):
-        _agree(owner, {"comm hook": made.name})
+        _agree(owner, {"comm hook": made.name}, "register_comm_hook()")
         if made.averaging is not None:
             assert owner.average_by is not None
             owner.average_by(made.averaging)
@@ -297,7 +297,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         raise ModuleError(f"{name} starts with its first forward. Pass ReplicateConfig(gradient_divide_factor=...).")
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
-    _agree(owner, {"gradient divide factor": float(factor)})
+    _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     assert owner.average_by is not None
     owner.average_by(replace(owner.group.averaging, divide_by=float(factor)))
     if owner.reducer is not None:  # it has what it was made with
@@ -305,10 +305,10 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         owner.reducer = None
 
 
-def _agree(replica: Replica, statement: Statement) -> None:
+def _agree(replica: Replica, statement: Statement, call: str) -> None:
     table = table_of(replica.group, replica.config.timeout_s)
     if table is not None:
-        agree(table, meeting(replica, "options"), statement)
+        agree(table, meeting(replica, call), statement, call=call)
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:

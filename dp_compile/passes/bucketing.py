@@ -34,7 +34,7 @@ from dp_compile.fx import collectives, edit
 from dp_compile.passes.analysis import MemberMark, analyse
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.pieces import is_left_over, rows_of
-from dp_compile.passes.producers import before_cast, fold_factor, is_view, without_views
+from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_view, without_views
 from dp_compile.passes.reduction import GradReduction, finished, reduce_bucket
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
@@ -195,9 +195,10 @@ class _GraphOps:
             gradient, rows = part.member.gradient, part.member.rows
             if rows is None:
                 source, stride = without_views(part.reduction.grad, gradient.stride)
+                if dtype is not None:
+                    source, stride = without_views(before_cast(source, dtype), stride)
             else:
                 source, stride = rows_of(part.reduction, gradient, rows, provenance)
-            source = source if dtype is None else before_cast(source, dtype)
             folded = self.site.folds and fold_factor(source, scale, provenance)
             sources.append(source)
             scales.append(1.0 if folded else scale)
@@ -239,7 +240,7 @@ def _erase(node: fx.Node) -> None:
     """Erase a reduction, and what nobody but it was made for: views, and a product that is computed in blocks."""
     inputs = node.all_input_nodes[:1]
     node.graph.erase_node(node)
-    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_left_over(inputs[0])):
+    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_cast(inputs[0]) or is_left_over(inputs[0])):
         _erase(inputs[0])
 
 

@@ -64,12 +64,16 @@ def before_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
     A gradient that was computed in bfloat16 and cast to the parameter's float32 goes back to bfloat16 for the network.
     """
-    if node.target not in _CASTS or node.users or not node.meta["val"].is_floating_point():
+    if not is_cast(node) or len(node.users) > 1:
         return node
     source = node.all_input_nodes[0]
-    was, now = source.meta["val"], node.meta["val"]
-    wider = torch.promote_types(was.dtype, now.dtype) == now.dtype
-    return source if was.dtype == dtype and wider and was.stride() == now.stride() else node
+    was, now = source.meta["val"].dtype, node.meta["val"].dtype
+    return source if was == dtype and torch.promote_types(was, now) == now else node
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether a node is its input in another dtype."""
+    return node.op == "call_function" and node.target in _CASTS
 
 
 def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:

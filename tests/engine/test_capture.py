@@ -9,6 +9,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
 from dp_compile._torch import autograd, compiler
+from dp_compile.engine import compilation
 from dp_compile.insight.report import Report
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -418,6 +420,19 @@ class Fuse(torch.autograd.Function):
         if Fuse.fail:
             raise ValueError("blown")
         return grad
+
+
+def test_a_reduction_that_the_captured_graph_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody knows how to make Dynamo lose one; what it traced is counted all the same."""
+    found_in = compilation.reductions_in
+
+    def one_less(graph: torch.fx.Graph) -> Any:
+        return found_in(graph) - Counter({(0, 1): 1})
+
+    monkeypatch.setattr(compilation, "reductions_in", one_less)
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    with pytest.raises(dp_compile.ReductionError, match=r"captured backward reduces 0\.bias 0 times, expected once"):
+        torch.compile(model, backend="aot_eager")(batch()).sum().backward()
 
 
 def test_exception_in_the_middle_of_a_backward() -> None:

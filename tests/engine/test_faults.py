@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 
 import dp_compile
 from dp_compile._torch import distributed
+from dp_compile.engine import monitor
 from dp_compile.engine.monitor import _occupation
 from dp_compile.engine.progress import COMPILING, Answers, Standing, View, Word, explain
 from dp_compile.testing.ranks import Ranks
@@ -240,6 +242,24 @@ def test_the_monitor_names_who_is_waited_for(survivors: Ranks) -> None:
     assert "rank 1 is waited for in bucket 0 of 3 (2.bias .. 2.weight)" in text
     assert " in wait_for" in text
     assert not nothing
+
+
+def test_a_warning_each_time_the_wait_has_doubled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By another clock than the machine's, which may be late."""
+    watched, now_s = monitor.Watched([]), 0.0
+    watched._replicas = (SimpleNamespace(config=SimpleNamespace(monitor_after_s=1.0)),)  # type: ignore[assignment]
+    watched._since_s = 0.0
+    monkeypatch.setitem(monitor._backwards, watched.thread, watched)
+    monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(monitor._monitor, "ask_now", lambda others: {})
+    for name, nothing in (("others", ()), ("describe", "")):
+        monkeypatch.setattr(monitor.Watched, name, lambda *_, nothing=nothing: nothing)
+    for tick in range(40):
+        now_s = 0.5 * tick
+        watched.warn_if_stuck()
+    assert [record.args[0] for record in caplog.records if record.args] == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
 # --- where processes die ----------------------------------------------------------------------------------------

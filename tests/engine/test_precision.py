@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from beside import AOT, batch, compile_whole, mlp, not_compiled
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
@@ -247,3 +248,24 @@ def run_different(what: str) -> str:
 def test_ranks_that_differ(ranks: Ranks, what: str, said: str) -> None:
     for error in ranks.run(run_different, what):
         assert said in error
+
+
+# --- in the graph ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("autocast", [True, False])
+def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket(autocast: bool) -> None:
+    """Under autocast a product is bfloat16 and was cast for the parameter; else CPUs have no product that rounds."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
+    with torch.autocast("cpu", BF16, enabled=autocast):
+        loss = torch.compile(model)(torch.randn(16, 64)).square().mean()
+    with inductor_config.patch(fx_graph_cache=False):  # the record is made with the code
+        loss.backward()
+    text = str(dp_compile.report(model))
+    assert ("addmm.out does not round to another dtype" in text) is not autocast
+    assert ("computed in their buckets: 99.6%" in text) is autocast
+    assert text.count("  copied ") == (1 if autocast else 2)
+    dp_compile.unreplicate(model)
