@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from parity import compare
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -88,11 +89,13 @@ class FuzzCase:
     """It is set after `replicate`."""
     split: bool = False
     """The head is replicated apart: two modules in each backward."""
+    wire: str = ""
+    """The dtype in which gradients travel, of `WIRES`."""
     seed: int = 0
 
     @property
     def coarsest(self) -> str:
-        dtypes = {"bfloat16" if self.autocast else "float32", *(block.dtype for block in self.blocks)}
+        dtypes = {"bfloat16" if self.autocast or self.wire else "float32", *(block.dtype for block in self.blocks)}
         return "bfloat16" if "bfloat16" in dtypes else "float32"
 
 
@@ -438,6 +441,8 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "no passes": {"passes": ()},
 }
 
+WIRES: dict[str, Any] = {"bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
+
 
 # --- running a case ---------------------------------------------------------------------------------------------
 
@@ -451,6 +456,8 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     for model in (twin,) if case.hooks_late else (twin, stack):
         _set_hooks(case, model)
     theirs = TorchDDP(twin, find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers)
+    if case.wire:
+        dist._register_comm_hook(theirs.reducer, None, WIRES[case.wire])  # DDP itself refuses bfloat16 with gloo
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
         exits.callback(dp_compile.unreplicate, stack)
@@ -475,6 +482,7 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         find_unused_parameters=case.find_unused,
         broadcast_buffers=case.broadcast_buffers,
         check_reductions=case.check_reductions,
+        reduce_dtype=getattr(torch, case.wire) if case.wire else None,
     )
     if case.wrapper:
         return dp_compile.DistributedDataParallel(stack, config=config, **BUCKETS[case.buckets])

@@ -13,7 +13,7 @@ from collections import Counter
 
 import fuzzing
 import pytest
-from fuzzing import BUCKETS, COMPILED, FAULTS, HOOKS, KINDS, BlockSpec, FuzzCase, Micro, Step
+from fuzzing import BUCKETS, COMPILED, FAULTS, HOOKS, KINDS, WIRES, BlockSpec, FuzzCase, Micro, Step
 from hypothesis import Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
@@ -98,6 +98,7 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         hooks_late=draw(st.booleans()),
         # A module that is left out as a whole, on one rank, is an error.
         split=not (wrapper or find_unused) and draw(st.booleans()),
+        wire=draw(st.sampled_from(["", "", "", *WIRES])),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -121,7 +122,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         assert not any(outcome.difference for outcome in outcomes), [outcome.difference for outcome in outcomes]
         met.update({case.compiled, case.buckets, outcomes[0].mode, *(block.kind for block in case.blocks)})
         met.update(outcomes[0].backwards.keys())
-        met.update({case.hook or "no hook", "split" if case.split else "whole"})
+        met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
         if next(numbers) % CASES_PER_POOL == 0:
             ranks.stop()  # the next case starts new processes
 
