@@ -50,6 +50,22 @@ class Residual(nn.Module):
         return out
 
 
+class TwoKeys(nn.Module):
+    """Gradients of two dtypes: they are never in one bucket."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half, self.full = nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.full(self.half(x.bfloat16()).float())
+        return out
+
+
+def two_keys() -> Subject:
+    return TwoKeys(), torch.randn(8, 32)
+
+
 def mlp() -> Subject:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.GELU()))), torch.randn(8, 64)
 
@@ -137,6 +153,8 @@ SMALL = MappingProxyType(
         "kept": Case(tied, config=_capped(2_000), backwards=2),
         "unused": Case(unused, config={**_capped(2_000), "unused_parameters": "zeros"}),
         "coalesced": Case(mlp, config=COALESCED),
+        "ddp": Case(mlp, config={"strategy": "ddp", **_capped(31_457)}),
+        "two-keys-bf16": Case(two_keys),
         "padded": Case(padded, settings=PADDED),
         "mixed": Case(norms, runs=False, mix_order_reduction=True),
         "not-mixed": Case(norms, runs=False),
