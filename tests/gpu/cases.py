@@ -55,10 +55,10 @@ class TwoKeys(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.half, self.full = nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32)
+        self.low, self.full = nn.Linear(32, 32, dtype=torch.bfloat16), nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.full(self.half(x.bfloat16()).float())
+        out: torch.Tensor = self.full(self.low(x.bfloat16()).float())
         return out
 
 
@@ -116,7 +116,8 @@ class Case:
         config: options of `ReplicateConfig`.
         settings: of Inductor, by their names in torch's config.
         reduce_op: `avg` as with NCCL, `sum` as with backends that cannot average.
-        backwards: so many, each onto the gradients of those before.
+        backwards: so many.
+        keeps: whether each adds to the gradients of those before.
         runs: whether the code is run too, in the interpreter, beside eager CPU code.
         plants: whether faults are planted in the code, each of which has to be found.
         mix_order_reduction: torch's default, which our compile switches off.
@@ -129,6 +130,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     reduce_op: str = "avg"
     backwards: int = 1
+    keeps: bool = True
     runs: bool = True
     plants: bool = False
     mix_order_reduction: bool = False
@@ -140,6 +142,7 @@ def _capped(nbytes: int) -> dict[str, Any]:
 
 
 COALESCED = {"strategy": "coalesced", "cost": AllReduceCost(1.0, 1e-9)}
+AS_DDP = {"strategy": "ddp", "bucket_cap_mb": 0.03}
 PADDED = {"shape_padding": True, "force_shape_pad": True}
 
 SMALL = MappingProxyType(
@@ -153,7 +156,9 @@ SMALL = MappingProxyType(
         "kept": Case(tied, config=_capped(2_000), backwards=2),
         "unused": Case(unused, config={**_capped(2_000), "unused_parameters": "zeros"}),
         "coalesced": Case(mlp, config=COALESCED),
-        "ddp": Case(mlp, config={"strategy": "ddp", **_capped(31_457)}),
+        "ddp": Case(
+            mlp, config={"strategy": "ddp", "bucket_cap_mb": 31_457 / 2**20}, backwards=2, keeps=False, runs=False
+        ),
         "two-keys-bf16": Case(two_keys),
         "padded": Case(padded, settings=PADDED),
         "mixed": Case(norms, runs=False, mix_order_reduction=True),

@@ -191,6 +191,8 @@ def result_of(case: cases.Case) -> dict[str, Any]:
         replicate_without_values(model, dp_compile.ReplicateConfig(**options))
         compiled = torch.compile(Squared(model))
         for _ in range(case.backwards):
+            if not case.keeps:
+                model.zero_grad()
             compiled(x).backward()
     record = dp_compile.report(model)
     backwards = [code for code in run.codes if "all_reduce_" in code]

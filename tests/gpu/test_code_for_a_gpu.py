@@ -30,6 +30,8 @@ RESULTS = [
     *(pytest.param("small", name, id=name) for name in cases.SMALL),
     *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in cases.LARGE),
 ]
+# Padded products, rows in half precision, a factor apart from the product as torch's DDP has it, cuDNN's own memory.
+COPYING = ("padded", "embedding-bf16", "gpt-flash-bf16", "ddp", "residual", "residual-coalesced")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
@@ -137,7 +139,7 @@ def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None
     for text in result["codes"][:1]:  # a later one may be another graph, and the record is of the last
         code = read_code(text)
         assert set(copies(result, code)) <= named
-    if result["name"] not in ("padded", "embedding-bf16", "gpt-flash-bf16", "residual", "residual-coalesced"):
+    if result["name"] not in COPYING:
         assert not named
 
 
