@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -10,6 +11,7 @@ import torch
 from dp_compile._torch.missing import named
 
 with named():
+    from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
     from torch.autograd import profiler as _profiler
     from torch.autograd.variable import Variable as _Variable
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -28,6 +30,16 @@ NO_GRAPH_TASK: Final = -1
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor has been changed in place."""
     return tensor._version
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a device, sizes and strides, and no values."""
+    return isinstance(tensor, _FakeTensor)
+
+
+def made_like(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Inside, new tensors are fake if this one is: a device that only fake tensors are on takes no other."""
+    return tensor.fake_mode if isinstance(tensor, _FakeTensor) else contextlib.nullcontext()
 
 
 class _Door(_Engine):  # type: ignore[misc]

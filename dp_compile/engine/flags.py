@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from dp_compile._torch import autograd
 from dp_compile.engine.agreement import exchange
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_in_backward
@@ -40,7 +41,8 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
             elements[index] = 1.0
         # Not the plan, which a first captured backward settles when its flags are made; `settling` compares plans.
         elements += more_elements(replica.topic, stepped=stepped, moved=moved)
-        flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
+        with autograd.made_like(replica.parameters[0]):
+            flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
         replica.flags_told = (key, flags)
     return replica.flags_told[1]
 

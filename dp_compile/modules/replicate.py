@@ -174,7 +174,7 @@ def replicate_without_values(
     bucket_policy: BucketPolicy | None = None,
     plan: BucketPlan | str | os.PathLike[str] | None = None,
 ) -> ModuleT:
-    """As `replicate`, for a module that may be on the meta device and stay there: its backwards compute nothing.
+    """As `replicate`, for a module that stays on the meta device, or of fake tensors: its backwards compute nothing.
 
     To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there. Arguments as
     of `replicate`.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dp_compile._torch import distributed
+from dp_compile._torch import autograd, distributed
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.replica import BufferPlace, Outline, ParameterPlace, owners
 from dp_compile.errors import ConfigError, ModuleError
@@ -122,7 +122,7 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
     """Refuse what cannot be replicated.
 
     Args:
-        needs_values: refuse the meta device too.
+        needs_values: refuse the meta device and fake tensors too.
         device: where the user says that the parameters are, if the user said it.
 
     Raises:
@@ -137,7 +137,7 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
     if needs_values:
         _check_values(target)
     _check_devices(target, device)
-    _check_kinds(target)
+    _check_kinds(target, fake_allowed=not needs_values)
 
 
 def device_of(given: int | torch.device, option: str) -> torch.device:
@@ -230,9 +230,12 @@ def _check_devices(target: Selection, device: torch.device | None) -> None:
             )
 
 
-def _check_kinds(target: Selection) -> None:
+def _check_kinds(target: Selection, *, fake_allowed: bool) -> None:
     for name, parameter in target.trainable.items():
-        if type(parameter.data) is not torch.Tensor and not isinstance(parameter.data, nn.Parameter):
+        plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
+        if autograd.is_fake(parameter):  # A parameter of a fake mode is one of torch's parameters too.
+            plain = fake_allowed
+        if not plain:
             raise ModuleError(f"{name} is a {type(parameter.data).__name__}; only plain tensors are supported.")
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")

@@ -89,7 +89,7 @@ def _lower(
             cast = gradient.get_dtype() != dtype
             if scale == 1.0 and own and not cast and _can_be_moved(gradient, part):
                 bucket.inputs.append(_move(gradient, part))
-                _tell(node, position, None)
+                _tell(node, position, _why_carried_over(gradient))
             else:
                 bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype), part))
                 _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1, cast=cast))
@@ -205,7 +205,7 @@ def _why_copied(gradient: Any, *, own: bool, alone: bool, cast: bool) -> str | N
     """
     buffer = _storage_of(gradient).data
     if not isinstance(buffer, ir.Buffer):
-        return None  # Not in memory yet: whoever reads it computes it.
+        return _why_carried_over(gradient)  # Not in memory yet: whoever reads it computes it.
     if isinstance(buffer, ir.InputBuffer):
         return "an input of the backward"
     if isinstance(buffer, (ir.ExternKernelAlloc, ir.MultiOutput)) and not (alone and own):
@@ -213,12 +213,34 @@ def _why_copied(gradient: Any, *, own: bool, alone: bool, cast: bool) -> str | N
     if buffer.get_name() in inductor.graph_being_lowered().mutated_buffers:
         return "filled in several steps"
     if isinstance(buffer, ir.ComputedBuffer):
-        return None  # Generated code, which the reading is fused with.
+        return _why_carried_over(gradient)  # Generated code, which the reading is fused with.
     if not own:
         return f"the result of {_operator(buffer)} is used in another place too"
     if cast:
         return f"{_operator(buffer)} does not round to another dtype"
     return f"{_operator(buffer)} writes with other strides, or does not take a factor"
+
+
+def _why_carried_over(gradient: Any) -> str | None:
+    """Why generated code only carries a gradient over from where it was computed; `None` if it computes something.
+
+    A product that Inductor padded, as it may on a GPU, is larger than the gradient; rows of an embedding in half
+    precision are added up in float32.
+    """
+    computed = _storage_of(gradient).data
+    computed = computed.data if isinstance(computed, ir.ComputedBuffer) else computed
+    count = computed.inner_fn_opcount() if isinstance(computed, ir.Pointwise) else None
+    if count is None or len(count.read_buffers) != 1 or not set(count.used_ops) <= {"load", "to_dtype"}:
+        return None
+    graph, (name,) = inductor.graph_being_lowered(), count.read_buffers
+    if name in graph.graph_inputs:
+        return "an input of the backward"
+    if name in graph.mutated_buffers:
+        return "filled in several steps"
+    source = graph.try_get_buffer(name)
+    if isinstance(source, (ir.ExternKernel, ir.MultiOutput)):
+        return f"cut out of, cast or cloned from the result of {_operator(source)}"
+    return None  # Generated code, which is fused with this.
 
 
 def _operator(buffer: Any) -> str:

@@ -9,6 +9,7 @@ from dp_compile.testing.checks import assert_exposed_below as assert_exposed_bel
 from dp_compile.testing.checks import assert_graph as assert_graph
 from dp_compile.testing.checks import assert_peak_below as assert_peak_below
 from dp_compile.testing.checks import assert_plan as assert_plan
+from dp_compile.testing.checks import assert_untouched_in_flight as assert_untouched_in_flight
 from dp_compile.testing.ranks import RankError as RankError
 from dp_compile.testing.ranks import Ranks as Ranks
 from dp_compile.testing.same_training import Difference as Difference
@@ -34,5 +35,6 @@ __all__ = [
     "assert_peak_below",
     "assert_plan",
     "assert_same_training",
+    "assert_untouched_in_flight",
     "backward_of",
 ]

@@ -177,6 +177,22 @@ def _advice(seen: SeenBackward, *, ends_s: float, allowed_s: float) -> Iterator[
         yield f"  the network is busy for {format_ms(busy_s)} only: buckets are launched too late."
 
 
+def assert_untouched_in_flight(seen: SeenBackward) -> None:
+    """Whether generated code leaves alone what the network has: from launch to wait nobody writes or frees it.
+
+    Read off the code's text, in the order of its calls.
+
+    Raises:
+        AssertionError: somebody does, with the lines.
+        ConfigError: no code was generated.
+    """
+    if seen.touched is None:
+        raise ConfigError("who touches a bucket is read off generated code: backward_of(..., backend='inductor').")
+    if seen.touched:
+        lines = [f"  {line}" for line in _shortened(seen.touched)]
+        raise AssertionError("\n".join(["generated code touches memory that the network has:", *lines]))
+
+
 def assert_peak_below(seen: SeenBackward, *, nbytes: int | None = None) -> None:
     """Whether the simulated peak memory of the backward is less than so many bytes, parameters included.
 

@@ -96,13 +96,13 @@ def _cloned(graph: fx.Graph, names: Mapping[fx.Node, str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What came of the steps. `kernels`: `None` if no code was generated."""
+    """What came of the steps. `codes`: of the latest backward, a text for each graph; `None` if none was generated."""
 
     plan: BucketPlan
     record: CaptureRecord
     captures: int
     recompiles: int
-    kernels: int | None
+    codes: tuple[str, ...] | None
 
 
 def run_steps(training: Training, recorder: Recorder, on: str) -> Steps:
@@ -176,17 +176,17 @@ def _steps(model: nn.Module, batch: Any, training: Training) -> Steps:
         record=record,
         captures=end[0] - start[0],
         recompiles=sum(end) - sum(settled),
-        kernels=_kernels(replica, record) if training.config.backend == INDUCTOR else None,
+        codes=_codes(replica, record) if training.config.backend == INDUCTOR else None,
     )
 
 
-def _kernels(replica: Replica, record: CaptureRecord) -> int:
-    """What the generated code of the latest backward calls."""
+def _codes(replica: Replica, record: CaptureRecord) -> tuple[str, ...]:
+    """The generated code of the latest backward."""
     directory = dumps.observer.directory(replica)
     assert directory is not None
     latest = captures_in(directory.parent)[-record.graphs :]
     codes = (dump / read_capture(dump).find(CODE_STAGE).full_file for dump in latest)
-    return sum(kernels_called(code.read_text(encoding="utf-8")) for code in codes)
+    return tuple(code.read_text(encoding="utf-8") for code in codes)
 
 
 def kernels_called(code: str) -> int:

@@ -25,7 +25,16 @@ from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.plan.devices import device as device_of
 from dp_compile.plan.links import link as link_of
 from dp_compile.plan.words import count
-from dp_compile.testing.recording import INDUCTOR, Recorder, SeenGraph, Steps, fresh_compiler, run_steps
+from dp_compile.testing.generated_code import read_code
+from dp_compile.testing.recording import (
+    INDUCTOR,
+    Recorder,
+    SeenGraph,
+    Steps,
+    fresh_compiler,
+    kernels_called,
+    run_steps,
+)
 from dp_compile.testing.schedule import Launch, Schedule, schedule
 from dp_compile.testing.training import Training
 
@@ -66,6 +75,8 @@ class SeenBackward:
         schedule: predicted times on the stated link.
         memory: the simulated peak, and that of torch's DDP; `None` if no pass of this training simulates it.
         copied: gradients that are copied, and why; empty without Inductor.
+        touched: what generated code does with memory that the network has at that time, a line each; empty if all is
+            well, `None` without Inductor.
     """
 
     plan: BucketPlan
@@ -75,6 +86,7 @@ class SeenBackward:
     schedule: Schedule
     memory: PeakMemory | None
     copied: tuple[Placement, ...] = ()
+    touched: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {value:,}" for name, value in asdict(self.counts).items() if value is not None)
@@ -134,6 +146,7 @@ def backward_of(
         schedule=predicted,
         memory=steps.record.memory,
         copied=tuple(each for each in _placements(steps, graphs) if each.copied),
+        touched=None if steps.codes is None else tuple(line for code in steps.codes for line in read_code(code).faults),
     )
 
 
@@ -192,8 +205,8 @@ def _counts(steps: Steps, graphs: Sequence[SeenGraph]) -> Counts:
         captures=steps.captures,
         recompiles=steps.recompiles,
         graph_breaks=len(graphs) - 1,
-        copied_nbytes=None if steps.kernels is None else _copied_nbytes(steps, graphs),
-        kernels=steps.kernels,
+        copied_nbytes=None if steps.codes is None else _copied_nbytes(steps, graphs),
+        kernels=None if steps.codes is None else sum(map(kernels_called, steps.codes)),
     )
 
 

@@ -199,6 +199,7 @@ def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated() -> No
     check_measured(*measure("cpu"), within_nbytes=BUCKET_NBYTES // 2)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: torch's allocation statistics")
 def test_the_same_on_a_gpu(ranks: Ranks) -> None:
     for measured in ranks.run(measure, "cuda"):

@@ -525,6 +525,7 @@ def test_synced_batch_norm_on_a_cpu(ranks2: Ranks) -> None:
     assert ranks2.run(run_synced_norm, "cpu", False) == ["as torch's DDP"] * 2
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="SyncBatchNorm trains on GPUs only")
 def test_synced_batch_norm_on_a_gpu(ranks: Ranks) -> None:
     assert ranks.run(run_synced_norm, "cuda", True) == ["as torch's DDP"] * 2

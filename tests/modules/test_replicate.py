@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
+from dp_compile.modules.replicate import replicate_without_values
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
@@ -53,6 +55,20 @@ class TestLocal:
         dp_compile.replicate(model)
         hooked = [name for name, parameter in model.named_parameters() if parameter._post_accumulate_grad_hooks]
         assert hooked == ["body.0.weight", "body.0.bias", "head.weight"]
+
+    def test_fake_tensors_only_where_nothing_has_values(self) -> None:
+        """Of a device that is not there too: what the code for it would be can be asked on any machine."""
+        with FakeTensorMode() as mode:
+            model, x, tangent = Net(), torch.randn(2, 4), torch.randn(2, 2)
+        with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is a FakeTensor; only plain tensors"):
+            dp_compile.replicate(model)
+        config = dp_compile.ReplicateConfig(check_reductions=False, compare_parameters_every=0, backend="aot_eager")
+        replicate_without_values(model, config)
+        torch.compile(model, backend="aot_eager")(x).backward(tangent)
+        assert dp_compile.report(model).backwards == {"captured": 1}
+        grad = model.head.weight.grad
+        assert isinstance(grad, FakeTensor)
+        assert grad.fake_mode is mode
 
     def test_ignored_modules_are_left_alone(self) -> None:
         model = Net()

@@ -10,6 +10,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import dp_compile
+from dp_compile.testing.generated_code import read_code
 
 
 def code_of_backward(model: nn.Module, x: torch.Tensor) -> str:
@@ -19,6 +20,7 @@ def code_of_backward(model: nn.Module, x: torch.Tensor) -> str:
     with torch._inductor.config.patch(fx_graph_cache=False):
         _, codes = run_and_get_code(loss.backward)
     (code,) = (code for code in codes if "all_reduce" in code)
+    assert not read_code(code).faults
     return code[code.index("def call(") :]
 
 

@@ -322,6 +322,9 @@ def test_a_copy_put_back_is_stopped_and_named(seen: testing.SeenBackward) -> Non
     assert "clone" in complaint(testing.assert_graph, look_at(planted), seen.graph_text)
     good, bad = (look_at(each, backend="inductor") for each in (TRAINING, planted))
     testing.assert_counts(good, copied_nbytes=0)
+    testing.assert_untouched_in_flight(good)
+    touched = replace(good, touched=("line 7: extern_kernels.mm writes buf1[0:4] while all_reduce_ is under way",))
+    assert "extern_kernels.mm writes buf1[0:4]" in complaint(testing.assert_untouched_in_flight, touched)
     assert good.counts.kernels is not None
     said = complaint(testing.assert_counts, bad, copied_nbytes=0)
     assert f"copied_nbytes: expected 0, found {3 * 4 * (WIDTH * WIDTH + WIDTH):,} bytes" in said
@@ -394,6 +397,8 @@ def test_counts_have_names(seen: testing.SeenBackward) -> None:
         testing.assert_counts(seen, collective=3)
     with pytest.raises(dp_compile.ConfigError, match="none was given"):
         testing.assert_counts(seen)
+    with pytest.raises(dp_compile.ConfigError, match=r"read off generated code: backward_of\("):
+        testing.assert_untouched_in_flight(seen)
     with pytest.raises(dp_compile.ConfigError, match=r"kernels can only be counted in generated code: backward_of\("):
         testing.assert_counts(seen, kernels=3)
 

@@ -1,0 +1,336 @@
+"""What generated code does with memory, read off its text: the wrapper that Inductor writes, for a CPU or for a GPU.
+
+    buf1 = reinterpret_tensor(buf7, (64, 64), (64, 1), 64)   buf1 lies in the memory of buf7, from element 64 on
+    extern_kernels.mm(a, b, out=buf1)                        reads a and b, writes there
+    torch.ops._c10d_functional.all_reduce_.default(buf7, ..) from here on the network reads and writes buf7
+    torch.ops._c10d_functional.wait_tensor.default(buf7)     up to here
+    del buf7                                                 nobody has it any more
+
+From launch to wait nobody may write or free what the network reads, nor read what it writes. The text says so for the
+order of calls, which is the order on the device; the allocator of a GPU and its streams are another matter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+LAUNCH: Final = "launch"
+WAIT: Final = "wait"
+KERNEL: Final = "kernel"
+LIBRARY: Final = "library"
+_NETWORK: Final = "torch.ops._c10d_functional."
+_UNKNOWN: Final = 2**62
+"""The end of memory whose size the text does not say."""
+_VIEWS: Final = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
+_NO_TENSORS: Final = re.compile(
+    r"assert_|get_raw_stream|torch\.cuda|torch\._C|args\.clear|empty_strided|device_interface"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of one allocation, in elements. Between strides it counts as its own too."""
+
+    storage: str
+    start: int = 0
+    end: int = _UNKNOWN
+
+    def overlaps(self, other: Span) -> bool:
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
+
+    def __str__(self) -> str:
+        return self.storage if self.end == _UNKNOWN else f"{self.storage}[{self.start}:{self.end}]"
+
+
+Spans = tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the generated code.
+
+    Args:
+        kind: `launch`, `wait`, `kernel` (generated) or `library` (all else that is given tensors).
+        name: as the code calls it.
+        line: its line in the code, from 1.
+        reads: memory of all tensors that it is given.
+        writes: of those among them that it changes.
+    """
+
+    kind: str
+    name: str
+    line: int
+    reads: Spans
+    writes: Spans
+
+
+@dataclass(slots=True)
+class _Flight:
+    launch: Call
+    written: list[Span]
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedCode:
+    """The calls of one generated graph in their order, and what is wrong with memory that the network has."""
+
+    calls: tuple[Call, ...]
+    faults: tuple[str, ...]
+
+    @property
+    def order(self) -> str:
+        """A letter a call: `A` launch, `W` wait, `k` generated kernel, `m` a library's."""
+        letters = {LAUNCH: "A", WAIT: "W", KERNEL: "k", LIBRARY: "m"}
+        return "".join(letters[call.kind] for call in self.calls)
+
+
+def read_code(code: str) -> GeneratedCode:
+    """Read the Python text that Inductor generated for one graph.
+
+    Raises:
+        ValueError: there is no function `call` in it.
+    """
+    tree = ast.parse(code)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"]
+    if not functions:
+        raise ValueError("this is no code of Inductor's: it has no function `call`")
+    reader = _Reader(_kernels(tree))
+    for statement in _flat(functions[-1].body):
+        reader.read(statement)
+    reader.end(functions[-1].end_lineno or 0)
+    return GeneratedCode(tuple(reader.calls), tuple(reader.faults))
+
+
+def _flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements, those under `with` among them."""
+    for statement in body:
+        if isinstance(statement, ast.With):
+            yield from _flat(statement.body)
+        else:
+            yield statement
+
+
+def triton_sources(code: str) -> dict[str, str]:
+    """The source of each Triton kernel of a generated code, by its name."""
+    made = _made_by(ast.parse(code), "async_compile.triton")
+    return {name: str(ast.literal_eval(call.args[1])) for name, call in made.items()}
+
+
+def _made_by(tree: ast.Module, function: str) -> dict[str, ast.Call]:
+    """What is assigned the result of a function, by name."""
+    assigned = (node for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    return {
+        ast.unparse(node.targets[0]): node.value
+        for node in assigned
+        if isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == function
+    }
+
+
+def _kernels(tree: ast.Module) -> dict[str, list[bool]]:
+    """Of each generated kernel, for its arguments in order, whether it writes them."""
+    found: dict[str, list[bool]] = {}
+    for name, call in _made_by(tree, "async_compile.cpp_pybinding").items():
+        found[name] = ["const" not in kind for kind in ast.literal_eval(call.args[0])]
+    for name, call in _made_by(tree, "async_compile.triton").items():
+        arguments = kernel_arguments(str(ast.literal_eval(call.args[1])))
+        found[name] = [re.match("(in_out|out|ws)_ptr", each) is not None for each in arguments]
+    return found
+
+
+def kernel_arguments(source: str) -> tuple[str, ...]:
+    """The names of a Triton kernel's arguments, in order: `in_ptr0` is read, `out_ptr0` and `in_out_ptr0` written."""
+    found = re.search(r"def \w+\(([^)]*)\):", source[source.index("@triton.jit") :])
+    assert found is not None
+    return tuple(each.split(":")[0].strip() for each in found[1].split(","))
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Goes through the statements with what each name stands for, and what is in flight."""
+
+    kernels: Mapping[str, Sequence[bool]]
+    names: dict[str, Spans] = field(default_factory=dict)
+    flights: list[_Flight] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    allocations: Counter[str] = field(default_factory=Counter)
+
+    def read(self, statement: ast.stmt) -> None:
+        if isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                self._bind(ast.unparse(target), (), statement.lineno)
+        elif isinstance(statement, ast.Assign):
+            result = self._value(statement.value, ast.unparse(statement.targets[0]))
+            for target in statement.targets:
+                self._assign(target, statement.value, result)
+        elif isinstance(statement, ast.Return):
+            pass  # what it returns lives on, and `end` sees to what was not waited for
+        else:
+            for node in ast.iter_child_nodes(statement):
+                if isinstance(node, ast.expr):
+                    self._value(node, f"line {statement.lineno}")
+
+    def end(self, line: int) -> None:
+        for flight in self.flights:
+            self._fault(line, f"the code ends, and nobody waited for {_text(flight.written)}", flight)
+
+    def _assign(self, target: ast.expr, value: ast.expr, result: Spans) -> None:
+        if isinstance(target, (ast.Tuple, ast.List)):  # the inputs, or the results of a kernel
+            for number, each in enumerate(target.elts):
+                name = ast.unparse(each)
+                self._bind(name, (Span(f"{ast.unparse(value)}[{number}]"),), target.lineno)
+        elif isinstance(target, ast.Name):
+            self._bind(target.id, result, target.lineno)
+
+    def _bind(self, name: str, spans: Spans, line: int) -> None:
+        """A name stands for something else, or for nothing, from now on."""
+        before = self.names.pop(name, ())
+        if spans:
+            self.names[name] = spans
+        alive = {span.storage for held in self.names.values() for span in held}
+        for flight in self.flights:
+            for span in (*flight.written, *flight.launch.reads):
+                if span.storage not in alive and any(span.storage == each.storage for each in before):
+                    self._fault(line, f"frees {span}", flight)
+                    break
+
+    # --- expressions
+
+    def _value(self, node: ast.expr, name: str) -> Spans:
+        """The memory of what an expression stands for, noting what is called on the way."""
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, ())
+        if isinstance(node, ast.Subscript):
+            return self._item(node, name)
+        if isinstance(node, ast.Call):
+            return self._call(node, name)
+        found = (self._value(each, name) for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr))
+        return tuple(span for spans in found for span in spans)
+
+    def _item(self, node: ast.Subscript, name: str) -> Spans:
+        """A part of what was allocated here; or one of a kernel's results, each of which has memory of its own."""
+        spans = self._value(node.value, name)
+        if len(spans) > 1 and isinstance(node.slice, ast.Constant):  # of a grouped collective
+            return (spans[int(ast.literal_eval(node.slice))],)
+        item = ast.unparse(node.slice)
+        return tuple(span if span.end != _UNKNOWN else Span(f"{span.storage}[{item}]") for span in spans)
+
+    def _call(self, node: ast.Call, name: str) -> Spans:
+        function = ast.unparse(node.func)
+        if function.endswith("reinterpret_tensor"):
+            return self._view(node, name)
+        if "empty_strided" in function:
+            return (Span(self._allocated(name), 0, _numel(node.args[0], node.args[1])),)
+        if function == "copy_if_misaligned":  # of an input; the memory is another one, but then nobody else's
+            return self._value(node.args[0], name)
+        if _NO_TENSORS.search(function):
+            return ()
+        given = [self._value(each, name) for each in node.args]
+        named = {each.arg: self._value(each.value, name) for each in node.keywords}
+        owner = self._value(node.func.value, name) if isinstance(node.func, ast.Attribute) else ()
+        if function.startswith(_NETWORK):
+            return self._network(function.removeprefix(_NETWORK).split(".")[0], node.lineno, given, named, name)
+        reads = tuple(span for spans in (owner, *given, *named.values()) for span in spans)
+        writes = self._written(function, given, named, owner)
+        if reads or writes:
+            kind = KERNEL if function.removesuffix(".run") in self.kernels else LIBRARY
+            self._note(Call(kind, function, node.lineno, reads, writes))
+        return self._result(function, reads, writes, name)
+
+    def _allocated(self, name: str) -> str:
+        """A name for new memory: that of who has it first, and a number if the name had memory before."""
+        self.allocations[name] += 1
+        return name if self.allocations[name] == 1 else f"{name}#{self.allocations[name]}"
+
+    def _view(self, node: ast.Call, name: str) -> Spans:
+        (base,) = self._value(node.args[0], name) or (Span(ast.unparse(node.args[0])),)
+        try:
+            start = base.start + int(ast.literal_eval(node.args[3]))
+        except ValueError:
+            return (base,)
+        return (Span(base.storage, start, start + _numel(node.args[1], node.args[2])),)
+
+    def _written(self, function: str, given: Sequence[Spans], named: Mapping[str | None, Spans], owner: Spans) -> Spans:
+        kernel = self.kernels.get(function.removesuffix(".run"))
+        if kernel is not None:
+            return tuple(span for spans, writes in zip(given, kernel, strict=False) if writes for span in spans)
+        changed = [named.get("out", ())]
+        if function.startswith("torch.ops.") and function.split(".")[3].endswith("_"):
+            changed.append(given[0] if given else ())
+        elif function.endswith("_"):
+            changed.append(owner)
+        return tuple(span for spans in changed for span in spans)
+
+    @staticmethod
+    def _result(function: str, reads: Spans, writes: Spans, name: str) -> Spans:
+        if function.startswith("torch.ops.") and function.split(".")[3] in _VIEWS:
+            return reads[:1] and (Span(reads[0].storage),)
+        return writes or (Span(name),)
+
+    # --- the network
+
+    def _network(
+        self, operator: str, line: int, given: Sequence[Spans], named: Mapping[str | None, Spans], name: str
+    ) -> Spans:
+        tensors = given[0] if given else ()
+        if operator == "wait_tensor":
+            self._wait(Call(WAIT, operator, line, tensors, ()))
+            return tensors
+        written = named.get("out", ())
+        if operator.endswith("_"):
+            written = tensors
+        elif not written:
+            results = len(tensors) if "coalesced" in operator else 1
+            written = (Span(name),) if results == 1 else tuple(Span(f"{name}[{each}]") for each in range(results))
+        launch = Call(LAUNCH, operator, line, tensors, written)
+        self._note(launch)
+        self.flights.append(_Flight(launch, list(written)))
+        return written
+
+    def _wait(self, call: Call) -> None:
+        self.calls.append(call)
+        landed = [
+            flight for flight in self.flights if any(each.overlaps(s) for s in flight.written for each in call.reads)
+        ]
+        if not landed:
+            self.faults.append(f"line {call.line}: waits for {_text(call.reads)}, which is not on its way")
+        for flight in landed:
+            flight.written = [span for span in flight.written if not _overlap([span], call.reads)]
+        self.flights = [flight for flight in self.flights if flight.written]
+
+    def _note(self, call: Call) -> None:
+        self.calls.append(call)
+        for flight in self.flights:
+            for span in call.reads + call.writes:
+                if _overlap([span], flight.written):
+                    self._fault(call.line, f"{call.name} {'writes' if span in call.writes else 'reads'} {span}", flight)
+                    break
+                if span in call.writes and _overlap([span], flight.launch.reads):
+                    self._fault(call.line, f"{call.name} writes {span}, which is being sent", flight)
+                    break
+
+    def _fault(self, line: int, what: str, flight: _Flight) -> None:
+        launch = flight.launch
+        self.faults.append(f"line {line}: {what} while {launch.name} of line {launch.line} is under way")
+
+
+def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
+    return any(one.overlaps(other) for one in some for other in others)
+
+
+def _numel(sizes: ast.expr, strides: ast.expr) -> int:
+    """How many elements lie from the first to the last one."""
+    try:
+        pairs = list(zip(ast.literal_eval(sizes), ast.literal_eval(strides), strict=True))
+    except ValueError:
+        return _UNKNOWN
+    return 0 if any(size == 0 for size, _ in pairs) else 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def _text(spans: Sequence[Span]) -> str:
+    return ", ".join(map(str, spans)) or "nothing"

@@ -1,0 +1,277 @@
+"""The backward's code for an H100 among eight NCCL-like ranks, generated, assembled and run without a GPU.
+
+What must hold of it, whatever the model; `docs/gpu.md` says what this shows and what it cannot.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import cases
+import pytest
+
+from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.testing.generated_code import (
+    KERNEL,
+    LAUNCH,
+    LIBRARY,
+    WAIT,
+    Call,
+    GeneratedCode,
+    Span,
+    kernel_arguments,
+    read_code,
+    triton_sources,
+)
+
+RESULTS = [
+    *(pytest.param("small", name, id=name) for name in cases.SMALL),
+    *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in cases.LARGE),
+]
+# Padded products, rows in half precision, a factor apart from the product as torch's DDP has it, cuDNN's own memory.
+COPYING = ("padded", "embedding-bf16", "gpt-flash-bf16", "ddp", "residual", "residual-coalesced")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
+
+
+@pytest.fixture
+def result(request: pytest.FixtureRequest) -> dict[str, Any]:
+    which, name = request.param
+    return request.getfixturevalue(which)[name] | {"name": name}
+
+
+def of_cases(*without: str) -> pytest.MarkDecorator:
+    """The test for each case, but for those that are there to fail it."""
+    chosen = [each for each in RESULTS if each.values[1] not in ("mixed", *without)]
+    params = [pytest.param(each.values, id=each.id, marks=each.marks) for each in chosen]
+    return pytest.mark.parametrize("result", params, indirect=True)
+
+
+def the(*names: str) -> pytest.MarkDecorator:
+    params = [pytest.param(each.values, id=each.id, marks=each.marks) for each in RESULTS if each.values[1] in names]
+    return pytest.mark.parametrize("result", params, indirect=True)
+
+
+def launched(code: GeneratedCode) -> list[Call]:
+    return [call for call in code.calls if call.kind == LAUNCH]
+
+
+def members(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[str, Span]]:
+    """Of each gradient that lies in a bucket's flat memory: its label and where."""
+    for bucket, launch in zip(result["buckets"], launched(code), strict=True):
+        for label, (offset, numel) in bucket["members"].items():
+            if offset is not None:
+                flat = next(span for span in launch.writes if span.end - span.start >= offset + numel)
+                yield label, Span(flat.storage, flat.start + offset, flat.start + offset + numel)
+
+
+def numel(span: Span) -> int:
+    return span.end - span.start
+
+
+def copies(result: dict[str, Any], code: GeneratedCode) -> Iterator[str]:
+    """Gradients that the call which writes them takes from one memory of their size, written before by another call."""
+    for label, member in members(result, code):
+        written: set[Span] = set()
+        for call in code.calls:
+            if call.kind == LAUNCH and any(member.overlaps(span) for span in call.writes):
+                break
+            if any(span.overlaps(member) for span in call.writes):
+                given = [span for span in call.reads if span not in call.writes]
+                # Of its size or padded; what is much larger is added up.
+                alike = [span for span in given if numel(member) <= numel(span) < 1.5 * numel(member)]
+                if call.kind == KERNEL and len(alike) == 1 and alike[0] in written:
+                    yield label
+            written.update(call.writes)
+
+
+# --- what is computed -----------------------------------------------------------------------------------------------
+
+
+@the(*(name for name, case in {**cases.SMALL, **cases.LARGE}.items() if case.runs))
+def test_gradients_are_those_of_eager_code(result: dict[str, Any]) -> None:
+    """In the interpreter, each bucket full of NaN from its launch to its wait, and all memory before it is written.
+
+    All ranks hold the same, so a second division by the ranks would show too.
+    """
+    allowed = 0.05 if result["name"].endswith("bf16") else 1e-5
+    assert result["differences"]
+    assert max(result["differences"].values()) < allowed
+    assert result["orders"]
+
+
+@of_cases()
+def test_every_kernel_assembles_for_the_device(result: dict[str, Any]) -> None:
+    kernels = result["binaries"]
+    assert set(kernels) == {name for code in result["codes"] for name in triton_sources(code)}
+    assert all(each["cubin"] and each["sm_90"] for configurations in kernels.values() for each in configurations)
+
+
+# --- buckets --------------------------------------------------------------------------------------------------------
+
+
+@of_cases()
+def test_every_gradient_is_written_where_it_is_reduced(result: dict[str, Any]) -> None:
+    for text in result["codes"]:
+        assert not unwritten(result, read_code(text))
+
+
+def unwritten(result: dict[str, Any], code: GeneratedCode) -> list[str]:
+    """Gradients whose place in the bucket is not filled before the bucket is launched."""
+    missing = []
+    for label, member in members(result, code):
+        written = 0
+        for call in code.calls:
+            if call.kind == LAUNCH and any(member.overlaps(span) for span in call.writes):
+                break
+            written += sum(
+                numel(span) for span in call.writes if span.overlaps(member) and numel(span) <= numel(member)
+            )
+        if written < numel(member):
+            missing.append(label)
+    return missing
+
+
+@of_cases()
+def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None:
+    named = set(result["copied"]) - {UNUSED_FLAGS}
+    for text in result["codes"][:1]:  # a later one may be another graph, and the record is of the last
+        code = read_code(text)
+        assert set(copies(result, code)) <= named
+    if result["name"] not in COPYING:
+        assert not named
+
+
+@the("mlp", "sum", "bf16", "odd", "coalesced")
+def test_every_weight_is_a_product_into_its_bucket(result: dict[str, Any]) -> None:
+    """Also with a factor, which the product takes: `alpha`."""
+    code = read_code(result["codes"][0])
+    reduced = [span for launch in launched(code) for span in launch.writes]
+    products = [call for call in code.calls if call.kind == LIBRARY and call.writes]
+    into_buckets = [call for call in products if any(call.writes[0].overlaps(span) for span in reduced)]
+    weights = [
+        name for bucket in result["buckets"] for name in bucket["members"] if re.match(r"(\d|body).*weight", name)
+    ]
+    matrices = [name for name in weights if not (result["name"] == "odd" and name[0] in "26")]  # norms
+    assert len(into_buckets) == len(matrices)
+    assert all(re.fullmatch(r"extern_kernels\.(mm|addmm)", call.name) for call in into_buckets)
+
+
+# --- order ----------------------------------------------------------------------------------------------------------
+
+
+@of_cases()
+def test_launches_and_waits_stand_where_the_passes_put_them(result: dict[str, Any]) -> None:
+    """Launches in the order of the plan, and nothing is waited for before everything is launched."""
+    assert [labelled(read_code(text)) for text in result["codes"]] == result["graph_orders"]
+    for text in result["codes"]:
+        code = read_code(text)
+        launches = launched(code)
+        sizes = [[numel(span) for span in launch.writes] for launch in launches]
+        assert sizes == [bucket["tensor_numels"] for bucket in result["buckets"]]
+        waits = [span for call in code.calls if call.kind == WAIT for span in call.reads]
+        assert sorted(waits, key=str) == sorted((span for launch in launches for span in launch.writes), key=str)
+        order = code.order
+        assert order.index("W") > order.rindex("A")
+    if result["orders"]:
+        ran = ["".join(letter for letter in read_code(text).order if letter in "AW") for text in result["codes"]]
+        assert set(result["orders"]) == set(ran)
+
+
+def labelled(code: GeneratedCode) -> str:
+    """Launches `A`, and waits as the number of their launch."""
+    letters, launches = "", launched(code)
+    for call in code.calls:
+        if call.kind == WAIT:
+            letters += str(next(n for n, launch in enumerate(launches) if call.reads[0] in launch.writes))
+        letters += "A" if call.kind == LAUNCH else ""
+    return letters
+
+
+@the("mlp", "odd", "tied", "gpt", "gpt-flash", "gpt-flash-bf16")
+def test_the_first_bucket_flies_while_the_rest_is_computed(result: dict[str, Any]) -> None:
+    order = read_code(result["codes"][0]).order
+    after = order[order.index("A") :]
+    assert after.count("k") + after.count("m") >= len(order) // 4
+
+
+@of_cases()
+def test_nobody_stops_the_host(result: dict[str, Any]) -> None:
+    host = r"\.item\(|\.tolist\(|\.cpu\(|synchronize|_local_scalar_dense|empty_strided_cpu|\.to\(|cudaMemcpy"
+    for text in result["codes"]:
+        assert not re.findall(host, text[text.index("def call(") : text.index("def get_args")])
+
+
+# --- memory ---------------------------------------------------------------------------------------------------------
+
+
+@of_cases()
+def test_nobody_touches_what_the_network_has(result: dict[str, Any]) -> None:
+    for text in [*result["codes"], *result["forwards"]]:
+        assert not read_code(text).faults
+
+
+@of_cases()
+def test_what_is_said_to_start_at_16_bytes_does(result: dict[str, Any]) -> None:
+    """Vector loads and stores rely on it; a gradient may start anywhere in its bucket."""
+    checked = 0
+    for text in result["codes"]:
+        sources, code = triton_sources(text), read_code(text)
+        dtypes = dict(re.findall(r"(\w+) = empty_strided_cuda\(.*torch\.(\w+)\)", text))
+        for call in (call for call in code.calls if call.kind == KERNEL):
+            source = sources[call.name.removesuffix(".run")]
+            aligned = {int(each) for each in re.findall(r"\((\d+),\): \[\['tt\.divisibility', 16\]\]", source)}
+            pointers = [name for name in kernel_arguments(source) if "ptr" in name]
+            for position, (_, span) in enumerate(zip(pointers, call.reads, strict=True)):
+                if span.storage in dtypes and position in aligned:
+                    checked += 1
+                    assert span.start * ITEMSIZE[dtypes[span.storage]] % 16 == 0, (call, span)
+    assert checked
+
+
+# --- faults that are planted ----------------------------------------------------------------------------------------
+
+
+def test_planted_faults_are_found(small: cases.Results) -> None:
+    """By running the code, and by reading it."""
+    result = small["mlp"]
+    assert set(result["planted"]) == {
+        "early launch",
+        "a buffer over a bucket in flight",
+        "missing wait",
+        "early free",
+    }
+    assert all(result["planted"].values()), result["planted"]
+    for name, text in result["planted_texts"].items():
+        assert read_code(text).faults, name
+
+
+# --- what only code for a GPU shows ---------------------------------------------------------------------------------
+
+
+def test_mix_order_reduction_would_lose_gradients(small: cases.Results) -> None:
+    """On by default, for GPUs only: it gives a gradient's name to another memory, and its place is never written.
+
+    That is why our compile switches it off. When this fails, torch writes slices of a bucket there too.
+    """
+    mixed, ours = small["mixed"], small["not-mixed"]
+    assert "mix order reduction" in mixed["codes"][0]
+    assert unwritten(mixed, read_code(mixed["codes"][0]))
+    assert "mix order reduction" not in ours["codes"][0]
+    assert not unwritten(ours, read_code(ours["codes"][0]))
+
+
+def test_the_report_names_copies_out_of_padded_products(small: cases.Results) -> None:
+    """65 and 63 are no multiples of 4. Padded, a product is larger than the gradient, which is cut out of it."""
+    copied = small["padded"]["copied"]
+    assert {name for name in copied if name != UNUSED_FLAGS} == {"0.weight", "2.weight"}
+    assert set(copies(small["padded"], read_code(small["padded"]["codes"][0]))) == {"0.weight", "2.weight"}
+    assert "aten.mm" in copied["0.weight"]
+
+
+def test_the_report_names_the_cast_of_an_embedding_in_half_precision(small: cases.Results) -> None:
+    """Rows are added up in float32 memory of their own; then one pass over the vocabulary casts into the bucket."""
+    result = small["embedding-bf16"]
+    assert set(result["copied"]) == {"0.weight", UNUSED_FLAGS}
+    assert result["copied"]["0.weight"] == "filled in several steps"
