@@ -52,14 +52,14 @@ class ReplicateConfig:
             least this much, 25 if not given; `math.inf`: one bucket.
         first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
             given.
+        cost: `AllReduceCost | None`, default `None`. For `optimal` and `coalesced`: what an all-reduce costs, from
+            `calibrate().cost`. `None`: a nominal link.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
             `None`: their own.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
         gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
             sum. `None`: all of it, or what the dtype wants.
-        cost: `AllReduceCost | None`, default `None`. For `optimal` and `coalesced`: what an all-reduce costs, from
-            `calibrate().cost`. `None`: a nominal link.
         alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
         replan_after: `int | None`, backwards, default `None`. For `optimal` and `coalesced`: plan once more, from so
             many measured backwards. `None`: never.

@@ -51,6 +51,7 @@ def check_document(text: str) -> tuple[list[dict[str, str]], ...]:
     return planning, passes, share, copies
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fake_group")
 def test_the_command_writes_every_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pass_table, "COUNTS", (10, 60))

@@ -20,7 +20,7 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from dp_compile.testing.ranks import Ranks
 
-EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "100"))
+EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "60"))
 SEED = os.environ.get("DP_COMPILE_FUZZ_SEED")
 CASES_PER_POOL = 500
 """Torch keeps 1.6 MiB of every captured backward, without this package too (2.13, compiled autograd alone: 1.56). In a

@@ -183,7 +183,8 @@ print("ran", RAN)
 """
 
 
-@pytest.mark.parametrize("way", ["-c", pytest.param("-", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["-c", "-"])
 def test_a_pass_of_the_command_line_is_not_taken_from_a_cache_on_disk(tmp_path: Path, way: str) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     for number in ("1", "2"):
