@@ -21,7 +21,7 @@ from typing import Final
 from model_shapes import MODELS, Weight
 
 from dp_compile.plan.certificate import MEASURED_BAND, certify, robust_partition
-from dp_compile.plan.cost import AllReduceCost, efficient_size, release_time_bound
+from dp_compile.plan.cost import AllReduceCost, release_time_bound
 from dp_compile.plan.network import (
     Buckets,
     ReadyGradient,
@@ -95,7 +95,7 @@ def strategies(backward: Backward, cost: AllReduceCost) -> Iterator[tuple[str, B
     yield "optimal", optimal_partition(gradients, cost=cost, backward_s=backward.seconds)
     cap, first = 25.0 * BYTES_PER_MB, 1.0 * BYTES_PER_MB
     yield "25 MiB, first 1", fixed_partition(gradients, cap_nbytes=cap, first_cap_nbytes=first)
-    size = efficient_size().evaluate(alpha=cost.alpha_s, beta=cost.beta_s_per_byte, efficiency=EFFICIENCY)
+    size = cost.alpha_s / cost.beta_s_per_byte * EFFICIENCY / (1 - EFFICIENCY)
     yield "90% efficient", fixed_partition(gradients, cap_nbytes=size, first_cap_nbytes=size)
     yield "one bucket", (tuple(range(len(gradients))),)
     yield "each gradient", tuple((position,) for position in range(len(gradients)))

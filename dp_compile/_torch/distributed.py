@@ -171,6 +171,11 @@ def composable_replicate(module: nn.Module, **options: Any) -> nn.Module:
     return replicate(module, **options)
 
 
+def register_comm_hook(ddp: TorchDDP, hook: Callable[..., Any]) -> None:
+    """Let a hook reduce for torch's DDP, which itself refuses bfloat16 with gloo."""
+    _register_comm_hook(ddp.reducer, None, hook)
+
+
 class TorchReducer:
     """torch's C++ reducer for parameters, driven from the backward instead of from a wrapped forward.
 

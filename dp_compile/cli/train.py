@@ -79,6 +79,9 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         "(inf: two buckets)",
     )
     group.add_argument(
+        "--reduce-dtype", metavar="NAME", help="send gradients in bfloat16 or float16 (default: as they are, float32)"
+    )
+    group.add_argument(
         "--no-ddp-python-hook",
         dest="ddp_python_hook",
         action="store_const",

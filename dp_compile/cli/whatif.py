@@ -32,7 +32,7 @@ examples:
   dp-compile train --steps 20 --save-step step.json
   dp-compile whatif step.json --ranks 8,64,512 --link infiniband-ndr,ethernet-25
       a step that was trained here, on more ranks and other links
-  dp-compile whatif step.json --dtype bfloat16,float32 --strategy optimal,fixed:25 --latency-us 5,20
+  dp-compile whatif step.json --wire bfloat16,float32 --strategy optimal,fixed:25 --latency-us 5,20
       every combination of the wishes; fixed:25 are buckets of 25 MiB
   dp-compile whatif step.json --calibration cost.json --ranks 16 --curve
       with a measured link (calibrate().to_json()), and a curve over 1 to 16,384 ranks
@@ -67,7 +67,9 @@ def add(subparsers: Subparsers) -> None:
     wishes = parser.add_argument_group("wishes (without them: as in the step)")
     wishes.add_argument("--ranks", metavar="N,..", help="numbers of ranks")
     wishes.add_argument("--link", metavar="NAME,..", help="every hop between ranks is such a link")
-    wishes.add_argument("--dtype", metavar="NAME,..", help=f"of the gradients: {', '.join(DTYPES)}")
+    wishes.add_argument(
+        "--wire", "--dtype", dest="dtype", metavar="NAME,..", help=f"in which gradients travel: {', '.join(DTYPES)}"
+    )
     wishes.add_argument(
         "--strategy", metavar="NAME,..", help="as planned, optimal, coalesced, fixed, fixed:MIB (as planned,optimal)"
     )

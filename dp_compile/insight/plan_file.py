@@ -79,8 +79,9 @@ def _problems_of(name: str, members: Sequence[Member]) -> Iterator[str]:
     if min((gradient.itemsize, *gradient.shape), default=0) < 0 or len(gradient.shape) != len(gradient.stride):
         yield f"{name} has shape {list(gradient.shape)} and strides {list(gradient.stride)}, which is no tensor"
         return
-    if (itemsize := _itemsize(gradient.key.dtype)) not in (None, gradient.itemsize):
-        yield f"{name} is {gradient.key.dtype}, {itemsize} bytes an element, but the file says {gradient.itemsize}"
+    sent_in = gradient.key.reduction.wire or gradient.key.dtype
+    if (itemsize := _itemsize(sent_in)) not in (None, gradient.itemsize):
+        yield f"{name} is sent in {sent_in}, {itemsize} bytes an element, but the file says {gradient.itemsize}"
     pieces = [member.rows for member in members if member.rows is not None]
     if pieces and (why := gradient.why_in_one_piece()) is not None:
         yield f"{name} is cut into rows, but {why}"

@@ -341,7 +341,9 @@ def _to_dtype(dtype: str | None) -> Callable[[GradientSpec], GradientSpec]:
     def change(gradient: GradientSpec) -> GradientSpec:
         if dtype is None or gradient.key.dtype not in _FLOATING:
             return gradient
-        return replace(gradient, itemsize=DTYPES[dtype], key=gradient.key._replace(dtype=dtype))
+        wire = None if dtype == gradient.key.dtype else dtype
+        key = gradient.key._replace(reduction=replace(gradient.key.reduction, wire=wire))
+        return replace(gradient, itemsize=DTYPES[dtype], key=key)
 
     return change
 

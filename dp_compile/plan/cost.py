@@ -1,4 +1,4 @@
-"""What an all-reduce costs: formulas as sympy expressions, their closed forms, a fit to samples, the bound.
+"""What an all-reduce costs: formulas as sympy expressions, a fit to samples, the bound.
 
 Two levels. A `Formula` knows the algorithm: a symbolic expression over latency, bandwidth, ranks and bytes. For a
 given group it is a straight line in the bytes, an `AllReduceCost`, and that line is all that a planner needs.
@@ -9,7 +9,6 @@ all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
@@ -26,7 +25,7 @@ from dp_compile.errors import ConfigError
 
 COST_VERSION: Final = 1
 
-_alpha, _beta, _nbytes, _busbw = sympy.symbols("alpha beta nbytes busbw", positive=True)
+_nbytes, _busbw = sympy.symbols("nbytes busbw", positive=True)
 _alpha_0, _alpha_hop = sympy.symbols("alpha_0 alpha_hop", positive=True)
 _alpha_intra, _alpha_inter, _busbw_intra, _busbw_inter = sympy.symbols(
     "alpha_intra alpha_inter busbw_intra busbw_inter", positive=True
@@ -139,48 +138,6 @@ TWO_LEVEL: Final = Formula(
     "reduce-scatter inside the node, ring all-reduce of 1/n_intra of the bytes between nodes, all-gather inside; the "
     "three one after the other (pipelined, the largest bandwidth term alone remains)",
 )
-ROOFLINE: Final = Formula(
-    "compute node",
-    sympy.Max(sympy.Symbol("flops", positive=True) / sympy.Symbol("flops_per_s", positive=True), _nbytes / _busbw),
-    "Williams, Waterman, Patterson, Roofline, CACM 2009; busbw is the memory's bytes per second here",
-)
-
-
-@functools.cache
-def crossover_size() -> Formula:
-    """Bytes at which latency and transfer take the same time."""
-    return _solved("crossover size", _alpha - _beta * _nbytes, _nbytes)
-
-
-@functools.cache
-def efficient_size() -> Formula:
-    """Bytes at which the share `efficiency` of the time is transfer."""
-    efficiency = sympy.Symbol("efficiency", positive=True)
-    share = _beta * _nbytes / (_alpha + _beta * _nbytes)
-    return _solved("size for an efficiency", share - efficiency, _nbytes)
-
-
-@functools.cache
-def bucket_count() -> Formula:
-    """How many equal buckets are best when communication takes longer than the backward.
-
-    m buckets finish at backward/m (the first is ready) + m*alpha + beta*bytes; the derivative is zero at the answer.
-    """
-    count, backward = sympy.symbols("count backward", positive=True)
-    finish = backward / count + count * _alpha + _beta * _nbytes
-    return _solved("best number of equal buckets", sympy.diff(finish, count), count)
-
-
-@functools.cache
-def hidden_bucket_count() -> Formula:
-    """The most equal buckets whose communication still fits into the backward, when it does: m*alpha + beta*bytes."""
-    count, backward = sympy.symbols("count backward", positive=True)
-    return _solved("most equal buckets", count * _alpha + _beta * _nbytes - backward, count)
-
-
-def _solved(name: str, equation: sympy.Expr, unknown: sympy.Symbol) -> Formula:
-    (solution,) = sympy.solve(equation, unknown)
-    return Formula(name, sympy.factor(solution), f"solution of {sympy.sstr(equation)} = 0 for {unknown}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from dp_compile.train.options import CHECK_TOLERANCE
+from dp_compile._torch import distributed
+from dp_compile.train.options import CHECK_TOLERANCES
 
 WHY_TOLERANCE = (
     "compiled float32 code sums in another order than eager code. Measured with the defaults: that makes a difference "
@@ -35,28 +37,40 @@ class Verdict:
     difference: float
     moved: float
     steps: int
+    reduce_dtype: str | None
 
     @property
     def passed(self) -> bool:
         """NaN does not pass."""
-        return self.difference <= CHECK_TOLERANCE
+        return self.difference <= self.tolerance
+
+    @property
+    def tolerance(self) -> float:
+        return CHECK_TOLERANCES[self.reduce_dtype]
 
     def __str__(self) -> str:
         return (
             f"check {'passed' if self.passed else 'FAILED'}: parameters after {self.steps} steps, beside torch's "
             "DistributedDataParallel (eager), same seed and batches\n"
             f"  largest difference  {self.difference:.1e}  in {self.name}\n"
-            f"  tolerance           {CHECK_TOLERANCE:.1e}\n"
+            f"  tolerance           {self.tolerance:.1e}\n"
             f"  largest movement    {self.moved:.1e}  of a parameter from its start\n"
             f"{textwrap.fill('Why this tolerance: ' + WHY_TOLERANCE, 118, initial_indent='  ', subsequent_indent='  ')}"
         )
 
 
 class Twin:
-    """A copy of `model` under torch's DDP, trained by the same loop. Make it before the model is replicated."""
+    """A copy of `model` under torch's DDP, trained by the same loop. Make it before the model is replicated.
 
-    def __init__(self, model: nn.Module) -> None:
+    With `reduce_dtype`, `float16` or `bfloat16`, torch's hook for it reduces.
+    """
+
+    def __init__(self, model: nn.Module, reduce_dtype: str | None) -> None:
         self.ddp = DistributedDataParallel(copy.deepcopy(model))
+        self.reduce_dtype = reduce_dtype
+        if reduce_dtype is not None:
+            hook = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
+            distributed.register_comm_hook(self.ddp, hook[reduce_dtype])
         self._start = {name: value.detach().clone() for name, value in model.named_parameters()}
 
     def compare(self, model: nn.Module, steps: int) -> Verdict:
@@ -69,7 +83,7 @@ class Twin:
         for value in (differences, moved):
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         worst = int(differences.argmax())
-        return Verdict(list(mine)[worst], float(differences[worst]), float(moved), steps)
+        return Verdict(list(mine)[worst], float(differences[worst]), float(moved), steps, self.reduce_dtype)
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

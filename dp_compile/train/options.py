@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 
 CHECK_TOLERANCE: Final = 1e-4
 """Largest absolute difference of a parameter that passes `--check`; `check.py` says why."""
+
+CHECK_TOLERANCES: Final = {None: CHECK_TOLERANCE, "float16": 1e-3, "bfloat16": 5e-3}
+"""By the dtype in which gradients travel: what rounds to the other neighbour makes steps of its last bit."""
 
 CHECK_STEPS: Final = 25
 CHECK_LR: Final = 0.05
@@ -37,6 +42,7 @@ class TrainOptions:
     steps: int = 300
     ranks: int = 2
     bucket_cap_mb: float | None = None
+    reduce_dtype: str | None = None
     lr: float = 2e-3
     seed: int = 0
     ddp_python_hook: bool | None = None
@@ -55,6 +61,9 @@ class TrainOptions:
             )
         if self.save_step is not None and not Path(self.save_step).parent.is_dir():
             raise ConfigError(f"--save-step must be a file in a directory that exists, got {self.save_step!r}.")
+        if self.reduce_dtype not in CHECK_TOLERANCES:
+            allowed = ", ".join(filter(None, CHECK_TOLERANCES))
+            raise ConfigError(f"--reduce-dtype must be one of {allowed}, got {self.reduce_dtype!r}.")
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
         if not 0 <= self.seed < 2**63:
@@ -75,6 +84,7 @@ class TrainOptions:
         return ReplicateConfig(
             ddp_python_hook=self.ddp_python_hook,
             bucket_cap_mb=self.bucket_cap_mb,
+            reduce_dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
             timeout_s=self.timeout_s,
         )
 

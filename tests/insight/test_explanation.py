@@ -125,7 +125,7 @@ Left alone by the passes: 1 node
 
 What would help, each alone (predicted, of 9.30 ms until backward and communication are over)
       3.55 ms   38%  twice the batch on each rank: gain for the same number of samples
-      3.50 ms   38%  gradients in bfloat16, same buckets: fewer bytes, other rounding
+      3.50 ms   38%  reduce_dtype=torch.bfloat16, same buckets: fewer bytes, other rounding
       3.50 ms   38%  twice the bandwidth between ranks: a limit of the link
     0.0750 ms  0.8%  half the latency of a collective, 25 us instead of 50: a limit of the link
     0.0500 ms  0.5%  bucket_cap_mb=math.inf: 2 buckets instead of 3
@@ -171,7 +171,7 @@ Left alone by the passes: 1 node
 
 What would help, each alone (predicted, of 40.9 ms until backward and communication are over)
     0.444 ms  1.1%  twice the batch on each rank: gain for the same number of samples
-    0.419 ms  1.0%  gradients in bfloat16, same buckets: fewer bytes, other rounding
+    0.419 ms  1.0%  reduce_dtype=torch.bfloat16, same buckets: fewer bytes, other rounding
     0.419 ms  1.0%  twice the bandwidth between ranks: a limit of the link
 
 Buckets in launch order (all float32 cuda sum; times in ms, predicted, then measured)

@@ -122,7 +122,7 @@ def _measurements(step: Step) -> Iterator[Advice]:
 def _fewer_bytes(step: Step, now: Prediction) -> Iterator[Advice]:
     if any(gradient.itemsize > BYTES_OF_HALF for gradient in step.plan.gradients):
         after = predict(step, Scenario(gradient_dtype="bfloat16"))
-        yield _advice("gradients in bfloat16, same buckets: fewer bytes, other rounding", _end(now), _end(after))
+        yield _advice("reduce_dtype=torch.bfloat16, same buckets: fewer bytes, other rounding", _end(now), _end(after))
 
 
 def _other_links(step: Step, now: Prediction) -> Iterator[Advice]:
