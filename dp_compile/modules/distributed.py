@@ -146,11 +146,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
-        """Let `hook(state, bucket)` reduce the buckets, called by torch's C++ reducer; backwards are not captured then.
+        """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.modules.replicated_module.register_comm_hook`.
 
         Raises:
             ModuleError: there is a hook already, or a backward has run already.
             ConfigError: the hook is not a function of (state, bucket), or not offered for the group's backend.
+            DesyncError: another rank registers another hook, or none.
         """
         register_comm_hook(self.module, state, hook)
 

@@ -403,7 +403,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         dict(zip(replica.names, replica.parameters, strict=True)),
         process_group=replica.group.process_group,
         # torch's DDP takes no math.inf
-        bucket_cap_mb=min(replica.config.caps_mb()[0], replica.plan.nbytes / BYTES_PER_MB),
+        bucket_cap_mb=min(replica.config.caps_mb()[0], sum(each.nbytes for each in replica.parameters) / BYTES_PER_MB),
         find_unused_parameters=replica.config.unused == "find" and not replica.config.static_graph,
         static_graph=replica.config.static_graph,
     )

@@ -61,11 +61,11 @@ class ReplicatedModule:
         return no_sync(_module(self))
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of gradients by `factor`; see `dp_compile.replicated_module.set_gradient_divide_factor`."""
+        """Divide the sum of gradients by `factor`; see `set_gradient_divide_factor` in this file."""
         set_gradient_divide_factor(_module(self), factor)
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
-        """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.replicated_module.register_comm_hook`."""
+        """Let `hook(state, bucket)` reduce the buckets; see `register_comm_hook` in this file."""
         register_comm_hook(_module(self), state, hook)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:

@@ -6,9 +6,13 @@ Everything that reduces goes by it: `passes/reduction.py` says how.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import LIKE_NCCL
+
+MOST_IN_FLOAT16: Final = 1e6
+"""float16 ends at 6e-8."""
 
 
 class Stage(NamedTuple):
@@ -80,7 +84,11 @@ class Averaging:
         return self.wire is None and self.divide_by is None and self.predivide_by is None
 
     def reduction(self, group: str, backend: str, world_size: int, dtype: str) -> Reduction:
-        """The reduction of gradients of one dtype over a group. What is complex travels as it is."""
+        """The reduction of gradients of one dtype over a group.
+
+        Raises:
+            ConfigError: in float16 a flag that travels with the gradients would be divided down to nothing.
+        """
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor = self.predivide_by
@@ -90,6 +98,12 @@ class Averaging:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
                 return Reduction((Stage("all_reduce", group, "avg"),), 1.0, wire=wire)
             predivisor = divisor
+        if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
+            largest = max(divisor, predivisor)
+            raise ConfigError(
+                f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: "
+                "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
+            )
         return Reduction((Stage("all_reduce", group, "sum"),), 1.0 / predivisor, predivisor / divisor, wire)
 
 

@@ -169,6 +169,16 @@ def test_float16_is_divided_as_fsdp_does(world_size: int) -> None:
     assert (found.scale, found.post_scale) == (1 / before, 1 / after)
 
 
+def test_flags_are_not_divided_down_to_nothing() -> None:
+    for averaging, dtype in [
+        (Averaging(divide_by=1e7), "float16"),
+        (Averaging(wire="float16", predivide_by=1e7), "float32"),
+    ]:
+        with pytest.raises(dp_compile.ConfigError, match=r"in float16 can be divided by 1e\+06 at most, got 1e\+07"):
+            averaging.reduction("0", "gloo", 2, dtype)
+    assert Averaging(wire="bfloat16", divide_by=1e7).reduction("0", "gloo", 2, "float32").scale == 1e-7
+
+
 def run_large(value: float) -> tuple[float, float]:
     model = nn.Linear(1, 1, bias=False).half()
     dp_compile.replicate(model, config=AOT)
