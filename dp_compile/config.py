@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ import torch
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.strategies import WITH_OPTIONS, Fixed, Optimal, Strategy
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
@@ -46,8 +48,9 @@ class ReplicateConfig:
     Args:
         ddp_python_hook: `bool | None`, default `None`. `True`: hooks, traced with the backward. `False`: torch's
             C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
-        strategy: `str | None`, default `None`. Where buckets end: `"optimal"`, `"fixed"`, `"per_module"`,
-            `"coalesced"`, `"ddp"`, `"explicit"`. `None`: what the other options ask for, else `"optimal"`.
+        strategy: `str | Strategy | None`, default `None`. Where buckets end: `"optimal"`, `"fixed"`, `"per_module"`,
+            `"coalesced"`, `"ddp"`, `"explicit"`, or a value of `dp_compile.plan.strategies`, or your own. `None`: what
+            the other options ask for, else `"optimal"`.
         bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed` and `ddp`: a bucket is closed when it holds at
             least this much, 25 if not given; `math.inf`: one bucket.
         first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
@@ -90,10 +93,11 @@ class ReplicateConfig:
     """One Python hook per parameter, traced with the backward. `None`: the environment variable
     `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
 
-    strategy: str | None = None
+    strategy: str | Strategy | None = None
     """Where buckets end: `fixed`, `per_module`, `optimal`, `coalesced`, `ddp` or `explicit`, see
-    `dp_compile.strategies`. `None`: what the other options ask for (`fixed` with a cap, `per_module` with a policy,
-    `explicit` with a plan), else `optimal`."""
+    `dp_compile.plan.strategies`. A value, `Optimal(replan_after=20)`, is its name and its options. Anything else with
+    `name`, `plans_anew` and `plan` is asked for the plan. `None`: what the other options ask for (`fixed` with a cap,
+    `per_module` with a policy, `explicit` with a plan), else `optimal`."""
 
     bucket_cap_mb: float | None = None
     """For `fixed` and `ddp`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one
@@ -179,6 +183,8 @@ class ReplicateConfig:
     `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.strategy, WITH_OPTIONS):
+            self._take_options_of(self.strategy)
         _check_path("dump_dir", self.dump_dir)
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
             if getattr(self, name) is not None:
@@ -193,8 +199,7 @@ class ReplicateConfig:
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         self._check_unused()
         self._check_averaging()
-        if self.strategy is not None and self.strategy not in STRATEGIES:
-            raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {self.strategy!r}.")
+        self._check_strategy()
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
@@ -211,6 +216,32 @@ class ReplicateConfig:
                 f"find_unused_parameters=True means unused_parameters='find', but that is '{self.unused_parameters}'. "
                 "Give one of the two."
             )
+
+    def _take_options_of(self, strategy: Fixed | Optimal) -> None:
+        for option, value in strategy.options().items():
+            if getattr(self, option) is not None:
+                raise ConfigError(f"{option} is given beside strategy={strategy!r}. Give it to the strategy.")
+            object.__setattr__(self, option, value)
+        object.__setattr__(self, "strategy", strategy.name)
+
+    def _check_strategy(self) -> None:
+        if self.strategy is None or (isinstance(self.strategy, str) and self.strategy in STRATEGIES):
+            return
+        if isinstance(self.strategy, str) or not isinstance(self.strategy, Strategy):
+            raise ConfigError(
+                f"strategy must be one of {', '.join(STRATEGIES)}, or a value with name, plans_anew and plan(), got "
+                f"{self.strategy!r}."
+            )
+        if has_address(self.strategy):
+            raise ConfigError(
+                f"strategy {self.strategy!r} has an address in its repr, which is another one on each rank, and ranks "
+                "compare strategies by it. Make it a frozen dataclass."
+            )
+
+    @property
+    def own_strategy(self) -> Strategy | None:
+        """The user's strategy, if one was given."""
+        return None if self.strategy is None or isinstance(self.strategy, str) else self.strategy
 
     def _check_averaging(self) -> None:
         dtype = self.reduce_dtype
@@ -250,7 +281,8 @@ class ReplicateConfig:
             "replan_after": ("coalesced" if self.strategy == "coalesced" else "optimal", self.replan_after is not None),
         }
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
-        chosen = self.strategy or next(iter(asked.values()), "optimal")
+        own = self.own_strategy
+        chosen = own.name if own is not None else str(self.strategy or next(iter(asked.values()), "optimal"))
         for option, strategy in asked.items():
             if strategy != chosen:
                 raise ConfigError(f"{option} belongs to strategy '{strategy}', but the strategy is '{chosen}'.")
@@ -276,6 +308,11 @@ class ReplicateConfig:
     def dump_directory(self, environ: Mapping[str, str] | None = None) -> str | None:
         """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
         return self.dump_dir or (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
+
+
+def has_address(value: object) -> bool:
+    """Whether the repr of a value says where it lies in memory, which is another place on each rank."""
+    return re.search(r" at 0x[0-9a-f]+", repr(value)) is not None
 
 
 def _check_positive(name: str, value: object, hint: str) -> None:

@@ -17,9 +17,9 @@ from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
 from dp_compile.bench.modes.ours import Ours
 from dp_compile.bench.workloads import cross_entropy
 from dp_compile.fx.collectives import is_collective, waits_of
-from dp_compile.modules import planning
 from dp_compile.passes import DEFAULT_PASSES, lowering
 from dp_compile.passes.result import PassResult
+from dp_compile.plan import strategies
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.strategies import Planned, plan_explicit, plan_to_json
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -47,13 +47,13 @@ def wait_early() -> None:
 
 def one_bucket_more() -> None:
     """The largest bucket of the default plan comes in two halves."""
-    made = planning.plan_optimal
+    made = strategies.plan_optimal
 
     def plan(gradients: Any, cost: Any, times: Any, layout: Any, **options: Any) -> Planned:
         planned = made(gradients, cost, times, layout, **options)
         return replace(plan_explicit(gradients, halved(planned.plan), layout), certificate=planned.certificate)
 
-    planning.plan_optimal = plan
+    strategies.plan_optimal = plan
 
 
 def halved(plan: BucketPlan) -> str:

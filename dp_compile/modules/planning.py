@@ -22,14 +22,17 @@ from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_singl
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times, in_ready_order
 from dp_compile.plan.strategies import (
+    Coalesced,
+    Fixed,
+    Optimal,
     Planned,
+    Strategy,
+    Wanted,
+    check_complete,
     check_grouped,
     nominal_cost,
-    plan_coalesced,
     plan_ddp,
     plan_explicit,
-    plan_fixed,
-    plan_optimal,
     plan_per_module,
     plan_to_json,
 )
@@ -109,16 +112,27 @@ def _plan(
         return Planning(strategy, plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
     if request.plan is not None:
         return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)
-    if strategy == "fixed":
-        return Planning(strategy, plan_fixed(gradients, config.caps_mb(), layout), ready)
-    make = plan_coalesced if strategy == "coalesced" else plan_optimal
+    value = config.own_strategy or _with_options(strategy, config)
 
     def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
-        cost = config.cost or measured or nominal_cost(group.backend, group.world_size)
-        return make(gradients, cost, times, layout)
+        wanted = Wanted(gradients, times, measured or nominal_cost(group.backend, group.world_size), layout)
+        planned = value.plan(wanted)
+        if value is config.own_strategy:
+            if not isinstance(planned, Planned):
+                raise ConfigError(f"strategy '{value.name}' must return a Planned, got {type(planned).__name__}.")
+            check_complete(planned.plan, wanted, value.name)
+        return planned
 
+    if not value.plans_anew:
+        return Planning(value.name, revise(ready, None), ready)
     later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
-    return Planning(strategy, revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
+    return Planning(value.name, revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
+
+
+def _with_options(strategy: str, config: ReplicateConfig) -> Strategy:
+    if strategy == "fixed":
+        return Fixed(*config.caps_mb())
+    return (Coalesced if strategy == "coalesced" else Optimal)(config.cost, config.replan_after)
 
 
 def _as_ddp(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed
-from dp_compile.config import ReplicateConfig
+from dp_compile.config import ReplicateConfig, has_address
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.comm_hook import CommHook
@@ -307,7 +306,7 @@ def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
             raise ConfigError(
                 f"passes must hold graph passes (name, realises_plan, __call__), got {type(graph_pass).__name__}."
             )
-        if re.search(r" at 0x[0-9a-f]+", repr(graph_pass)):
+        if has_address(graph_pass):
             raise ConfigError(
                 f"pass {graph_pass.name} has the repr {graph_pass!r}, with an address that is another on each rank: "
                 "ranks compare passes, and compiled code is kept, by repr. Make it a frozen dataclass, with fields "
@@ -439,6 +438,7 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
     options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
     del options["dump_dir"]
     options["reduce_dtype"] = str(config.reduce_dtype)
+    options["strategy"] = config.strategy if isinstance(config.strategy, str | None) else repr(config.strategy)
     return options
 
 

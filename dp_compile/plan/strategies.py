@@ -8,6 +8,9 @@
 | `coalesced`  | as `optimal`; a bucket has no flat memory, its gradients are reduced apart | `cost`          |
 | `ddp`        | where it ends in torch's DDP, which gives the same bits                    | nothing         |
 | `explicit`   | where a plan file says                                                     | `plan`          |
+
+`Fixed`, `Optimal` and `Coalesced` are the values of those names. `ddp` needs torch's own rule, `per_module` the module
+and `explicit` a file: `modules/planning.py` has these at hand.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import GROUPED, LIKE_NCCL
@@ -52,6 +55,118 @@ class Planned:
 
     plan: BucketPlan
     certificate: Certificate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a strategy makes a plan of.
+
+    Args:
+        gradients: in the order in which they are expected to be ready; the flags of unused parameters come last.
+        times: when they are ready, as far as that is known.
+        cost: what one collective costs on the group, measured or nominal.
+        layout: how gradients lie in their buckets; `layout.bucket(key, gradients, reason)` makes one.
+    """
+
+    gradients: Sequence[GradientSpec]
+    times: ReadyTimes
+    cost: AllReduceCost
+    layout: Layout
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """Where buckets end: `ReplicateConfig(strategy=...)` takes one of these, also one that is not of this package.
+
+    A frozen value whose `repr` says all of it: ranks compare that. `plan` has to give the same plan on every rank for
+    the same arguments. Each gradient is in the plan once, and the gradients of a bucket have one key.
+    """
+
+    @property
+    def name(self) -> str:
+        """For logs, reports and step files."""
+
+    @property
+    def plans_anew(self) -> bool:
+        """Whether plans depend on ready times: one is then made anew once a captured backward says what they are."""
+
+    def plan(self, wanted: Wanted) -> Planned:
+        """The plan, and what it promises."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """A bucket ends at a size, as in torch's DDP.
+
+    Args:
+        cap_mb: MiB at which a bucket is closed; `math.inf`: one bucket for each key.
+        first_cap_mb: the same for the first bucket of each key.
+    """
+
+    cap_mb: float = 25.0
+    first_cap_mb: float = 1.0
+    name: ClassVar[str] = "fixed"
+    plans_anew: ClassVar[bool] = False
+
+    def plan(self, wanted: Wanted) -> Planned:
+        return plan_fixed(wanted.gradients, (self.cap_mb, min(self.first_cap_mb, self.cap_mb)), wanted.layout)
+
+    def options(self) -> dict[str, Any]:
+        """As fields of `ReplicateConfig`."""
+        return {"bucket_cap_mb": self.cap_mb, "first_bucket_cap_mb": self.first_cap_mb}
+
+
+@dataclass(frozen=True, slots=True)
+class Optimal:
+    """Buckets end where the predicted end of the step is earliest; see `plan_optimal`.
+
+    Args:
+        cost: what an all-reduce costs; `None`: as measured, before that a nominal link.
+        replan_after: plan once more from so many measured backwards; `None`: never.
+    """
+
+    cost: AllReduceCost | None = None
+    replan_after: int | None = None
+    name: ClassVar[str] = "optimal"
+    plans_anew: ClassVar[bool] = True
+
+    def plan(self, wanted: Wanted) -> Planned:
+        return plan_optimal(wanted.gradients, self.cost or wanted.cost, wanted.times, wanted.layout)
+
+    def options(self) -> dict[str, Any]:
+        """As fields of `ReplicateConfig`."""
+        return {"cost": self.cost, "replan_after": self.replan_after}
+
+
+@dataclass(frozen=True, slots=True)
+class Coalesced(Optimal):
+    """As `Optimal`; each bucket is one grouped collective of its gradients, without flat memory."""
+
+    name: ClassVar[str] = "coalesced"
+
+    def plan(self, wanted: Wanted) -> Planned:
+        return plan_coalesced(wanted.gradients, self.cost or wanted.cost, wanted.times, wanted.layout)
+
+
+WITH_OPTIONS: Final = (Fixed, Optimal, Coalesced)
+
+
+def check_complete(plan: BucketPlan, wanted: Wanted, strategy: str) -> None:
+    """Whether a plan is one of the gradients that were given.
+
+    Raises:
+        ConfigError: it is not: a gradient is missing, there twice, or unknown, or a bucket mixes keys.
+    """
+    given = Counter(gradient.name for gradient in wanted.gradients)
+    planned = Counter(member.gradient.name for bucket in plan.buckets for member in bucket.members if not member.rows)
+    mixed = [bucket for bucket in plan.buckets if any(member.gradient.key != bucket.key for member in bucket.members)]
+    pieces = {member.gradient.name for bucket in plan.buckets for member in bucket.members if member.rows}
+    missing, extra = [*(given - planned - Counter(pieces))], [*(planned - given), *pieces & planned.keys()]
+    if missing or extra or mixed:
+        said = [f"misses {', '.join(missing[:5])}"] if missing else []
+        said += [f"has {', '.join(extra[:5])} too often"] if extra else []
+        said += [f"mixes keys in a bucket of {mixed[0].members[0].gradient.name}"] if mixed else []
+        raise ConfigError(f"the plan of strategy '{strategy}' {' and '.join(said)}. Each gradient is in it once.")
 
 
 def plan_fixed(gradients: Sequence[GradientSpec], caps_mb: tuple[float, float], layout: Layout) -> Planned:

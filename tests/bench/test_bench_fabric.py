@@ -28,7 +28,7 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import TREE, AllReduceCost
 from dp_compile.plan.links import link as preset
-from dp_compile.plan.reduction import mean
+from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.strategies import nominal_cost
 from dp_compile.testing import Ranks
 
@@ -308,7 +308,7 @@ def test_nccl_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_planner_takes_it_for_nccl_and_nobody_is_waited_for() -> None:
     assert nominal_cost(FABRIC, RANKS) == nominal_cost("nccl", RANKS) != nominal_cost("gloo", RANKS)
     group = Fabric(0, RANKS, FAST)
-    played, real = (Group(group, "0", name, RANKS, mean("0", name, RANKS)) for name in (FABRIC, "nccl"))
+    played, real = (Group(group, "0", name, RANKS, Averaging()) for name in (FABRIC, "nccl"))
     assert real.has_others
     assert not played.has_others
 

@@ -88,6 +88,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "python graphs/rank0/capture0/repro.py | tail -3": (FIRST,),
         "import dp_compile": (PYTHON,),
     },
+    "plans.md": {
+        "from dataclasses import dataclass": (PYTHON,),
+    },
     "testing.md": {
         '"""A model as you might have one, and how it is trained."""': (SUITE, SAME_FILES),
         'pytest_plugins = ["dp_compile.testing.plugin"]': (SUITE, SAME_FILES),
@@ -220,10 +223,26 @@ def look_inside(code: str) -> tuple[str, Step, bool]:
         return printed.getvalue(), Step.from_json(Path("step.json").read_text()), os.path.exists("trace.json.gz")
 
 
+def plan_in_pairs(code: str) -> tuple[str, list[int]]:
+    """Run the lines on a strategy of one's own, and train with it: the report, and how many gradients a bucket has."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"Model": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))}
+    names["__name__"] = __name__  # a dataclass looks for the module that it is defined in
+    with as_on_a_rank_of_the_tests():
+        exec(code, names)
+        model = names["model"]
+        torch.compile(model)(torch.randn(2, 4)).sum().backward()
+    report = dp_compile.report(model)
+    return f"{dp_compile.step_of(model).strategy}", [len(bucket.members) for bucket in report.plan.buckets]
+
+
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
     assert "backwards: 3 captured" in report
     assert one == other
+    for text, sizes in ranks2.run(plan_in_pairs, python_of("plans.md")):
+        assert "in pairs" in text
+        assert sizes == [2, 2, 1]
     for text, step, traced in ranks2.run(look_inside, python_of("guide.md")):
         assert "What would help" in text
         assert step.measured is not None

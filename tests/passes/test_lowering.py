@@ -205,7 +205,8 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
 @pytest.fixture
 def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL: gradients are reduced as they are."""
-    monkeypatch.setattr(Averaging, "reduction", lambda _, group, *__: mean(group, "nccl", 2))
+    averaged = mean("0", "nccl", 2)
+    monkeypatch.setattr(Averaging, "reduction", lambda *_: averaged)
 
 
 @pytest.mark.usefixtures("fake_group", "averaging_in_the_collective")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from dp_compile.engine.replica import Group, gradient_specs
 from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost, CostFit
-from dp_compile.plan.reduction import mean
-from dp_compile.plan.strategies import plan_explicit, plan_to_json
+from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.strategies import Coalesced, Fixed, Optimal, Planned, Wanted, plan_explicit, plan_to_json
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -125,7 +126,7 @@ class Vision(nn.Module):
 
 
 def group_with(backend: str, fake_group: dist.ProcessGroup) -> Group:
-    return Group(fake_group, "0", backend, 2, mean("0", backend, 2))
+    return Group(fake_group, "0", backend, 2, Averaging())
 
 
 def apart(plan: BucketPlan) -> set[str]:
@@ -287,6 +288,70 @@ def test_a_plan_file_that_is_not_there() -> None:
 def test_options_of_two_strategies(options: dict[str, Any], message: str) -> None:
     with pytest.raises(dp_compile.ConfigError, match=message):
         plan_of(**options)
+
+
+# --- as values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "options"),
+    [
+        (Fixed(0.001, 0.001), {"bucket_cap_mb": 0.001, "first_bucket_cap_mb": 0.001}),
+        (Optimal(), {}),
+        (Optimal(AllReduceCost(1e-3, 1e-9), 5), {"cost": AllReduceCost(1e-3, 1e-9), "replan_after": 5}),
+        (Coalesced(), {"strategy": "coalesced"}),
+    ],
+)
+def test_a_value_is_its_name_and_its_options(value: Any, options: dict[str, Any]) -> None:
+    by_value, by_name = ReplicateConfig(strategy=value), ReplicateConfig(**{"strategy": value.name} | options)
+    assert by_value == by_name
+    assert plan_of(config=by_value) == plan_of(config=by_name)
+
+
+@dataclass(frozen=True)
+class Mine:
+    """All in one bucket for each key; `leaves_out` so many."""
+
+    leaves_out: int = 0
+    name: str = "mine"
+    plans_anew: bool = False
+
+    def plan(self, wanted: Wanted) -> Any:
+        gradients = list(wanted.gradients)[self.leaves_out :]
+        if self.leaves_out < 0:
+            return gradients
+        return Planned(BucketPlan((wanted.layout.bucket(gradients[0].key, gradients, "all"),)))
+
+
+def test_a_strategy_of_ones_own() -> None:
+    assert [len(bucket) for bucket in names(plan_of(config=ReplicateConfig(strategy=Mine())))] == [16]
+    with pytest.raises(dp_compile.ConfigError, match=r"plan of strategy 'mine' misses head\.bias, head\.weight\. Each"):
+        plan_of(config=ReplicateConfig(strategy=Mine(2)))
+    with pytest.raises(dp_compile.ConfigError, match="strategy 'mine' must return a Planned, got list"):
+        plan_of(config=ReplicateConfig(strategy=Mine(-1)))
+    with pytest.raises(dp_compile.ConfigError, match="belongs to strategy 'fixed', but the strategy is 'mine'"):
+        plan_of(config=ReplicateConfig(strategy=Mine(), bucket_cap_mb=1.0))
+    with pytest.raises(dp_compile.ConfigError, match="a value with name, plans_anew and plan"):
+        ReplicateConfig(strategy=3)  # type: ignore[arg-type]
+    with pytest.raises(dp_compile.ConfigError, match="has an address in its repr"):
+        ReplicateConfig(strategy=type("Its", (), {"name": "a", "plans_anew": False, "plan": print})())
+    with pytest.raises(dp_compile.ConfigError, match="cost is given beside strategy=Optimal"):
+        ReplicateConfig(strategy=Optimal(), cost=AllReduceCost(1.0, 1.0), replan_after=1)
+
+
+def replicate_otherwise_on_the_first() -> str:
+    config = ReplicateConfig(strategy=Mine(name="mine" if dist.get_rank() else "yours"), timeout_s=30)
+    try:
+        dp_compile.replicate(Model(), config=config)
+    except dp_compile.DesyncError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_strategies(ranks: Ranks) -> None:
+    for text in ranks.run(replicate_otherwise_on_the_first):
+        assert "strategy" in text
+        assert "name='yours'" in text
 
 
 def test_unknown_strategy_and_cost() -> None:
