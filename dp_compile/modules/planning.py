@@ -107,7 +107,8 @@ def _plan(
         return Planning("single", Planned(plan_single(gradients)), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
-    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend in LIKE_NCCL else frozenset())
+    groups_well = group.backend in LIKE_NCCL and group.levels is None
+    layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
     if request.bucket_policy is not None:
         return Planning(strategy, plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
     if request.plan is not None:

@@ -300,9 +300,14 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
     """Whether a backend can run the plan's grouped collectives.
 
     Raises:
-        ConfigError: the plan has some, and the backend reduces one tensor at a time.
+        ConfigError: the plan has some, and the backend reduces one tensor at a time, or there are two levels.
     """
-    grouped = any(len(bucket.tensor_numels) > 1 for bucket in plan.buckets)
+    grouped = [bucket for bucket in plan.buckets if len(bucket.tensor_numels) > 1]
+    if any(len(bucket.key.reduction.stages) > 1 for bucket in grouped):
+        raise ConfigError(
+            "the plan reduces several tensors in one collective, which is not supported on two levels of network. Use "
+            "another strategy than 'coalesced', a plan without members apart, or a device_mesh with one dimension."
+        )
     if grouped and backend not in GROUPED:
         raise ConfigError(
             f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
