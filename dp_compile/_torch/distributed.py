@@ -57,7 +57,7 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
         return world
     if mesh.mesh_dim_names is None:
         raise ConfigError("device_mesh needs mesh_dim_names where it does not have all ranks of the default group.")
-    return cast(dist.ProcessGroup, mesh._flatten().get_group())
+    return mesh._flatten().get_group()
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
