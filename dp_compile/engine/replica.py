@@ -57,6 +57,11 @@ class Group:
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
 
     @property
+    def ranks_inside(self) -> int | None:
+        """Ranks of a node, on two levels."""
+        return None if self.levels is None else self.levels.ranks_inside
+
+    @property
     def has_others(self) -> bool:
         """Whether there are other ranks that really exist."""
         return self.world_size > 1 and self.backend not in PLAYED

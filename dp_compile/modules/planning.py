@@ -116,7 +116,8 @@ def _plan(
     value = config.own_strategy or _with_options(strategy, config)
 
     def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
-        wanted = Wanted(gradients, times, measured or nominal_cost(group.backend, group.world_size), layout)
+        nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
+        wanted = Wanted(gradients, times, measured or nominal, layout)
         planned = value.plan(wanted)
         if value is config.own_strategy:
             if not isinstance(planned, Planned):

@@ -178,6 +178,15 @@ def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
     return Launched(tensors, work)
 
 
+def reduce_by_stages(tensor: torch.Tensor, stages: Sequence[Stage]) -> torch.Tensor:
+    """Run the collectives of some stages, one after the other."""
+    for stage in stages:
+        launched = _launched(stage, [tensor])
+        launched.work.wait()
+        (tensor,) = launched.tensors
+    return tensor
+
+
 def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
     """A member in a tensor of its bucket, shaped as its parameter, or its rows."""
     return tensor.as_strided(member.shape, member.gradient.stride, offset)

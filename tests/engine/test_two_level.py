@@ -22,7 +22,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.engine.calibration import calibrate
 from dp_compile.insight.report import Report
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.generated_code import read_code
 from dp_compile.testing.ranks import Ranks
 
@@ -316,6 +318,26 @@ def run_known_hook() -> bool:
 
 def test_a_hook_that_is_known(ranks4: Ranks) -> None:
     assert all(ranks4.run(run_known_hook))
+
+
+def run_measured() -> tuple[str, str]:
+    """The stages are measured, and the buckets planned anew from that, as on one level."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
+    model = dp_compile.replicate(mlp(7), device_mesh=mesh, config=config)
+    run = torch.compile(model, backend="aot_eager")
+    for number in range(5):
+        run(batch(number)).square().mean().backward()
+    report, group = dp_compile.report(model), replica_of(model).group
+    fitted = calibrate(group.process_group, levels=group.levels)
+    assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
+    return fitted.to_json(), report.plan.signature()
+
+
+def test_levels_are_measured_alike_on_every_rank(ranks4: Ranks) -> None:
+    first, *others = ranks4.run(run_measured)
+    assert all(each == first for each in others)
 
 
 # --- generated code -------------------------------------------------------------------------------------------------

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
+from dp_compile.plan.links import LINKS, Link, two_level_cost
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Averaging, Levels, Stage, launch_order
+from dp_compile.plan.strategies import nominal_cost
 
 LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
 
@@ -78,3 +80,28 @@ def test_plans_are_data_and_those_of_one_level_are_what_they_were() -> None:
     (bucket,) = one.to_dict()["buckets"]
     assert bucket["key"]["reduction"]["stages"] == [{"op": "all_reduce", "group": "", "reduce_op": "sum"}]
     assert str(two.buckets[0].key) == "float32 cpu sum, two levels with 3 ranks in a node"
+
+
+# --- what it costs --------------------------------------------------------------------------------------------------
+
+
+def test_two_levels_cost_their_three_stages() -> None:
+    """Four nodes of eight: rings of eight inside, rings of four between for an eighth of the bytes."""
+    inside, between = Link("fast", 2.0, 400.0, "here"), Link("slow", 10.0, 50.0, "here")
+    cost = two_level_cost(inside, between, ranks_inside=8, nodes=4, launch_us=5.0)
+    nbytes = 2**30
+    half_inside = 7 * (2e-6 + nbytes / 8 / 400e9)
+    all_between = 2 * 3 * (10e-6 + nbytes / 8 / 4 / 50e9)
+    assert cost.seconds(nbytes) == pytest.approx(3 * 5e-6 + 2 * half_inside + all_between, rel=1e-12)
+
+
+def test_what_is_assumed_before_anything_was_measured() -> None:
+    link_of = {link.name: link for link in LINKS}
+    assert nominal_cost("nccl", 32, 8) == two_level_cost(
+        link_of["nvlink4"], link_of["infiniband-ndr"], ranks_inside=8, nodes=4
+    )
+    # A slow link between nodes is what two levels are for.
+    flat, two = nominal_cost("nccl", 32), nominal_cost("nccl", 32, 8)
+    assert two.seconds(2**30) < 0.5 * flat.seconds(2**30)
+    loopback = link_of["loopback"]
+    assert nominal_cost("gloo", 4, 2) == two_level_cost(loopback, loopback, ranks_inside=2, nodes=2)
