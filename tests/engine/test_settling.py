@@ -96,7 +96,7 @@ def same_bits(world_size: int, backend: str, cap_mb: float = 0.01) -> int:
     return len(report.plan.buckets)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_same_bits_as_ddp_on_2_ranks(ranks: Ranks, backend: str) -> None:
     assert ranks.run(same_bits, 2, backend)[0] > 3
 

@@ -368,6 +368,7 @@ torch.compile(model)(torch.ones(2, 4)).sum().backward()
 """
 
 
+@pytest.mark.nightly
 def test_a_second_process_dumps_as_the_first(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     environment |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "DP_COMPILE_DUMP_DIR": str(tmp_path / "dump")}
