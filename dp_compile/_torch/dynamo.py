@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -66,10 +67,35 @@ class GradientLike(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
+    def make(self) -> torch.Tensor:
+        """One, with any values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
 
 def _gradient_like(metadata: Any) -> GradientLike:
     """As `IValue`s come from C++: ((_, _, device, dtype, layout, _), shape, is_nested, dtype)."""
     return GradientLike(tuple(metadata[1]), _DTYPES[metadata[3]], metadata[0][2])
+
+
+def accumulated(node: fx.Node) -> fx.Node | None:
+    """What a captured graph's node adds to a parameter's `.grad`, or puts there; `None` if it does neither."""
+    if node.target is not call_accumulate_grad:
+        return None
+    # (parameter, gradient, flag); since torch 2.13 (parameter, old gradient, gradient, flag).
+    return [each for each in node.args[1:] if isinstance(each, fx.Node)][-1]
+
+
+def computes_only(target: object) -> bool:
+    """Whether the target of a captured graph's call computes tensors from tensors, and runs no code of the user's."""
+    if isinstance(target, _compiled_autograd.Op):  # a function of autograd's own, or one that was written in C++
+        return not target.is_custom_function
+    is_op = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
+    return is_op or target is operator.getitem or sorts_only(target)
+
+
+def sorts_only(target: object) -> bool:
+    """Whether the target of a captured graph's call puts inputs or outputs of AOTAutograd's backward into order."""
+    return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue")
 
 
 def configure_process(settings: Mapping[str, Any]) -> None:

@@ -9,8 +9,15 @@ from pathlib import Path
 
 from dp_compile.cli.parsing import Subparsers, add_command
 from dp_compile.errors import ConfigError
-from dp_compile.insight.dump_files import DumpedCapture, DumpedStage, captures_in, difference, read_capture
-from dp_compile.insight.dump_index import changes_between, counted
+from dp_compile.insight.dump_files import (
+    DumpedCapture,
+    DumpedStage,
+    captures_in,
+    changes_between,
+    counted,
+    difference,
+    read_capture,
+)
 from dp_compile.plan.words import count
 
 _EPILOG = """\
@@ -26,8 +33,7 @@ examples:
   python graphs/rank0/capture0/repro.py
       the passes once more on the same graph, on any machine
 
-In short texts a line that begins with >> starts a collective, one with << waits for it. An index.html in each
-directory has the same for a browser.
+In short texts a line that begins with >> starts a collective, one with << waits for it.
 """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,12 +57,6 @@ class Binding:
     hooked: tuple[Place | None, ...]
     into_existing: tuple[bool, ...]
     kept: tuple[Place, ...]
-
-    def without_plans(self) -> Binding:
-        return replace(self, code_keys=tuple(("", sync) for _, sync in self.code_keys))
-
-    def with_plans_of(self, replicas: Sequence[Replica]) -> Binding:
-        return replace(self, code_keys=_code_keys(replicas))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +132,8 @@ def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existin
         for index, parameter in enumerate(replica.parameters)
         if (position, index) not in got and parameter.grad is not None
     )
-    return Binding(_code_keys(replicas), hooked, tuple(existing), kept)
-
-
-def _code_keys(replicas: Sequence[Replica]) -> tuple[tuple[str, bool], ...]:
-    return tuple((replica.code_key, replica.sync) for replica in replicas)
+    code_keys = tuple((replica.code_key, replica.sync) for replica in replicas)
+    return Binding(code_keys, hooked, tuple(existing), kept)
 
 
 def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:

@@ -21,9 +21,11 @@ from dp_compile.engine.compilation import CompiledBackward, NotTraced, first_lin
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.reduced_graph import CapturedGraph, give_zeros_for_none
-from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import Shares, settle
+from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.settling import settle
+from dp_compile.engine.shapes import estimates_of
 from dp_compile.errors import ReductionError
+from dp_compile.plan.ready_times import ASSUMED, Estimate, estimated_times
 
 logger = logging.getLogger("dp_compile.capture")
 
@@ -42,8 +44,6 @@ class CapturedBackward:
         self._sites = find_sites(graph_module.graph)
         self._binder = Binder(self._sites)
         self._compiled: dict[Binding, CompiledBackward] = {}
-        self._shares: dict[Binding, dict[int, Shares]] = {}
-        """What is known of ready times, by binding without the plans."""
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
         backward = window.current()
@@ -56,8 +56,7 @@ class CapturedBackward:
 
     def _run(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         binding = self._binder.bind(replicas, inputs, rest[2])
-        if (shares := self._shares.get(binding.without_plans())) is not None:
-            settle([replica for replica in replicas if replica.sync], shares)
+        if self._settle(replicas, binding, inputs, rest):
             binding = self._binder.bind(replicas, inputs, rest[2])
         compiled = self._compiled.get(binding)
         if compiled is None:
@@ -67,22 +66,32 @@ class CapturedBackward:
         if compiled.gave_up:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
-            outputs = compiled(replicas, inputs, rest)
+            return compiled(replicas, inputs, rest)
         except NotTraced:
             # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
             del self._compiled[binding]
-            return self._run_uncompiled(replicas, inputs, rest)
         except dynamo.RECOMPILE_LIMIT_ERRORS as error:
             compiled.gave_up = True
             message = "a backward is not compiled any more, it was recompiled too often: %s"
             warn_once(logger, replicas, message, first_line(error))
-            return self._run_uncompiled(replicas, inputs, rest)
-        if compiled.shares:
-            # The plans were settled from its graph: what was compiled is the code of another binding.
-            self._shares.setdefault(binding.without_plans(), compiled.shares)
-            del self._compiled[binding]
-            self._compiled[binding.with_plans_of(replicas)] = compiled
-        return outputs
+        return self._run_uncompiled(replicas, inputs, rest)
+
+    def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:
+        """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
+        synced = [each for each in replicas if each.sync]
+        awaited = [each for each in synced if each.awaits(Revision.FROM_GRAPH)]
+        assumed = [each for each in synced if each.ready.basis == ASSUMED]
+        if not awaited and (not assumed or binding in self._compiled):
+            return False
+        estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:2])
+        shares: dict[Replica, dict[int, Estimate]] = {}
+        for (ordinal, index), estimate in estimates.items():
+            shares.setdefault(replicas[ordinal], {})[index] = estimate
+        settle(synced, shares)
+        for replica in assumed:
+            if replica.ready.basis == ASSUMED and replica in shares:  # its plan needs none; they tell people more
+                replica.ready = estimated_times(shares[replica])
+        return bool(awaited)
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""

@@ -23,15 +23,12 @@ from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions, without_hooks
-from dp_compile.engine.replica import Replica, Revision, owners
-from dp_compile.engine.settling import Shares, settle
+from dp_compile.engine.replica import Replica, owners
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
-from dp_compile.passes.estimates import ready_shares
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
-from dp_compile.plan.ready_times import ASSUMED, Estimate, estimated_times
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -77,8 +74,6 @@ class CompiledBackward:
         self._log = CompileLog()
         self._events: BucketEvents | None = None
         self._settling: tuple[Replica, ...] = ()
-        self.shares: dict[int, Shares] = {}
-        """What the graph says of ready times, by the replica's position."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
         self._is_broken = False
@@ -206,7 +201,6 @@ class CompiledBackward:
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
-            self._look_at_ready_times(graph_module.graph)
         with observers.telling_of_compilation(self._compilation(example_inputs)) as listeners:
             for listener in listeners:
                 listener.stage(observers.CAPTURED, graph_module.graph)
@@ -256,26 +250,6 @@ class CompiledBackward:
             backend=self._backend,
             dump_dir=self._dump_dir,
         )
-
-    def _look_at_ready_times(self, graph: fx.Graph) -> None:
-        """What a graph says of them. Where all reductions stand at its end it says nothing."""
-        awaited = any(replica.awaits(Revision.FROM_GRAPH) for replica in self._settling)
-        shares: dict[int, dict[int, Estimate]] = {}
-        if not self._deferred and (awaited or any(replica.ready.basis == ASSUMED for replica in self._settling)):
-            for (ordinal, index), share in ready_shares(graph).items():
-                shares.setdefault(self._synced.index(ordinal), {})[index] = share
-        if awaited:
-            self._settle_plans(shares)
-        for place, estimates in shares.items():
-            if self._settling[place].ready.basis == ASSUMED:  # its plan needs none; they tell people more
-                self._settling[place].ready = estimated_times(estimates)
-
-    def _settle_plans(self, shares: Mapping[int, Shares]) -> None:
-        """The plans of a first backward."""
-        self.shares.update(shares)
-        settle(self._settling, self.shares)
-        plans = dict(zip(self._synced, (replica.plan for replica in self._settling), strict=True))
-        self._plans = tuple(plans.get(ordinal, plan) for ordinal, plan in enumerate(self._plans))
 
     def _telling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

@@ -39,6 +39,7 @@ LOWERING_NAMES: Final = (
     "ConcatKernel.realize_into",
     "ConcatKernel.unwrap_storage",
     "ConcatKernel.inputs",
+    "ExternKernel",
     "ExternKernelAlloc.get_inputs_that_alias_output",
     "ExternKernelAlloc.get_mutation_names",
     "ExternKernelAlloc.op_overload",

@@ -73,26 +73,27 @@ def meeting(replica: Replica, about: str) -> str:
     return f"{topic}/{_meetings[topic]}"
 
 
-def settle(replicas: Sequence[Replica], estimates: Mapping[int, Shares] | None = None) -> None:
+def settle(replicas: Sequence[Replica], shares: Mapping[Replica, Shares] | None = None) -> None:
     """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
 
     Args:
         replicas: in any order.
-        estimates: for a replica, by its position in `replicas`, what its captured graph says. Without it, and on this
-            group's first rank, the plan stays as it is.
+        shares: what the captured graph says of a replica's gradients. Without it, and on this group's first rank, the
+            plan stays as it is.
 
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
-    open_ones = [(place, each) for place, each in enumerate(replicas) if each.awaits(Revision.FROM_GRAPH)]
-    tables = [table_in_backward(replica) for _, replica in open_ones]
-    topics = [meeting(replica, Revision.FROM_GRAPH.name) for _, replica in open_ones]
-    proposals = [_proposal((estimates or {}).get(place)) for place, _ in open_ones]
+    said = shares or {}
+    open_ones = [replica for replica in replicas if replica.awaits(Revision.FROM_GRAPH)]
+    tables = list(map(table_in_backward, open_ones))
+    topics = [meeting(replica, Revision.FROM_GRAPH.name) for replica in open_ones]
+    proposals = [estimated_times(said[each]).to_json() if each in said else None for each in open_ones]
     for table, topic, proposal in zip(tables, topics, proposals, strict=True):
         # Who decides for one group may have to wait for who decides for another: first everybody says what he knows.
         if table is not None and table.rank == 0:
             decide(table, topic, proposal)
-    for (_, replica), table, topic, proposal in zip(open_ones, tables, topics, proposals, strict=True):
+    for replica, table, topic, proposal in zip(open_ones, tables, topics, proposals, strict=True):
         decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
         _revise(replica, None if decided is None else ReadyTimes.from_json(decided), None)
 
@@ -170,10 +171,6 @@ def describe_plan(replica: Replica) -> str:
         f"{certificate.strategy}, {size}, predicted end {certificate.makespan_s * 1e3:.3g} ms, ratio to the bound "
         f"{certificate.ratio:.4f} ({replica.ready.basis})"
     )
-
-
-def _proposal(shares: Shares | None) -> str | None:
-    return None if shares is None else estimated_times(shares).to_json()
 
 
 def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:

@@ -1,8 +1,6 @@
 """What lies in a directory of graph dumps, written and read: pure data and file names.
 
-DIR/rank0/index.html                        the captures of a rank
-DIR/rank0/capture0/index.html               one captured backward: stages, counts, differences
-DIR/rank0/capture0/stages.json              the same as data
+DIR/rank0/capture0/stages.json              one captured backward: stages, counts, refusals, collectives
 DIR/rank0/capture0/2-bucket-reductions.txt  a stage as short text; `.full.txt`: all of it
 DIR/rank0/capture0/2-bucket-reductions.diff.txt  the short text against the one of the stage before
 DIR/rank0/capture0/5-code.full.txt          the code that was generated
@@ -16,18 +14,26 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.passes.result import Refusal
+from dp_compile.passes.result import Refusal, count_changes
 
 DUMP_VERSION: Final = 1
 STAGES_FILE: Final = "stages.json"
 REPRO_FILE: Final = "repro.py"
 STEP_FILE: Final = "step.json"
-INDEX_FILE: Final = "index.html"
 CODE_STAGE: Final = "code"
+
+_COUNTED: Final = {
+    "nodes": ("nodes",),
+    "gradients reduced alone": ("reduce_grad",),
+    "buckets filled": ("flat_bucket",),
+    "all-reduces": ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    "waits": ("wait_tensor",),
+}
 
 _CAPTURE = re.compile(r"capture(\d+)")
 _RANK = re.compile(r"rank(\d+)")
@@ -169,3 +175,14 @@ def _stage(data: Mapping[str, Any]) -> DumpedStage:
 
 def _texts(values: Sequence[Any]) -> tuple[str, ...]:
     return tuple(map(str, values))
+
+
+def counted(stage: DumpedStage) -> dict[str, int]:
+    """The counts of a stage that tell most, under names for people."""
+    return {name: sum(stage.counts.get(op, 0) for op in ops) for name, ops in _COUNTED.items()}
+
+
+def changes_between(dump: DumpedCapture) -> dict[int, list[str]]:
+    """By the number of a stage, how its counts of ops differ from those of the stage before."""
+    graphs = [stage for stage in dump.stages if stage.has_outline]
+    return {after.number: count_changes(before.counts, after.counts) for before, after in pairwise(graphs)}

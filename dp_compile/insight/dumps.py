@@ -34,17 +34,13 @@ from dp_compile.fx.outline import outline
 from dp_compile.fx.printer import op_counts
 from dp_compile.insight.dump_files import (
     CODE_STAGE,
-    INDEX_FILE,
     REPRO_FILE,
     STAGES_FILE,
     STEP_FILE,
     DumpedCapture,
     DumpedStage,
-    captures_in,
     difference,
-    read_capture,
 )
-from dp_compile.insight.dump_index import capture_page, rank_page
 from dp_compile.insight.graph_names import collectives_of, node_names
 from dp_compile.insight.replica_step import step_of_replica
 from dp_compile.insight.repro import NotRecordable, repro_source
@@ -205,13 +201,10 @@ class Dump:
             self._seen = replace(self._seen, collectives=())
             if not self._seen.notes:  # a cache that gave the code without telling it
                 self._note(_FROM_CACHE)
-        diffs = {number: text for number, text in self._differences() if text}
-        for number, text in diffs.items():
-            self._write(f"{number}-{self._seen.all_stages[number]}.diff.txt", text)
+        for number, text in self._differences():
+            if text:
+                self._write(f"{number}-{self._seen.all_stages[number]}.diff.txt", text)
         self._write(STAGES_FILE, self._seen.to_json())
-        self._write(INDEX_FILE, capture_page(self._seen, diffs, has_repro=(self.directory / REPRO_FILE).exists()))
-        captures = [(path, read_capture(path)) for path in captures_in(self.directory.parent)]
-        (self.directory.parent / INDEX_FILE).write_text(rank_page(captures), encoding="utf-8")
 
     def _differences(self) -> Iterator[tuple[int, str]]:
         stages = [stage for stage in self._seen.stages if stage.has_outline]

@@ -6,7 +6,8 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -59,6 +60,22 @@ class PlanRequest:
     plan: BucketPlan | str | os.PathLike[str] | None
     bucketed: bool
 
+    def without_module(self, module: nn.Module) -> PlanRequest:
+        """The same, asked for once more: a policy is a function of the user's, which may hold the module."""
+        if self.bucket_policy is None:
+            return self
+        return replace(self, bucket_policy=_IsUnit(_units(module, self.bucket_policy)))
+
+
+@dataclass(frozen=True, slots=True)
+class _IsUnit:
+    """A policy that knows the names of the units, fully qualified."""
+
+    units: frozenset[str]
+
+    def __call__(self, name: str, _: nn.Module) -> bool:
+        return fully_qualified(name) in self.units
+
 
 @dataclass(frozen=True, slots=True)
 class Planning:
@@ -110,7 +127,8 @@ def _plan(
     groups_well = group.backend in LIKE_NCCL and group.levels is None
     layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
     if request.bucket_policy is not None:
-        return Planning(strategy, plan_per_module(gradients, _unit_of(module, request.bucket_policy), layout), ready)
+        unit_of = partial(_unit_of, _units(module, request.bucket_policy))
+        return Planning(strategy, plan_per_module(gradients, unit_of, layout), ready)
     if request.plan is not None:
         return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)
     value = config.own_strategy or _with_options(strategy, config)
@@ -168,29 +186,28 @@ def _kept_apart(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
 
 
-def _unit_of(module: nn.Module, policy: BucketPolicy) -> Callable[[str], str]:
-    """The innermost module that a policy names around a parameter, by fully qualified name."""
+def _units(module: nn.Module, policy: BucketPolicy) -> frozenset[str]:
+    """The modules that a policy names, by fully qualified name."""
     if not callable(policy):
         kinds = tuple(policy)
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
             raise ConfigError(f"bucket_policy must be a function or a set of module classes, got {policy!r}.")
-        units = {fully_qualified(name) for name, submodule in module.named_modules() if isinstance(submodule, kinds)}
-    else:
-        answers = {name: policy(fully_qualified(name), submodule) for name, submodule in module.named_modules()}
-        odd = [name for name, answer in answers.items() if not isinstance(answer, bool)]
-        if odd:
-            raise ConfigError(f"bucket_policy must return True or False, returned {answers[odd[0]]!r} for '{odd[0]}'.")
-        units = {fully_qualified(name) for name, answer in answers.items() if answer}
+        return frozenset(fully_qualified(name) for name, part in module.named_modules() if isinstance(part, kinds))
+    answers = {name: policy(fully_qualified(name), submodule) for name, submodule in module.named_modules()}
+    odd = [name for name, answer in answers.items() if not isinstance(answer, bool)]
+    if odd:
+        raise ConfigError(f"bucket_policy must return True or False, returned {answers[odd[0]]!r} for '{odd[0]}'.")
+    return frozenset(fully_qualified(name) for name, answer in answers.items() if answer)
 
-    def unit_of(parameter: str) -> str:
-        around = parameter
-        while "." in around:
-            around = around.rpartition(".")[0]
-            if around in units:
-                return around
-        return ""
 
-    return unit_of
+def _unit_of(units: frozenset[str], parameter: str) -> str:
+    """The innermost unit around a parameter, by fully qualified name."""
+    around = parameter
+    while "." in around:
+        around = around.rpartition(".")[0]
+        if around in units:
+            return around
+    return ""
 
 
 def _plan_text(plan: BucketPlan | str | os.PathLike[str]) -> str:

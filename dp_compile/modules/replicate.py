@@ -352,7 +352,8 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     if comm_hook is not None and comm_hook.averaging is not None:
         averaging = comm_hook.averaging
     group = dataclasses.replace(group, averaging=averaging, levels=levels)
-    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, order.request)
+    request = order.request.without_module(target.module)
+    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -374,7 +375,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         by_hooks=None if levels is None else True,  # torch's reducer has one level
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
-    replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), order.request)
+    replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
@@ -13,7 +12,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
 from dp_compile._torch import dynamo
-from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.ready_times import Estimate, Product
 
 aten = torch.ops.aten
@@ -21,71 +19,80 @@ aten = torch.ops.aten
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
-# What comes between a product and its reduction without changing a number; an item is one of an accumulation.
+# What comes between a product and its accumulation without changing a number.
 _HANDING_ON: Final = (aten.t.default, aten.permute.default, aten.transpose.int, operator.getitem)
 
-# Functions of compiled autograd that put the inputs and outputs of AOTAutograd's backward into order.
-_SORTING: Final = ("call_aot_bwd_prologue", "call_aot_bwd_epilogue")
+Values = Mapping[fx.Node, Any]
+"""What nodes make: fake tensors of static sizes, alone or in lists. A node that is not there counts as no work."""
 
 
-def ready_shares(graph: fx.Graph) -> Mapping[tuple[int, int], Estimate]:
-    """For each reduction, by replica and index, the share of the graph's work that stands before it.
+class Accumulation(NamedTuple):
+    """The node at which a captured graph accumulates a gradient, and the one that made the gradient.
+
+    `adds`: whether it is added to one that was there.
+    """
+
+    node: fx.Node
+    gradient: fx.Node
+    adds: bool
+
+
+def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[Estimate]:
+    """For each accumulation of a graph the share of the graph's work that stands before it.
 
     For a gradient that is a product also the share that is the product, and the one of a copy of its result.
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
-    Patterson, CACM 2009); FLOPs as torch's flop counter has them. `graph` is as Dynamo leaves it, with fake tensors in
-    `meta["example_value"]`; of a dynamic size counts the example's value, and nothing is guarded on it. A graph without
-    work gives every gradient the share 1.
+    Patterson, CACM 2009); FLOPs as torch's flop counter has them. A graph without work gives each the share 1.
     """
-    done, at = 0.0, dict[tuple[int, int], tuple[float, fx.Node | None]]()
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target is REDUCE_GRAD:
-            index, replica = node.args[1:3]
-            at[replica, index] = done, _product_behind(node)
+    if not accumulations:
+        return []
+    at = {each.node: each for each in accumulations}
+    done, before = 0.0, dict[fx.Node, float]()
+    for node in accumulations[0].node.graph.nodes:
+        if node in at:
+            done += _work_of_adding(at[node], values)
+            before[node] = done
         elif node.op in ("call_function", "call_method"):
-            done += _work(node)
-    return {
-        place: Estimate(before / done if done else 1.0, _product(node, done)) for place, (before, node) in at.items()
-    }
+            done += _work(node, values)
+    total = done
+    return [
+        Estimate(before[each.node] / total if total else 1.0, _product(each, values, total)) for each in accumulations
+    ]
 
 
-def _product(node: fx.Node | None, total: float) -> Product | None:
-    if node is None or not total:
-        return None
-    return Product(_work(node) / total, 2 * _nbytes(node.meta["example_value"]) / total)
+def _product(accumulation: Accumulation, values: Values, total: float) -> Product | None:
+    node = None if accumulation.adds or not total else _product_behind(accumulation)
+    return None if node is None else Product(_work(node, values) / total, 2 * _nbytes(values[node]) / total)
 
 
-def _product_behind(reduction: fx.Node) -> fx.Node | None:
-    """The 2-D product that a reduction reduces, if nobody else uses it and nothing is added to it."""
-    node = reduction.all_input_nodes[0]
+def _product_behind(accumulation: Accumulation) -> fx.Node | None:
+    """The 2-D product that is accumulated, if nobody else uses it."""
+    node = accumulation.gradient
     while len(node.users) == 1:
         if node.target is aten.mm.default:
             return node
-        if node.target in _HANDING_ON or (_is_accumulation(node) and node.args[2] is None):
-            node = node.all_input_nodes[0]
-        else:
+        if node.target not in _HANDING_ON:
             return None
+        node = node.all_input_nodes[0]
     return None
 
 
-def _is_accumulation(node: fx.Node) -> bool:
-    """Whether a node is compiled autograd's op that hands out `(the gradient + what was there, ...)`."""
-    return getattr(node.target, "__name__", "") == "AccumulateGrad" and len(node.args) > 2
+def _work_of_adding(accumulation: Accumulation, values: Values) -> float:
+    gradient = values.get(accumulation.gradient)
+    return 3 * _nbytes(gradient) if accumulation.adds and isinstance(gradient, torch.Tensor) else 0.0
 
 
-def _work(node: fx.Node) -> float:
-    if node.target is operator.getitem or getattr(node.target, "__name__", "") in _SORTING:
+def _work(node: fx.Node, values: Values) -> float:
+    if node.target is operator.getitem or dynamo.sorts_only(node.target):
         return 0.0  # The lists that these take and make hold other fake tensors for the same memory.
-    if _is_accumulation(node) and node.args[2] is None:
-        return 0.0  # It hands its gradient on.
-    value = node.meta.get("example_value")
+    value = values.get(node)
     outputs = list(_tensors(value))
-    inputs = [t for each in node.all_input_nodes for t in _tensors(each.meta.get("example_value"))]
+    inputs = [tensor for each in node.all_input_nodes for tensor in _tensors(values.get(each))]
     if not outputs or _is_view(outputs, inputs):
         return 0.0
     nbytes = sum(_nbytes(tensor) for tensor in (*inputs, *outputs))
-    return max(nbytes, _flops(node, value) / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
+    return max(nbytes, _flops(node, values) / FLOPS_PER_BYTE.get(outputs[0].device.type, 100.0))
 
 
 def _is_view(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
@@ -94,21 +101,12 @@ def _is_view(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
     return all(StorageWeakRef(tensor.untyped_storage()) in memory for tensor in outputs)
 
 
-def _flops(node: fx.Node, value: Any) -> float:
+def _flops(node: fx.Node, values: Values) -> float:
     formula: Callable[..., Any] | None = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0.0
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: _static(each.meta.get("example_value")))
-    return float(formula(*args, **kwargs, out_val=_static(value)))
-
-
-def _static(value: Any) -> Any:
-    """The value with plain sizes: a formula would turn a dynamic one into a constant, and each new size recompile."""
-    if isinstance(value, torch.Tensor):
-        return torch.empty([dynamo.size_hint(size) for size in value.shape], dtype=value.dtype, device="meta")
-    if isinstance(value, (list, tuple)):
-        return type(value)(_static(each) for each in value)
-    return dynamo.size_hint(value) if isinstance(value, torch.SymInt) else value
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.get)
+    return float(formula(*args, **kwargs, out_val=values[node]))
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -119,5 +117,5 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _nbytes(tensor: torch.Tensor) -> float:
-    return math.prod(map(dynamo.size_hint, tensor.shape)) * tensor.element_size()
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

@@ -211,10 +211,10 @@ def _counts(steps: Steps, graphs: Sequence[SeenGraph]) -> Counts:
 
 
 def _placements(steps: Steps, graphs: Sequence[SeenGraph]) -> Iterator[Placement]:
-    """Of gradients; of a clone the record says where the clone is computed."""
+    """Of gradients; of a clone the record says where the clone is computed, or what it was cloned from."""
     cloned = frozenset[str]().union(*(graph.cloned for graph in graphs))
     for each in steps.record.placements:
-        if each.copied is None and each.gradient in cloned:
+        if each.gradient in cloned:
             yield replace(each, copied="a clone stands before its bucket")
         elif each.gradient != UNUSED_FLAGS:
             yield each

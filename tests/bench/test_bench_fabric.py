@@ -180,10 +180,10 @@ def gradients_of(name: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "name",
     [
-        *("ours", "ours:replan", "ddp", "python_reducer"),
+        *("ours", "ddp", "python_reducer"),
         *(
             pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("ours:coalesced", "ddp_tuned", "ddp_compiled", "replicate")
+            for name in ("ours:replan", "ours:coalesced", "ddp_tuned", "ddp_compiled", "replicate")
         ),
     ],
 )

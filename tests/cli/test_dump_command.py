@@ -12,7 +12,6 @@ from expecttest import assert_expected_inline
 from dp_compile.cli.main import main
 from dp_compile.errors import ConfigError
 from dp_compile.insight.dump_files import DUMP_VERSION, DumpedCapture, DumpedStage, captures_in, read_capture
-from dp_compile.insight.dump_index import capture_page
 from dp_compile.passes.result import Refusal
 
 DUMP = DumpedCapture(
@@ -164,11 +163,3 @@ def test_a_missing_file(dumped: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (dumped / "rank0/capture0/2-fuse.txt").unlink()
     assert main(["dump", str(dumped), "--stage", "fuse"]) == 2
     assert "cannot read" in capsys.readouterr().err
-
-
-def test_the_page_escapes_what_it_shows() -> None:
-    page = capture_page(DUMP, {2: "-<a>\n+<b>\n"}, has_repro=False)
-    assert "&lt;a&gt;" in page
-    assert "<a>" not in page
-    assert "repro.py" not in page
-    assert "1 refused" in page

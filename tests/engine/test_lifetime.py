@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,9 +65,16 @@ def test_parameters_that_outlive_every_module(compiled: bool) -> None:
         run(torch.ones(2, 6)).sum().backward()
 
 
+def is_one_of(parts: list[nn.Module]) -> Callable[[str, nn.Module], bool]:
+    return lambda _, part: part in parts
+
+
 @pytest.mark.usefixtures("fake_group")
-def test_a_replica_goes_with_its_modules() -> None:
-    model = dp_compile.replicate(Block(), config=AOT)
+@pytest.mark.parametrize("policy", [False, True])
+def test_a_replica_goes_with_its_modules(policy: bool) -> None:
+    """Also if what the user gave holds the model."""
+    model = Block()
+    dp_compile.replicate(model, config=AOT, bucket_policy=is_one_of([model]) if policy else None)
     replica, weight = weakref.ref(next(iter(owners))), weakref.ref(model.layers[0].weight)
     with dp_compile.compiled_backward():
         model(torch.ones(2, 6)).sum().backward()

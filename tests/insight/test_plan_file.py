@@ -152,7 +152,7 @@ def test_what_is_wrong(wrong: BucketPlan, expected: list[str]) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "expected"),
     [
-        ("itemsize", 2, "head.weight is float32, 4 bytes an element, but the file says 2"),
+        ("itemsize", 2, "head.weight is sent in float32, 4 bytes an element, but the file says 2"),
         ("index", 2, "b.weight, head.weight have the same index, 2"),
         ("stride", [1], "head.weight has shape [256, 64] and strides [1], which is no tensor"),
     ],

@@ -111,7 +111,8 @@ def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool) -> None
     ranks2.run(run_uneven, counts, True, {"divide_by_initial_world_size": divide}, {})
 
 
-@pytest.mark.parametrize("divide", [True, pytest.param(False, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("divide", [True, False])
 def test_four_ranks(ranks4: Ranks, divide: bool) -> None:
     ranks4.run(run_uneven, (1, 4, 0, 6), True, {"divide_by_initial_world_size": divide}, {})
 
