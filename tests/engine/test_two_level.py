@@ -221,6 +221,43 @@ def test_meshes_that_are_not_the_whole_world(ranks4: Ranks) -> None:
         assert average == 1.5
 
 
+class Odd(nn.Module):
+    """A bucket without elements, a gradient whose sum does not fit into float16, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.ones(0, 3, dtype=torch.bfloat16))
+        self.short = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.first.sum() + self.empty.double().sum() + (self.short * x).double().sum()
+        return total + torch.view_as_real(self.turn * (1 + dist.get_rank() * 1j)).double().sum()
+
+
+def run_odd(by_hooks: bool) -> tuple[float, list[complex], int]:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    model = dp_compile.replicate(Odd(), device_mesh=mesh, config=AOT)
+    with warnings.catch_warnings(), anomaly(by_hooks):
+        warnings.simplefilter("ignore")
+        compiled(model)(torch.full((1,), 30_000.0, dtype=torch.float16)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+    assert set(dp_compile.report(model).backwards) == {"eager hooks" if by_hooks else "captured"}
+    return float(model.short.grad), model.turn.grad.tolist(), model.empty.grad.numel()
+
+
+@pytest.mark.parametrize("by_hooks", [False, True])
+def test_odd_gradients(ranks4: Ranks, by_hooks: bool) -> None:
+    for half, turn, empty in ranks4.run(run_odd, by_hooks):
+        assert half == 30_000.0
+        # d/dt of Re(tz) + Im(tz) is (1 + i) conj(z); the average of conj(1 + ri) over four ranks is 1 - 1.5i
+        assert turn == [pytest.approx((1 + 1j) * (1 - 1.5j), rel=1e-6)] * 3
+        assert empty == 0
+
+
 # --- what goes with it ----------------------------------------------------------------------------------------------
 
 
@@ -370,3 +407,4 @@ def test_nobody_touches_what_is_on_its_way_and_nothing_is_copied_for_it(ranks4: 
         # Stages of three buckets, and the flags with the last: nothing is computed between the last ones.
         assert order.count("A") == order.count("W") == 9
         assert order.endswith("WAWAWAWAWAWWW")
+        assert order[: order.index("W")].count("A") == 2  # nobody waits before the second bucket is launched
