@@ -22,10 +22,16 @@ from dp_compile.plan.words import BYTES_PER_MB
 
 
 def bucket_key(
-    group: str, reduce_op: str, dtype: str, device: str, scale: float = 0.5, levels: Levels | None = None
+    group: str,
+    reduce_op: str,
+    dtype: str,
+    device: str,
+    scale: float = 0.5,
+    levels: Levels | None = None,
+    backend: str = "nccl",
 ) -> BucketKey:
     """Of gradients that one all-reduce carries, or the stages of two levels."""
-    stages = (Stage("all_reduce", group, reduce_op),) if levels is None else levels.stages(reduce_op)
+    stages = (Stage("all_reduce", group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
     return BucketKey(Reduction(stages, scale), dtype, device)
 
 
@@ -42,6 +48,7 @@ class Grad:
     scale: float = 0.5
     replica: int = 0
     levels: Levels | None = None
+    backend: str = "nccl"
 
     @property
     def stride(self) -> tuple[int, ...]:
@@ -54,7 +61,7 @@ class Grad:
     @property
     def spec(self) -> GradientSpec:
         dtype = str(self.dtype).removeprefix("torch.")
-        key = bucket_key(self.group, self.reduce_op, dtype, "cpu", self.scale, self.levels)
+        key = bucket_key(self.group, self.reduce_op, dtype, "cpu", self.scale, self.levels, self.backend)
         name = f"p{self.index}"
         return GradientSpec(self.index, name, self.shape, self.stride, self.dtype.itemsize, key)
 

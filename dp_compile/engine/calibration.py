@@ -13,10 +13,11 @@ import torch.distributed as dist
 from dp_compile._torch import distributed
 from dp_compile.engine.agreement import Table, agree
 from dp_compile.errors import ConfigError
-from dp_compile.passes.reduction import reduce_by_stages
+from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.backends import PLAYED
+from dp_compile.plan.buckets import BucketKey, GradientSpec, plan_single
 from dp_compile.plan.cost import CostFit, fit
-from dp_compile.plan.reduction import Levels
+from dp_compile.plan.reduction import Averaging, Levels
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
@@ -73,8 +74,10 @@ def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:
 
 
 def _seconds(nbytes: int, group: dist.ProcessGroup | None, device: torch.device, levels: Levels | None) -> float:
-    ranks_inside = 1 if levels is None else levels.ranks_inside
-    data = torch.zeros(-(-nbytes // 4 // ranks_inside) * ranks_inside, device=device)
+    data = torch.zeros(nbytes // 4, device=device)
+    averaging = Averaging().reduction("", dist.get_backend(group), dist.get_world_size(group), "float32", levels)
+    key = BucketKey(averaging, "float32", device.type)
+    (bucket,) = plan_single([GradientSpec(0, "", (data.numel(),), (1,), 4, key)]).buckets
     times = []
     for _ in range(1 + REPETITIONS):
         dist.barrier(group)
@@ -82,7 +85,7 @@ def _seconds(nbytes: int, group: dist.ProcessGroup | None, device: torch.device,
         if levels is None:
             dist.all_reduce(data, group=group)
         else:
-            reduce_by_stages(data, levels.stages("sum"))
+            finished(reduce_bucket(bucket, EagerOps(bucket, [data], device)))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)

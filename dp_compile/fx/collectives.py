@@ -11,10 +11,12 @@ from torch import fx
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 GROUPED_ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _LAUNCHES = (
     REDUCE_SCATTER,
+    ALL_TO_ALL,
     ALL_GATHER,
     ALL_REDUCE,
     GROUPED_ALL_REDUCE,

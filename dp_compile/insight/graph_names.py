@@ -24,6 +24,7 @@ from dp_compile.fx.edit import Provenance, provenance_of
 from dp_compile.fx.printer import op_name, type_text
 from dp_compile.passes.analysis import MemberMark
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, Member
 
@@ -81,7 +82,7 @@ def _describe(node: fx.Node, words: _Words) -> str:
     members = ", ".join(words.mark(MemberMark.read(member)) for member in provenance.members)
     if isinstance(node.args[0], (list, tuple)):
         what = f"{len(node.args[0])} tensors"
-    how = "" if is_all_gather(node) else f" {node.args[1]}"
+    how = f" {node.args[1]}" if isinstance(node.args[1], str) else ""
     return f"{head}{how} {what} bucket {words.unit(provenance.unit)}{f': {members}' if members else ''}"
 
 
@@ -136,7 +137,7 @@ def _stage_of(launch: fx.Node) -> str:
     """Which stage of several a launch is; nothing for the first."""
     if is_all_gather(launch):
         return " gather"
-    return " between" if any(map(is_wait, launch.all_input_nodes)) and is_launch(launch.target) else ""
+    return " between" if is_launch(launch.target) and waits_before(launch) else ""
 
 
 class _Naming:

@@ -8,6 +8,8 @@ On two levels of network there are three stages, each with a wait behind it:
 
     flat_bucket(a, b) -> reduce_scatter_tensor -> wait -> all_reduce -> wait -> all_gather_into_tensor -> wait
 
+or, with gloo, an all-to-all and a sum behind its wait in the place of the first.
+
 A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
 Compiled code allocates pieces that have a bucket for themselves side by side, else they are copied into one tensor.
 
@@ -42,7 +44,7 @@ from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_vi
 from dp_compile.passes.reduction import GradReduction, finished, reduce_bucket
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
-from dp_compile.plan.reduction import ALL_GATHER, REDUCE_SCATTER, Stage, launch_order
+from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -93,7 +95,20 @@ class BucketReductions:
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
     """Launches in their order, each with the wait for the stage before it: nobody waits for that earlier."""
-    return [node for launch in launches for node in (*filter(collectives.is_wait, launch.all_input_nodes), launch)]
+    return [node for launch in launches for node in (*waits_before(launch), launch)]
+
+
+def waits_before(launch: fx.Node) -> list[fx.Node]:
+    """The waits for the stage before a launch; none before the first, which is given a bucket."""
+    found: list[fx.Node] = []
+    stack = list(launch.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if collectives.is_wait(node):
+            found.append(node)
+        elif edit.provenance_of(node) is not None and node.target is not FLAT_BUCKET:
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def nan_check_is_on(environ: Mapping[str, str] = os.environ) -> bool:
@@ -227,6 +242,9 @@ class _GraphOps:
         how: tuple[Any, ...] = stage.reduce_op, stage.group
         if stage.op == REDUCE_SCATTER:
             target, how = collectives.REDUCE_SCATTER, (stage.reduce_op, stage.parts, stage.group)
+        elif stage.op == EXCHANGE:
+            sizes = [tensors[0].meta["val"].numel() // stage.parts] * stage.parts
+            target, how = collectives.ALL_TO_ALL, (sizes, sizes, stage.group)
         elif stage.op == ALL_GATHER:
             target, how = collectives.ALL_GATHER, (stage.parts, stage.group)
         else:
@@ -239,6 +257,10 @@ class _GraphOps:
         launch, count = launched
         items = [self.site.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
         return [self.site.make(collectives.WAIT, item) for item in items]
+
+    def add_up(self, tensor: fx.Node, parts: int) -> fx.Node:
+        view = self.site.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])
+        return self.site.make(aten.sum.dim_IntList, view, [0])
 
     def restore(self, tensor: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
         if tensor.meta["val"].dtype != dtype:

@@ -30,7 +30,7 @@ from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.bucketing import chain_of
+from dp_compile.passes.bucketing import chain_of, waits_before
 from dp_compile.passes.result import PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import format_bytes
@@ -193,7 +193,7 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     `mark_variable_ready_dense` and `finalize_bucket_dense` (torch/csrc/distributed/c10d/reducer.cpp).
     """
     # Of several stages the first one is given the bucket.
-    buckets = {node for launch in launches for node in launch.all_input_nodes if not is_wait(node)}
+    buckets = {node for launch in launches if not waits_before(launch) for node in launch.all_input_nodes}
     nbytes = memory.footprint(graph).nbytes_of(buckets)
     without = {*launches, *_handing_back(graph), *_filling(launches)}
     for node in graph.nodes:

@@ -27,7 +27,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
-from dp_compile.plan.reduction import ALL_GATHER, Stage
+from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -50,6 +50,9 @@ class Ops(Protocol[TensorT]):
     def wait(self, launched: Any) -> list[TensorT]:
         """What a stage made of the tensors."""
 
+    def add_up(self, tensor: TensorT, parts: int) -> TensorT:
+        """The sum of the equal parts of a tensor, rounded once."""
+
     def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
         """A reduced tensor in the gradients' dtype, times `scale`."""
 
@@ -70,6 +73,8 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
         launched = ops.launch(stage, tensors)
         yield
         tensors = ops.wait(launched)
+        if stage.op == EXCHANGE:
+            tensors = [ops.add_up(tensor, stage.parts) for tensor in tensors]
     if wire is not None or reduction.post_scale != 1.0:
         tensors = [ops.restore(tensor, reduction.post_scale, dtype) for tensor in tensors]
     return tensors
@@ -144,6 +149,9 @@ class EagerOps:
                 launched.work.wait()
         return list(launched.tensors)
 
+    def add_up(self, tensor: torch.Tensor, parts: int) -> torch.Tensor:
+        return tensor.view(parts, tensor.numel() // parts).sum(0)
+
     def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
         return tensor.to(dtype).mul_(scale)
 
@@ -160,9 +168,12 @@ def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
     group = distributed.group_of_name(stage.group)
     if stage.parts > 1:
         (tensor,) = tensors
-        result = tensor.new_empty(stage.numel_behind(tensor.numel()))
+        numel = tensor.numel() if stage.op == EXCHANGE else stage.numel_behind(tensor.numel())
+        result = tensor.new_empty(numel)
         if stage.op == ALL_GATHER:
             work = dist.all_gather_into_tensor(result, tensor, group=group, async_op=True)
+        elif stage.op == EXCHANGE:
+            work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             op = REDUCE_OPS[stage.reduce_op]
             work = dist.reduce_scatter_tensor(result, tensor, op=op, group=group, async_op=True)
@@ -176,15 +187,6 @@ def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
         work = group.allreduce_coalesced(list(tensors), options)
     assert work is not None
     return Launched(tensors, work)
-
-
-def reduce_by_stages(tensor: torch.Tensor, stages: Sequence[Stage]) -> torch.Tensor:
-    """Run the collectives of some stages, one after the other."""
-    for stage in stages:
-        launched = _launched(stage, [tensor])
-        launched.work.wait()
-        (tensor,) = launched.tensors
-    return tensor
 
 
 def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:

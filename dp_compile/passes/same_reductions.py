@@ -61,6 +61,14 @@ class _Share(NamedTuple):
     group: str
 
 
+class _Exchanged(NamedTuple):
+    """A source: for each rank of a group the part of its elements that belongs to this rank, one after the other."""
+
+    whole: Elements
+    parts: int
+    group: str
+
+
 class _Cast(NamedTuple):
     """A source: another one, which was of dtype `was`, in another dtype."""
 
@@ -465,6 +473,27 @@ class _Walk:
         reduced = self._reduce(given, str(group), str(reduce_op), _node(what).meta["val"].dtype)
         return self._shared(_Share(reduced, parts, str(group)))
 
+    def all_to_all(self, node: fx.Node) -> Elements | None:
+        what, received, sent, group = node.args[:4]
+        given = self.elements_of(what)
+        if given is None or list(_sequence(received)) != list(_sequence(sent)) or len(set(_sequence(sent))) != 1:
+            return None
+        exchanged = _Exchanged(given, len(_sequence(sent)), str(group))
+        return elements.whole(self.sources.number(exchanged), elements.numel_of(given))
+
+    def sum_of_parts(self, node: fx.Node) -> Elements | None:
+        """The parts that ranks have sent each other, added up: a reduce-scatter. Of other sums nothing is known."""
+        source, given = _node(node.args[0]), self.elements_of(node.args[0])
+        key = self.sources.key(given[0].source) if given and len(given) == 1 else None
+        if given is None or not isinstance(key, _Exchanged) or node.kwargs or list(node.args[1:]) != [[0]]:
+            return None
+        value = source.meta["val"]
+        if given != elements.whole(given[0].source, elements.numel_of(key.whole)) or value.shape[0] != key.parts:
+            return None
+        self._reduced.add(node)
+        reduced = self._reduce(key.whole, key.group, "sum", value.dtype)
+        return self._shared(_Share(reduced, key.parts, key.group))
+
     def all_gather(self, node: fx.Node) -> Elements | None:
         """Parts put together again by the ranks that have them; of anything else nobody knows what it is."""
         what, parts, group = node.args[:3]
@@ -653,6 +682,8 @@ _RULES: Final[Mapping[Any, Callable[[_Walk, fx.Node], Any]]] = {
     collectives.ALL_REDUCE: _Walk.all_reduce,
     collectives.GROUPED_ALL_REDUCE: _Walk.all_reduce,
     collectives.REDUCE_SCATTER: _Walk.reduce_scatter,
+    collectives.ALL_TO_ALL: _Walk.all_to_all,
+    aten.sum.dim_IntList: _Walk.sum_of_parts,
     collectives.ALL_GATHER: _Walk.all_gather,
     collectives.WAIT: _Walk.same,
     operator.getitem: _Walk.item,

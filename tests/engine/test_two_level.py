@@ -30,7 +30,7 @@ from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16
 NODES = ("between", "inside")
-TWO_LEVELS = ["reduce_scatter", "all_reduce", "all_gather"]
+TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
 
 
 class Untraceable(torch.autograd.Function):
@@ -395,7 +395,7 @@ def run_generated() -> tuple[tuple[str, ...], str, list[str]]:
         _, codes = run_and_get_code(loss.backward)
     for parameter, other in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, other)
-    (code,) = (code for code in codes if "reduce_scatter" in code)
+    (code,) = (code for code in codes if "all_to_all" in code)
     placements = dp_compile.report(model).captures[-1].placements
     return read_code(code).faults, read_code(code).order, [each.copied for each in placements if each.copied]
 
@@ -404,7 +404,7 @@ def test_nobody_touches_what_is_on_its_way_and_nothing_is_copied_for_it(ranks4: 
     for faults, order, copied in ranks4.run(run_generated):
         assert faults == ()
         assert copied == ["an input of the backward"]  # the flags
-        # Stages of three buckets, and the flags with the last: nothing is computed between the last ones.
+        # Stages of three buckets, and the flags with the last: the parts are added up, nothing else is computed.
         assert order.count("A") == order.count("W") == 9
-        assert order.endswith("WAWAWAWAWAWWW")
+        assert order.endswith("WkAWkAWAWAWAWWW")
         assert order[: order.index("W")].count("A") == 2  # nobody waits before the second bucket is launched

@@ -14,7 +14,15 @@ from torch import fx
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT, is_collective, is_wait
+from dp_compile.fx.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WAIT,
+    is_collective,
+    is_wait,
+)
 from dp_compile.fx.printer import short
 from dp_compile.insight.graph_names import collectives_of, node_names
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
@@ -31,9 +39,9 @@ def first(graph: fx.Graph, target: Any) -> fx.Node:
     return graph.find_nodes(op="call_function", target=target)[0]
 
 
-def layers(number: int) -> tuple[list[Grad], fx.GraphModule]:
+def layers(number: int, backend: str) -> tuple[list[Grad], fx.GraphModule]:
     """A backward through matrices, last layer first; then something that no reduction needs."""
-    grads = [Grad(index=index, shape=(4, 4), levels=LEVELS) for index in range(number)]
+    grads = [Grad(index=index, shape=(4, 4), levels=LEVELS, backend=backend) for index in range(number)]
 
     def backward(grad: torch.Tensor, *saved: torch.Tensor) -> list[torch.Tensor]:
         weights, inputs, reduced = saved[:number], saved[number:], []
@@ -74,9 +82,32 @@ return as_strided_default""",
     )
 
 
+def test_gloo_exchanges_parts_and_adds_them_up() -> None:
+    grad = Grad(index=0, shape=(3,), levels=LEVELS, backend="gloo")
+    module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
+    assert_expected_inline(
+        "\n".join(short(module.graph).splitlines()[2:-1]),
+        """\
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
+all_to_all_single_default = _c10d_functional.all_to_all_single(flat_bucket_default, [2, 2], [2, 2], in)
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
+view_default = aten.view(wait_tensor_default, [2, 2])
+sum_dim_int_list = aten.sum.dim_IntList(view_default, [0])
+all_reduce_default = _c10d_functional.all_reduce(sum_dim_int_list, sum, out)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default)
+all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(wait_tensor_default_1, 2, in)
+wait_tensor_default_2 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+as_strided_default = aten.as_strided(wait_tensor_default_2, [3], [1], 0)""",
+    )
+    names = node_names(module.graph, [plan_for([grad])], ["a"])
+    assert [names[node] for node in module.graph.nodes if is_collective(node) or is_wait(node)] == [
+        "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
+    ]  # fmt: skip
+
+
 def told(graph: fx.Graph) -> str:
     """Compute `c`; launches `R` reduce-scatter, `A` all-reduce, `G` all-gather and the bucket, waits small."""
-    letters = {REDUCE_SCATTER: "R", ALL_REDUCE: "A", ALL_GATHER: "G"}
+    letters = {REDUCE_SCATTER: "R", ALL_TO_ALL: "R", ALL_REDUCE: "A", ALL_GATHER: "G"}
     parts: list[str] = []
     launched: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -92,9 +123,10 @@ def told(graph: fx.Graph) -> str:
     return " ".join(parts)
 
 
-def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched() -> None:
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend: str) -> None:
     """And for the slow link only when nothing is left to compute."""
-    grads, module = layers(3)
+    grads, module = layers(3, backend)
     plan = plan_for(grads[::-1], cap=1)
     assert len(plan.buckets) == 3
     graph = run_passes(module, plan).graph
@@ -102,7 +134,7 @@ def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched() -> None:
 
 
 def test_compute_that_does_not_move_is_not_held_back_either() -> None:
-    grads, module = layers(3)
+    grads, module = layers(3, "gloo")
     passes = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
     graph = run_passes(module, plan_for(grads[::-1], cap=1), passes=passes).graph
     assert told(graph).replace(" exp", "").replace(" c", "").startswith("c R0 R1 r0 A0 R2 r1 A1 r2 A2 a0 G0")
@@ -193,9 +225,35 @@ WRONG: list[tuple[Callable[[fx.Graph], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "text"), WRONG)
-def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], text: str) -> None:
-    grads = [Grad(index=index, shape=(3,), levels=LEVELS) for index in range(2)]
+def add_up_the_wrong_parts(graph: fx.Graph) -> None:
+    """Elements that belong to other ranks: `(2, 2)` is added up along its rows."""
+    node = first(graph, aten.sum.dim_IntList)
+    node.args = (node.args[0], [1])
+
+
+def take_the_first_part(graph: fx.Graph) -> None:
+    node, by = first(graph, aten.sum.dim_IntList), edit.Provenance("users-pass", "0.0")
+    edit.replace(node, edit.insert_call(graph, node, aten.select.int, (node.args[0], 0, 0), by))
+
+
+def exchange_with_others(graph: fx.Graph) -> None:
+    group(ALL_TO_ALL, "out")(graph)
+
+
+def exchange_other_sizes(graph: fx.Graph) -> None:
+    node = first(graph, ALL_TO_ALL)
+    node.args = (node.args[0], [1, 3], [1, 3], node.args[3])
+
+
+EXCHANGES = [add_up_the_wrong_parts, take_the_first_part, exchange_with_others, exchange_other_sizes]
+GLOO: list[tuple[Callable[[fx.Graph], None], str]] = [(wrong, "changed what is reduced") for wrong in EXCHANGES]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text", "backend"), [*((*each, "nccl") for each in WRONG), *((*each, "gloo") for each in GLOO)]
+)
+def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], text: str, backend: str) -> None:
+    grads = [Grad(index=index, shape=(3,), levels=LEVELS, backend=backend) for index in range(2)]
     module = trace(lambda a, b: (grads[0].reduce(a.sin()), grads[1].reduce(b.cos())), *(torch.randn(3),) * 2)
     with pytest.raises(InvalidGraphError, match=f"pass 'users-pass' .*{text}"):
         run_passes(module, plan_for(grads, cap=1), passes=(*DEFAULT_PASSES, Changed(wrong)))

@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
 from dp_compile.plan.links import LINKS, Link, two_level_cost
-from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Averaging, Levels, Stage, launch_order
+from dp_compile.plan.reduction import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    EXCHANGE,
+    REDUCE_SCATTER,
+    Averaging,
+    Levels,
+    Stage,
+    launch_order,
+)
 from dp_compile.plan.strategies import nominal_cost
 
 LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
@@ -49,7 +58,7 @@ def test_what_is_divided_is_divided_for_all_ranks_together(
 ) -> None:
     reduction = averaging.reduction("all", backend, 6, dtype, LEVELS)
     assert reduction.stages == (
-        Stage(REDUCE_SCATTER, "in", ops, 3),
+        Stage(REDUCE_SCATTER if backend == "nccl" else EXCHANGE, "in", ops, 3),
         Stage(ALL_REDUCE, "out", ops),
         Stage(ALL_GATHER, "in", parts=3),
     )
