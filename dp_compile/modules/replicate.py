@@ -37,7 +37,7 @@ from dp_compile.modules.forward_hooks import (
     remove_forward_hooks,
 )
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
-from dp_compile.modules.planning import BucketPolicy, PlanRequest, make_plan
+from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.replicated_module import (
     behind,
     forget_state,
@@ -60,6 +60,7 @@ from dp_compile.modules.selection import (
     owning_modules,
     select,
 )
+from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
@@ -125,8 +126,9 @@ def replicate(
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`. Its `reduce_dtype` is the dtype in which
             gradients travel; `param_dtype` and `output_dtype` have to be `None`: use autocast.
         passes: passes over the captured backward instead of the default ones; `()` for none.
-        bucket_policy: asks for buckets that end where modules end: a set of module classes, or a function of a module's
-            fully qualified name and the module that returns whether it is a unit.
+        bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
+            fully qualified name and the module that returns whether it is a unit, or a policy of
+            `torch.distributed.fsdp.wrap`.
         plan: asks for exactly these buckets: a plan (`report(model).plan`), or the path of a plan file.
         config: all options in one value; an argument given here wins over its field.
 
@@ -345,7 +347,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     if comm_hook is not None and comm_hook.averaging is not None:
         averaging = comm_hook.averaging
     group = dataclasses.replace(group, averaging=averaging)
-    request = order.request.without_module(target.module)
+    request = order.request.of(target)
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
         parameters=parameters,

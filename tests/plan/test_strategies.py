@@ -81,8 +81,8 @@ def test_a_function_is_a_policy() -> None:
     ("policy", "message"),
     [
         (lambda name, module: None, "must return True or False, returned None for ''"),
-        ({int}, "must be a function or a set of module classes"),
-        (set(), "must be a function or a set of module classes"),
+        ({int}, "must be a function, a set of module classes or a policy of FSDP"),
+        (set(), "must be a function, a set of module classes or a policy of FSDP"),
     ],
 )
 def test_a_policy_that_is_none(policy: Any, message: str) -> None:
