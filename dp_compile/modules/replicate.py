@@ -65,6 +65,7 @@ from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.strategies import Planned
 from dp_compile.plan.words import BYTES_PER_MB
 
 if TYPE_CHECKING:
@@ -378,23 +379,34 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
 def _average_by(
     of: weakref.ref[Replica], within: weakref.ref[nn.Module], request: PlanRequest, averaging: Averaging
 ) -> None:
-    """Make the plan of a replica anew; it must not be held alive by this, nor its module."""
+    """Average otherwise from now on; neither the replica nor its module must be held alive by this.
+
+    The buckets stay what they are, with all that was learnt of backwards, unless gradients get another size.
+    """
     replica, module = of(), within()
     assert replica is not None
     assert module is not None
     group = dataclasses.replace(replica.group, averaging=averaging)
     gradients = gradient_specs(replica.parameters, replica.names, group)
     planning = make_plan(module, replica.parameters, gradients, group, request)
-    replica.group, replica.strategy = group, planning.strategy
-    replica.revise, replica.revisions = planning.revise, planning.revisions
-    replica.adopt(planning.planned, planning.ready)
+    was, replica.group = replica.group.averaging, group
+    replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
+    replica.revise = planning.revise
+    if averaging.wire == was.wire:
+        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
+    else:
+        replica.revisions = planning.revisions
+        replica.adopt(planning.planned, planning.ready)
+    if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
+        replica.reducer.register_comm_hook(of, reduce_as_planned)
 
 
 def _averaging(config: ReplicateConfig) -> Averaging:
     wire = None if config.reduce_dtype is None else str(config.reduce_dtype).removeprefix("torch.")
-    # torch's DDP multiplies before it adds up, whatever the backend could do
-    in_collective = config.strategy != "ddp"
-    return Averaging(wire, config.gradient_divide_factor, config.gradient_predivide_factor, in_collective)
+    # torch's DDP multiplies before it adds up, whatever the backend could do, and by all of it
+    as_ddp = config.strategy == "ddp"
+    factors = config.gradient_divide_factor, config.gradient_predivide_factor
+    return Averaging(wire, *factors, in_collective=not as_ddp, all_before=as_ddp)
 
 
 def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
@@ -412,7 +424,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
     if replica.called_hook is not None:
         reducer.register_comm_hook(replica.called_hook.state, replica.called_hook.function)
     elif not replica.group.averaging.is_plain:
-        reducer.register_comm_hook(replica.group, reduce_as_planned)
+        reducer.register_comm_hook(of, reduce_as_planned)
     return reducer
 
 
@@ -431,7 +443,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "buffers": describe(target.buffers),
         "options": _compared_options(replica.config),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
-        "comm hook": None if replica.comm_hook is None else replica.comm_hook.name,
+        "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
     }
 

@@ -51,7 +51,7 @@ class Ops(Protocol[TensorT]):
         """What a stage made of the tensors."""
 
     def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
-        """A reduced tensor in the gradients' dtype, times `scale`."""
+        """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
 
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
@@ -150,7 +150,9 @@ class EagerOps:
         return list(tensors)
 
     def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype).mul_(scale)
+        if scale != 1.0:
+            tensor = tensor.to(torch.promote_types(tensor.dtype, dtype)).mul_(scale)
+        return tensor.to(dtype)
 
 
 def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:

@@ -339,6 +339,20 @@ def test_a_strategy_of_ones_own() -> None:
         ReplicateConfig(strategy=Optimal(), cost=AllReduceCost(1.0, 1.0), replan_after=1)
 
 
+@dataclass(frozen=True)
+class Other(Optimal):
+    """One of ours, with a plan of its own and our name."""
+
+    def plan(self, wanted: Wanted) -> Planned:
+        raise AssertionError
+
+
+def test_a_strategy_made_from_one_of_ours_is_not_taken_for_it() -> None:
+    for taken in (Other(), Mine(name="ddp")):
+        with pytest.raises(dp_compile.ConfigError, match=r"has the name '.*', which is one of dp_compile's"):
+            ReplicateConfig(strategy=taken)
+
+
 def replicate_otherwise_on_the_first() -> str:
     config = ReplicateConfig(strategy=Mine(name="mine" if dist.get_rank() else "yours"), timeout_s=30)
     try:
