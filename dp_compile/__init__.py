@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dp_compile.engine import observers
-from dp_compile.engine.logs import configure_from_environment
 
 if TYPE_CHECKING:
     from dp_compile.config import ReplicateConfig as ReplicateConfig
@@ -82,7 +81,6 @@ def __dir__() -> list[str]:
     return __all__
 
 
-configure_from_environment()
 # They live above the engine, which tells whoever listens.
 observers.always("dp_compile.insight.dumps:observer")
 observers.always("dp_compile.insight.ranges:observer")

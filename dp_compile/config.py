@@ -183,7 +183,8 @@ class ReplicateConfig:
     `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.strategy, WITH_OPTIONS):
+        if type(self.strategy) in WITH_OPTIONS:  # not one of the user's that is made from one of them
+            assert isinstance(self.strategy, WITH_OPTIONS)
             self._take_options_of(self.strategy)
         _check_path("dump_dir", self.dump_dir)
         for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
@@ -231,6 +232,11 @@ class ReplicateConfig:
             raise ConfigError(
                 f"strategy must be one of {', '.join(STRATEGIES)}, or a value with name, plans_anew and plan(), got "
                 f"{self.strategy!r}."
+            )
+        if self.strategy.name in STRATEGIES:
+            raise ConfigError(
+                f"strategy {self.strategy!r} has the name '{self.strategy.name}', which is one of dp_compile's. "
+                "Give it a name of its own."
             )
         if has_address(self.strategy):
             raise ConfigError(

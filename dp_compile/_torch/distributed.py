@@ -60,6 +60,17 @@ def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     return mesh._flatten().get_group()
 
 
+def is_wrap_policy(policy: object) -> bool:
+    """Whether it is an object by which FSDP wraps modules. Somebody has loaded FSDP then."""
+    wrap = sys.modules.get("torch.distributed.fsdp.wrap")
+    return wrap is not None and isinstance(policy, wrap._Policy)
+
+
+def run_wrap_policy(policy: Any, module: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
+    """The modules that such a policy names, each with the arguments of its own that it gives."""
+    return cast(dict[nn.Module, dict[str, Any]], policy._run_policy(module, ignored, {}))
+
+
 def is_alive(group: dist.ProcessGroup) -> bool:
     """Whether a process group has not been destroyed."""
     return group in _world.pg_map

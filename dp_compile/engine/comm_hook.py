@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 from dp_compile._torch.distributed import GradBucket
@@ -34,8 +35,13 @@ class CommHook:
     def name(self) -> str:
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
+    @property
+    def said(self) -> str:
+        """What ranks compare: where one calls the hook, all have to."""
+        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}"
 
-def make_comm_hook(state: Any, function: HookFunction, backend: str) -> CommHook:
+
+def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: str) -> CommHook:
     """A hook whose function was checked.
 
     The checks are those of torch's DDP (`_check_comm_hook`), with two differences: the parameters may have any name,
@@ -47,7 +53,7 @@ def make_comm_hook(state: Any, function: HookFunction, backend: str) -> CommHook
     """
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
-    hook = CommHook(state, function, _averaging_of(state, function))
+    hook = CommHook(state, function, _averaging_of(state, function, group))
     signature = inspect.signature(function)
     try:
         signature.bind(state, None)
@@ -66,24 +72,25 @@ def make_comm_hook(state: Any, function: HookFunction, backend: str) -> CommHook
     return hook
 
 
-def _averaging_of(state: Any, function: HookFunction) -> Averaging | None:
-    """What torch's own hooks do that average in another dtype; `None` of any other, or with a group of its own.
+def _averaging_of(state: Any, function: HookFunction, group: dist.ProcessGroup) -> Averaging | None:
+    """What torch's own hooks do that average in another dtype; `None` of any other, or over another group.
+
+    Their state is the group over which they average, and `None` the default group, whatever the module's is.
 
     They cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if
     the number of ranks is a power of two, else one rounding less.
     """
-    if state is not None:
+    if (dist.group.WORLD if state is None else state) is not group:
         return None
     wires = (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper))
-    found = {hooks.allreduce_hook: None, hooks.fp16_compress_hook: "float16", hooks.bf16_compress_hook: "bfloat16"}
     for wire, wrapper in wires:
         # A wrapper makes a new function each time: it is known by its code, and around what it is by its closure.
         if getattr(function, "__code__", None) is wrapper(hooks.allreduce_hook).__code__:
             inner = inspect.getclosurevars(function).nonlocals.get("hook")
             return Averaging(wire, in_collective=False, all_before=True) if inner is hooks.allreduce_hook else None
-    if function not in found:
-        return None
-    return Averaging(found[function], in_collective=False, all_before=True)
+    plain = (None, hooks.allreduce_hook), ("float16", hooks.fp16_compress_hook), ("bfloat16", hooks.bf16_compress_hook)
+    found = [wire for wire, hook in plain if function is hook]
+    return Averaging(found[0], in_collective=False, all_before=True) if found else None
 
 
 def _says_otherwise(annotation: Any, expected: Any) -> bool:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -24,7 +24,7 @@ from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine import observers
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.intact import refuse_unreduced
-from dp_compile.engine.replica import Arrivals, Group, Replica, real_view
+from dp_compile.engine.replica import Arrivals, Replica, real_view
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
@@ -362,10 +362,16 @@ def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
     return current
 
 
-def reduce_as_planned(group: Group, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A comm hook for torch's reducer: its buckets are reduced as ours, with the same dtype on the wire and factors."""
+def reduce_as_planned(of: weakref.ref[Replica], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A comm hook for torch's reducer: its buckets are reduced as ours, with the same dtype on the wire and factors.
+
+    Asks the replica each time: what gradients are divided by may change, and a reducer cannot be exchanged between the
+    micro steps of an accumulation, as it knows which parameters they used.
+    """
+    replica = of()
+    assert replica is not None
     whole = bucket.buffer()  # of complex parameters: real and imaginary parts
-    reduction = group.reduction(bucket.parameters()[0].dtype)
+    reduction = replica.group.reduction(bucket.parameters()[0].dtype)
     key = BucketKey(reduction, str(whole.dtype).removeprefix("torch."), whole.device.type)
     (planned,) = plan_single([GradientSpec(0, "", (whole.numel(),), (1,), whole.dtype.itemsize, key)]).buckets
     ops = EagerOps(planned, [whole], whole.device)
@@ -373,7 +379,8 @@ def reduce_as_planned(group: Group, bucket: GradBucket) -> torch.futures.Future[
     next(reducing)
     assert ops.work is not None
 
-    def result(_: object) -> torch.Tensor:
+    def result(future: torch.futures.Future[Any]) -> torch.Tensor:
+        future.value()  # raises if the collective failed: this is called then too
         ops.is_waited_for = True  # gloo calls this before it says so to whoever waits
         (reduced,) = finished(reducing)
         return reduced

@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -91,6 +91,8 @@ class Reducer(Protocol):
     """What reduces instead of the hooks: torch's C++ reducer."""
 
     def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -192,9 +194,9 @@ class Replica:
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
     comm_hook: CommHook | None = None
-    average_by: Callable[[Averaging], None] | None = None
-    """Makes the plan anew for gradients that are averaged in another way. Only between backwards, on every rank."""
     """The user's own reduction of a bucket. Only torch's reducer can call it, so it reduces every backward then."""
+    average_by: Callable[[Averaging], None] | None = None
+    """Lets gradients be averaged in another way from now on. Only between backwards, on every rank."""
     hooks: Removable | None = None
     reducer: Reducer | None = None
     make_reducer: Callable[[], Reducer] | None = None

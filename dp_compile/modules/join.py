@@ -57,7 +57,7 @@ def join(
         modules: replicated modules of one process group. With several, each has one synchronised backward per step,
             in this order, or they share one.
         divide_by_initial_world_size: `True`: gradients are divided by the size of the group. `False`: by the number
-            of ranks that still have inputs.
+            of ranks that still have inputs. Without effect beside a `gradient_divide_factor` or a comm hook.
         enable: `False`: do nothing; for inputs that are known to be even.
         throw_on_early_termination: `True`: all ranks raise in the step in which the first one has no inputs left.
 
@@ -184,8 +184,13 @@ class _Membership:
                 )
 
     def rescale(self) -> None:
-        """From the average over the group to the average over the ranks with inputs, if that is wanted."""
+        """From the average over the group to the average over the ranks with inputs, if that is wanted.
+
+        Not if somebody said what gradients are divided by: a factor, or a comm hook, which in torch divides by itself.
+        """
         world_size = self.replica.group.world_size
+        if self.replica.group.averaging.divide_by is not None or self.replica.comm_hook is not None:
+            return
         if self._divides_initially or not self.active or len(self.active) == world_size:
             return
         with torch.no_grad():

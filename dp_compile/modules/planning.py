@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ from torch import nn
 
 from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.module_names import fully_qualified
 from dp_compile.engine.replica import Group, Revision
 from dp_compile.errors import ConfigError
+from dp_compile.modules.selection import Selection
+from dp_compile.modules.units import BucketPolicy, units_of
 from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.plan.cost import AllReduceCost
@@ -42,9 +43,6 @@ from dp_compile.plan.words import BYTES_PER_MB
 DDP_FIRST_BYTES: Final = 2**20
 """The cap of torch's first bucket (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`)."""
 
-BucketPolicy = Callable[[str, nn.Module], bool] | Collection[type[nn.Module]]
-"""Which modules are units of buckets, as FSDP's wrap policies: a function of name and module, or a set of classes."""
-
 CONVOLUTIONS: Final = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 )  # fmt: skip
@@ -59,22 +57,15 @@ class PlanRequest:
     bucket_policy: BucketPolicy | None
     plan: BucketPlan | str | os.PathLike[str] | None
     bucketed: bool
+    units: frozenset[str] | None = None
+    """The modules that the policy names, by fully qualified name, once it was asked."""
 
-    def without_module(self, module: nn.Module) -> PlanRequest:
-        """The same, asked for once more: a policy is a function of the user's, which may hold the module."""
+    def of(self, target: Selection) -> PlanRequest:
+        """The same of one module. It can be asked again as often as one likes, and holds no module, as a policy may."""
         if self.bucket_policy is None:
             return self
-        return replace(self, bucket_policy=_IsUnit(_units(module, self.bucket_policy)))
-
-
-@dataclass(frozen=True, slots=True)
-class _IsUnit:
-    """A policy that knows the names of the units, fully qualified."""
-
-    units: frozenset[str]
-
-    def __call__(self, name: str, _: nn.Module) -> bool:
-        return fully_qualified(name) in self.units
+        units = units_of(target.module, self.bucket_policy, target.left_alone)
+        return replace(self, bucket_policy=None, units=units)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +110,15 @@ def _plan(
     request: PlanRequest,
 ) -> Planning:
     config, ready = request.config, assumed_times(gradients)
-    strategy = config.chosen_strategy(has_policy=request.bucket_policy is not None, has_plan=request.plan is not None)
+    strategy = config.chosen_strategy(has_policy=request.units is not None, has_plan=request.plan is not None)
     if not request.bucketed:
         return Planning("single", Planned(plan_single(gradients)), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
     groups_well = group.backend in LIKE_NCCL and group.levels is None
     layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
-    if request.bucket_policy is not None:
-        unit_of = partial(_unit_of, _units(module, request.bucket_policy))
-        return Planning(strategy, plan_per_module(gradients, unit_of, layout), ready)
+    if request.units is not None:
+        return Planning(strategy, plan_per_module(gradients, partial(_unit_of, request.units), layout), ready)
     if request.plan is not None:
         return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)
     value = config.own_strategy or _with_options(strategy, config)
@@ -184,20 +174,6 @@ def _kept_apart(module: nn.Module) -> frozenset[str]:
     """
     weights = {id(each.weight) for each in module.modules() if isinstance(each, CONVOLUTIONS)}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
-
-
-def _units(module: nn.Module, policy: BucketPolicy) -> frozenset[str]:
-    """The modules that a policy names, by fully qualified name."""
-    if not callable(policy):
-        kinds = tuple(policy)
-        if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
-            raise ConfigError(f"bucket_policy must be a function or a set of module classes, got {policy!r}.")
-        return frozenset(fully_qualified(name) for name, part in module.named_modules() if isinstance(part, kinds))
-    answers = {name: policy(fully_qualified(name), submodule) for name, submodule in module.named_modules()}
-    odd = [name for name, answer in answers.items() if not isinstance(answer, bool)]
-    if odd:
-        raise ConfigError(f"bucket_policy must return True or False, returned {answers[odd[0]]!r} for '{odd[0]}'.")
-    return frozenset(fully_qualified(name) for name, answer in answers.items() if answer)
 
 
 def _unit_of(units: frozenset[str], parameter: str) -> str:

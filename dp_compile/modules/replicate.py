@@ -37,7 +37,7 @@ from dp_compile.modules.forward_hooks import (
     remove_forward_hooks,
 )
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
-from dp_compile.modules.planning import BucketPolicy, PlanRequest, make_plan
+from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.replicated_module import (
     behind,
     forget_state,
@@ -60,10 +60,12 @@ from dp_compile.modules.selection import (
     owning_modules,
     select,
 )
+from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.strategies import Planned
 from dp_compile.plan.words import BYTES_PER_MB
 
 if TYPE_CHECKING:
@@ -127,8 +129,9 @@ def replicate(
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`. Its `reduce_dtype` is the dtype in which
             gradients travel; `param_dtype` and `output_dtype` have to be `None`: use autocast.
         passes: passes over the captured backward instead of the default ones; `()` for none.
-        bucket_policy: asks for buckets that end where modules end: a set of module classes, or a function of a module's
-            fully qualified name and the module that returns whether it is a unit.
+        bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
+            fully qualified name and the module that returns whether it is a unit, or a policy of
+            `torch.distributed.fsdp.wrap`.
         plan: asks for exactly these buckets: a plan (`report(model).plan`), or the path of a plan file.
         config: all options in one value; an argument given here wins over its field.
 
@@ -352,7 +355,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     if comm_hook is not None and comm_hook.averaging is not None:
         averaging = comm_hook.averaging
     group = dataclasses.replace(group, averaging=averaging, levels=levels)
-    request = order.request.without_module(target.module)
+    request = order.request.of(target)
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
         parameters=parameters,
@@ -384,23 +387,34 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
 def _average_by(
     of: weakref.ref[Replica], within: weakref.ref[nn.Module], request: PlanRequest, averaging: Averaging
 ) -> None:
-    """Make the plan of a replica anew; it must not be held alive by this, nor its module."""
+    """Average otherwise from now on; neither the replica nor its module must be held alive by this.
+
+    The buckets stay what they are, with all that was learnt of backwards, unless gradients get another size.
+    """
     replica, module = of(), within()
     assert replica is not None
     assert module is not None
     group = dataclasses.replace(replica.group, averaging=averaging)
     gradients = gradient_specs(replica.parameters, replica.names, group)
     planning = make_plan(module, replica.parameters, gradients, group, request)
-    replica.group, replica.strategy = group, planning.strategy
-    replica.revise, replica.revisions = planning.revise, planning.revisions
-    replica.adopt(planning.planned, planning.ready)
+    was, replica.group = replica.group.averaging, group
+    replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
+    replica.revise = planning.revise
+    if averaging.wire == was.wire:
+        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
+    else:
+        replica.revisions = planning.revisions
+        replica.adopt(planning.planned, planning.ready)
+    if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
+        replica.reducer.register_comm_hook(of, reduce_as_planned)
 
 
 def _averaging(config: ReplicateConfig) -> Averaging:
     wire = None if config.reduce_dtype is None else str(config.reduce_dtype).removeprefix("torch.")
-    # torch's DDP multiplies before it adds up, whatever the backend could do
-    in_collective = config.strategy != "ddp"
-    return Averaging(wire, config.gradient_divide_factor, config.gradient_predivide_factor, in_collective)
+    # torch's DDP multiplies before it adds up, whatever the backend could do, and by all of it
+    as_ddp = config.strategy == "ddp"
+    factors = config.gradient_divide_factor, config.gradient_predivide_factor
+    return Averaging(wire, *factors, in_collective=not as_ddp, all_before=as_ddp)
 
 
 def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
@@ -418,7 +432,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
     if replica.called_hook is not None:
         reducer.register_comm_hook(replica.called_hook.state, replica.called_hook.function)
     elif not replica.group.averaging.is_plain:
-        reducer.register_comm_hook(replica.group, reduce_as_planned)
+        reducer.register_comm_hook(of, reduce_as_planned)
     return reducer
 
 
@@ -437,7 +451,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "buffers": describe(target.buffers),
         "options": _compared_options(replica.config),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
-        "comm hook": None if replica.comm_hook is None else replica.comm_hook.name,
+        "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }

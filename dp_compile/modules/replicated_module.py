@@ -257,7 +257,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
-    made = make_comm_hook(state, hook, owner.group.backend)
+    made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
     if made.averaging is None and owner.group.levels is not None:
         raise ConfigError(
             f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
@@ -269,7 +269,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
             f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
         )
     if isinstance(owner, Replica):
-        _agree(owner, {"comm hook": made.name}, "register_comm_hook()")
+        _agree(owner, {"comm hook": made.said}, "register_comm_hook()")
         if made.averaging is not None:
             assert owner.average_by is not None
             owner.average_by(made.averaging)
@@ -306,9 +306,6 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     assert owner.average_by is not None
     owner.average_by(replace(owner.group.averaging, divide_by=float(factor)))
-    if owner.reducer is not None:  # it has what it was made with
-        owner.reducer.close()
-        owner.reducer = None
 
 
 def _agree(replica: Replica, statement: Statement, call: str) -> None:

@@ -74,7 +74,8 @@ def _fill(
         if scale == 1.0:
             part.copy_(gradient)
         else:
-            torch.mul(gradient, scale, out=part)
+            wide = torch.promote_types(gradient.dtype, bucket.dtype)
+            torch.mul(gradient.to(wide), scale, out=part)
     return bucket
 
 

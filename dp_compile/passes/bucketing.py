@@ -225,7 +225,10 @@ class _GraphOps:
                     source, stride = without_views(before_cast(source, dtype), stride)
             else:
                 source, stride = rows_of(part.reduction, gradient, rows, provenance)
-            folded = self.site.folds and fold_factor(source, scale, provenance)
+            # What is narrower than the wire is widened first: the product would be rounded where it need not be.
+            kind = source.meta["val"].dtype
+            fits = dtype is None or torch.promote_types(kind, dtype) == kind
+            folded = self.site.folds and fits and fold_factor(source, scale, provenance)
             sources.append(source)
             scales.append(1.0 if folded else scale)
             strides.extend(stride)
@@ -263,9 +266,15 @@ class _GraphOps:
         return self.site.make(aten.sum.dim_IntList, view, [0])
 
     def restore(self, tensor: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
-        if tensor.meta["val"].dtype != dtype:
-            tensor = self.site.make(prims.convert_element_type.default, tensor, dtype)
-        return tensor if scale == 1.0 else self.site.make(aten.mul.Tensor, tensor, scale)
+        if scale != 1.0:
+            tensor = self._cast(tensor, torch.promote_types(tensor.meta["val"].dtype, dtype))
+            tensor = self.site.make(aten.mul.Tensor, tensor, scale)
+        return self._cast(tensor, dtype)
+
+    def _cast(self, tensor: fx.Node, dtype: torch.dtype) -> fx.Node:
+        if tensor.meta["val"].dtype == dtype:
+            return tensor
+        return self.site.make(prims.convert_element_type.default, tensor, dtype)
 
 
 def _mark(part: _Part) -> MemberMark:

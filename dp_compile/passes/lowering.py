@@ -26,6 +26,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from dp_compile._torch import inductor
@@ -182,6 +183,9 @@ def _move(gradient: Any, part: Any) -> Any:
 def _scaled(gradient: Any, scale: float, dtype: Any) -> Any:
     """A gradient times `scale`, rounded to `dtype`, computed by whoever reads it."""
     if scale != 1.0:
+        wide = torch.promote_types(gradient.get_dtype(), dtype)
+        if gradient.get_dtype() != wide:
+            gradient = inductor.lower_cast(gradient, wide)
         gradient = inductor.lower_multiplication(gradient, scale)
     if gradient.get_dtype() != dtype:
         return inductor.lower_cast(gradient, dtype)

@@ -54,7 +54,7 @@ class Ops(Protocol[TensorT]):
         """The sum of the equal parts of a tensor, rounded once."""
 
     def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
-        """A reduced tensor in the gradients' dtype, times `scale`."""
+        """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
 
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
@@ -153,7 +153,9 @@ class EagerOps:
         return tensor.view(parts, tensor.numel() // parts).sum(0)
 
     def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
-        return tensor.to(dtype).mul_(scale)
+        if scale != 1.0:
+            tensor = tensor.to(torch.promote_types(tensor.dtype, dtype)).mul_(scale)
+        return tensor.to(dtype)
 
 
 class Launched(NamedTuple):

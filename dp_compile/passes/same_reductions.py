@@ -384,9 +384,9 @@ class _Walk:
 
     def _cast(self, source: int, old: torch.dtype, new: torch.dtype) -> int:
         key = self.sources.key(source)
-        # There and back, through a dtype that holds every number of the first: as if there had been no cast.
-        if isinstance(key, _Cast) and key.was == new and torch.promote_types(key.was, key.dtype) == key.dtype:
-            return key.source
+        # Through a dtype that holds every number of the first: as if that cast had not been.
+        if isinstance(key, _Cast) and torch.promote_types(key.was, key.dtype) == key.dtype:
+            return key.source if key.was == new else self.sources.number(_Cast(key.source, key.was, new))
         return self.sources.number(_Cast(source, old, new))
 
     def _each(self, given: Elements, number: Callable[[int], int]) -> Elements:

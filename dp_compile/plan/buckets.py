@@ -218,6 +218,19 @@ class BucketPlan:
         members = (member for bucket in reversed(self.buckets) for member in reversed(bucket.members))
         return next(member.gradient for member in members if member.gradient.name == UNUSED_FLAGS)
 
+    def with_keys_of(self, gradients: Sequence[GradientSpec]) -> BucketPlan:
+        """The same buckets of the same gradients, which are reduced in another way."""
+        keys = {gradient.index: gradient.key for gradient in gradients}
+
+        def changed(member: Member) -> Member:
+            return replace(member, gradient=replace(member.gradient, key=keys[member.gradient.index]))
+
+        buckets = [(bucket, tuple(map(changed, bucket.members))) for bucket in self.buckets]
+        return replace(
+            self,
+            buckets=tuple(replace(each, key=members[0].gradient.key, members=members) for each, members in buckets),
+        )
+
     def signature(self) -> str:
         """A short hash; two ranks with equal signatures run the same collectives."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]

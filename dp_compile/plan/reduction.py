@@ -81,7 +81,7 @@ class Levels:
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """Each contribution times `scale` in the dtype `wire`, the stages one after the other, the result times
-    `post_scale` in the gradient's dtype again.
+    `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
 
     `wire`: name of a floating dtype; `None`: the gradient's own.
     """

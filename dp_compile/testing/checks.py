@@ -93,7 +93,7 @@ def _launches(seen: SeenBackward) -> Iterator[str]:
 _MADE_OF_LAUNCHES: Final = ("collectives", "reduced_nbytes")
 _COME_FROM: Final[Mapping[str, Callable[[SeenBackward], Sequence[str] | Iterator[str]]]] = {
     **dict.fromkeys(_MADE_OF_LAUNCHES, _launches),
-    "captures": lambda _: ["compiled autograd traced the backward so often in all steps; DP_COMPILE_LOGS=debug: why"],
+    "captures": lambda _: ["compiled autograd traced the backward so often in all steps; TORCH_LOGS=+dp_compile: why"],
     "recompiles": lambda _: ["identical later steps were compiled anew; TORCH_LOGS=recompiles says why"],
     "graph_breaks": lambda _: ["all reductions stand at the end of a broken backward; TORCH_LOGS=graph_breaks: where"],
     "copied_nbytes": _copies,

@@ -40,7 +40,7 @@ AGAIN: Final = 2
 """So many identical steps follow those in which the plan is settled. They must compile nothing."""
 MOST_FIRST_STEPS: Final = 3
 SHOWN: Final = 8
-_HINT: Final = "Only a captured backward has a graph to look at. DP_COMPILE_LOGS=info says why it was not captured."
+_HINT: Final = "Only a captured backward has a graph to look at. TORCH_LOGS=dp_compile says why it was not captured."
 _numbers = itertools.count()
 
 

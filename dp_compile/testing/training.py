@@ -13,7 +13,7 @@ from torch import nn
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 from dp_compile.insight.rehearsal import LossFn, default_loss
-from dp_compile.modules.planning import BucketPolicy
+from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 

@@ -66,7 +66,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "guide.md": {
         "cp -r docs/guide ../look": ("make_guide.py runs the commands in a copy of that directory",),
         "cd ../look": ("make_guide.py runs the commands in a copy of that directory",),
-        "DP_COMPILE_LOGS=info DP_COMPILE_DUMP_DIR=graphs torchrun ...": (FIRST,),
+        "DP_COMPILE_DUMP_DIR=graphs torchrun ...": (FIRST,),
         "dp-compile explain slow.json": (GUIDE,),
         "dp-compile timeline slow.json -o slow.svg": (GUIDE,),
         'dp-compile whatif slow.json --strategy "as planned,fixed:inf,optimal" --save-plan plan.json': (GUIDE,),

@@ -108,7 +108,7 @@ def drop_model() -> list[str]:
     torch.ones(1, requires_grad=True).sum().backward()  # the entry goes with the first backward that finds no owner
     left = [name for name, thing in alive.items() if thing() is not None]
     left += ["entry"] * (torch.autograd._engine_run_backward.__module__ != "torch.autograd.graph")
-    return left + ["monitor"] * len(monitors()) + ["owner"] * len(owners)
+    return left + ["monitor"] * len(monitors()) + [f"owner of {', '.join(each.names)}" for each in owners]
 
 
 def test_a_deleted_model_leaves_nothing_behind(ranks2: Ranks) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -194,6 +195,186 @@ def test_a_sum_that_does_not_fit_into_float16(ranks: Ranks) -> None:
     for found, plain in ranks.run(run_large, 40_000.0):
         assert plain == float("inf")
         assert found == 40_000.0
+
+
+def run_rounding(way: str, wire: torch.dtype, options: dict[str, float], value: float) -> float:
+    torch._dynamo.reset()
+    model = nn.Linear(1, 1, bias=False).half()
+    dp_compile.replicate(
+        model,
+        config=dp_compile.ReplicateConfig(**{"backend": "aot_eager", "reduce_dtype": wire} | options | WAYS[way][1]),
+    )
+    WAYS[way][0](model)(torch.full((1, 1), value, dtype=FP16)).sum().backward()
+    found = float(model.weight.grad)
+    dp_compile.unreplicate(model)
+    return found
+
+
+@pytest.mark.parametrize("way", ["captured", "inductor", "torch's reducer"])
+def test_factors_are_applied_in_the_wider_dtype(ranks2: Ranks, way: str) -> None:
+    """What is sent in float32 neither vanishes in float16 before the sum nor leaves its range behind it."""
+    smallest = 2.0**-24
+    for found in ranks2.run(run_rounding, way, F32, {"gradient_divide_factor": 64.0}, 32 * smallest):
+        assert found == smallest
+    for found in ranks2.run(run_rounding, way, F32, {"gradient_predivide_factor": 1.0}, 40_000.0):
+        assert found == 40_000.0
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
+@pytest.mark.parametrize("wire", [torch.bfloat16, FP16, F32])
+def test_a_graph_with_factors_around_the_sum_passes_its_own_check(dtype: torch.dtype, wire: torch.dtype) -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(4, 4).to(dtype)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", reduce_dtype=wire, gradient_predivide_factor=3.0)
+    dp_compile.replicate(model, config=config)
+    compile_whole(model)(torch.ones(2, 4, dtype=dtype)).sum().backward()
+    assert dp_compile.report(model).backwards["captured"] == 1
+    torch.testing.assert_close(
+        model.bias.grad, torch.ones(4, dtype=dtype), rtol=1e-2, atol=0
+    )  # 2 rows over 2 ranks, one of them played
+    dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_strategy_ddp_divides_float16_as_torchs_ddp() -> None:
+    model = mlp().half()
+    config = dp_compile.ReplicateConfig(strategy="ddp", gradient_divide_factor=12.0)
+    dp_compile.replicate(model, config=config)
+    assert {
+        (each.key.reduction.scale, each.key.reduction.post_scale) for each in dp_compile.report(model).plan.buckets
+    } == {(1 / 12, 1.0)}
+    dp_compile.unreplicate(model)
+
+
+# --- a factor that changes ------------------------------------------------------------------------------------------
+
+
+def run_ddp_then_factor() -> dict[str, int]:
+    torch._dynamo.reset()
+    model = mlp()
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp"))
+    run = compile_whole(model)
+    for step in range(4):
+        if step == 2:
+            model.set_gradient_divide_factor(3.0)
+        run(batch(step)).sum().backward()
+    found = dict(dp_compile.report(model).backwards)
+    dp_compile.unreplicate(model)
+    return found
+
+
+def test_another_factor_does_not_bring_the_first_backward_back(ranks2: Ranks) -> None:
+    """strategy='ddp' would wait for the order of the gradients for ever, and capture nothing."""
+    for found in ranks2.run(run_ddp_then_factor):
+        assert found == {"eager hooks": 1, "captured": 3}
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.first(x) + (self.second(x) if both else 0)
+
+
+def run_factor_in_an_accumulation() -> tuple[float, float]:
+    torch.manual_seed(0)
+    model = Branches()
+    config = dp_compile.ReplicateConfig(ddp_python_hook=False, find_unused_parameters=True)
+    dp_compile.replicate(model, config=config)
+    model(batch(0), True).sum().backward()
+    model.zero_grad()
+    with model.no_sync():
+        model(batch(1), True).sum().backward()
+    total = model.second.weight.grad.clone()
+    dist.all_reduce(total)
+    model.set_gradient_divide_factor(8.0)
+    model(batch(2), False).sum().backward()
+    found = model.second.weight.grad.clone()
+    dp_compile.unreplicate(model)
+    return float((total / found).min()), float((total / found).max())
+
+
+def test_another_factor_in_an_accumulation(ranks2: Ranks) -> None:
+    """A new reducer of torch's would not know which parameters the micro step had used, and leave them local."""
+    for found in ranks2.run(run_factor_in_an_accumulation):
+        assert found == pytest.approx((8.0, 8.0), rel=1e-4)
+
+
+# --- torch's own hooks ----------------------------------------------------------------------------------------------
+
+
+def run_hook_over_a_group(everybody: bool, with_state: bool) -> tuple[float, dict[str, int]]:
+    """What comes out of 2**rank, averaged by a module over its group and by a hook over that of its state."""
+    torch._dynamo.reset()
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    model = nn.Linear(1, 1, bias=False)
+    dp_compile.replicate(
+        model,
+        process_group=dist.group.WORLD if everybody else alone,
+        config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=30),
+    )
+    model.register_comm_hook(dist.group.WORLD if with_state else None, default_hooks.fp16_compress_hook)
+    compile_whole(model)(torch.full((1, 1), 2.0 ** dist.get_rank())).sum().backward()
+    found = float(model.weight.grad), dict(dp_compile.report(model).backwards)
+    dp_compile.unreplicate(model)
+    return found
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_a_hook_of_torchs_averages_over_its_state(ranks2: Ranks, everybody: bool) -> None:
+    """`None` is the default group, whatever the module's is. Known is what averages over the module's."""
+    for with_state in (True, False):
+        for found, ways in ranks2.run(run_hook_over_a_group, everybody, with_state):
+            assert found == 1.5
+            assert ways == {"captured" if everybody else "torch reducer": 1}
+
+
+@dataclass
+class Counting:
+    """A hook with fields that are compared, which cannot be hashed."""
+
+    calls: int = 0
+
+    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        self.calls += 1
+        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_hooks_of_all_kinds_are_registered() -> None:
+    model = dp_compile.replicate(mlp(), config=AOT)
+    model.register_comm_hook(None, Counting())
+    dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_hook_does_not_take_a_factor_s_place_silently() -> None:
+    model = dp_compile.replicate(mlp(), config=AOT)
+    model.set_gradient_divide_factor(1.0)
+    with pytest.raises(dp_compile.ConfigError, match="Sequential has gradient_divide_factor: a comm hook would say"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_collective_that_failed_behind_torchs_reducer_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the reducer waits for is called for a failed collective too: local gradients must not pass for averages."""
+
+    class Failed:
+        def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+            future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            future.set_exception(RuntimeError("the other rank is gone"))
+            return future
+
+    config = dp_compile.ReplicateConfig(ddp_python_hook=False, reduce_dtype=BF16, check_reductions=False)
+    model = dp_compile.replicate(mlp(), config=config)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Failed())
+    with pytest.raises(RuntimeError, match="the other rank is gone"):
+        model(torch.ones(1, 6)).sum().backward()
+    dp_compile.unreplicate(model)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------

@@ -62,6 +62,24 @@ class TwoKeys(nn.Module):
         return out
 
 
+class InHalf(nn.Module):
+    """float32 parameters that compute in bfloat16, as under autocast or a policy; autocast wants a real GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.bfloat16()
+        for layer in self.layers:
+            out = F.gelu(F.linear(out, layer.weight.bfloat16(), layer.bias.bfloat16()))
+        return out
+
+
+def in_half() -> Subject:
+    return InHalf(), torch.randn(8, 64)
+
+
 def two_keys() -> Subject:
     return TwoKeys(), torch.randn(8, 32)
 
@@ -160,6 +178,8 @@ SMALL = MappingProxyType(
             mlp, config={"strategy": "ddp", "bucket_cap_mb": 31_457 / 2**20}, backwards=2, keeps=False, runs=False
         ),
         "two-keys-bf16": Case(two_keys),
+        "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
+        "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
         "padded": Case(padded, settings=PADDED),
         "mixed": Case(norms, runs=False, mix_order_reduction=True),
         "not-mixed": Case(norms, runs=False),

@@ -31,7 +31,8 @@ RESULTS = [
     *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in cases.LARGE),
 ]
 # Padded products, rows in half precision, a factor apart from the product as torch's DDP has it, cuDNN's own memory.
-COPYING = ("padded", "embedding-bf16", "gpt-flash-bf16", "ddp", "residual", "residual-coalesced")
+# With a wire of another dtype also what was computed in the parameters': no product rounds to another dtype.
+COPYING = ("padded", "embedding-bf16", "gpt-flash-bf16", "ddp", "residual", "residual-coalesced", "wire-bf16")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 
 
@@ -143,15 +144,15 @@ def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None
         assert not named
 
 
-@the("mlp", "sum", "bf16", "odd", "coalesced")
+@the("mlp", "sum", "bf16", "odd", "coalesced", "cast-bf16")
 def test_every_weight_is_a_product_into_its_bucket(result: dict[str, Any]) -> None:
-    """Also with a factor, which the product takes: `alpha`."""
+    """Also with a factor, which the product takes, `alpha`; and what was computed in the dtype of the wire."""
     code = read_code(result["codes"][0])
     reduced = [span for launch in launched(code) for span in launch.writes]
     products = [call for call in code.calls if call.kind == LIBRARY and call.writes]
     into_buckets = [call for call in products if any(call.writes[0].overlaps(span) for span in reduced)]
     weights = [
-        name for bucket in result["buckets"] for name in bucket["members"] if re.match(r"(\d|body).*weight", name)
+        name for bucket in result["buckets"] for name in bucket["members"] if re.match(r"(\d|body|layer).*weight", name)
     ]
     matrices = [name for name in weights if not (result["name"] == "odd" and name[0] in "26")]  # norms
     assert len(into_buckets) == len(matrices)

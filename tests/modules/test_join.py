@@ -318,3 +318,23 @@ def test_refuses_a_module_outside_the_context() -> None:
     with pytest.raises(dp_compile.ConfigError, match="not in the context: weight"), dp_compile.join(inside):
         call(torch.ones(1, 2)).sum().backward()
     call(torch.ones(1, 2)).sum().backward()
+
+
+def run_with_a_factor(divide: bool) -> list[float]:
+    torch._dynamo.reset()
+    model = nn.Linear(1, 1, bias=False)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", gradient_divide_factor=1.0)
+    dp_compile.replicate(model, config=config)
+    run, found = torch.compile(model, backend="aot_eager"), []
+    with dp_compile.join(model, divide_by_initial_world_size=divide):
+        for _ in range(2 if dist.get_rank() == 0 else 1):
+            model.zero_grad()
+            run(torch.ones(1, 1)).sum().backward()
+            found.append(float(model.weight.grad))
+    dp_compile.unreplicate(model)
+    return found
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_a_divide_factor_is_what_sums_are_divided_by(ranks2: Ranks, divide: bool) -> None:
+    assert ranks2.run(run_with_a_factor, divide) == [[2.0, 1.0], [2.0]]

@@ -81,8 +81,8 @@ def test_a_function_is_a_policy() -> None:
     ("policy", "message"),
     [
         (lambda name, module: None, "must return True or False, returned None for ''"),
-        ({int}, "must be a function or a set of module classes"),
-        (set(), "must be a function or a set of module classes"),
+        ({int}, "must be a function, a set of module classes or a policy of FSDP"),
+        (set(), "must be a function, a set of module classes or a policy of FSDP"),
     ],
 )
 def test_a_policy_that_is_none(policy: Any, message: str) -> None:
@@ -337,6 +337,20 @@ def test_a_strategy_of_ones_own() -> None:
         ReplicateConfig(strategy=type("Its", (), {"name": "a", "plans_anew": False, "plan": print})())
     with pytest.raises(dp_compile.ConfigError, match="cost is given beside strategy=Optimal"):
         ReplicateConfig(strategy=Optimal(), cost=AllReduceCost(1.0, 1.0), replan_after=1)
+
+
+@dataclass(frozen=True)
+class Other(Optimal):
+    """One of ours, with a plan of its own and our name."""
+
+    def plan(self, wanted: Wanted) -> Planned:
+        raise AssertionError
+
+
+def test_a_strategy_made_from_one_of_ours_is_not_taken_for_it() -> None:
+    for taken in (Other(), Mine(name="ddp")):
+        with pytest.raises(dp_compile.ConfigError, match=r"has the name '.*', which is one of dp_compile's"):
+            ReplicateConfig(strategy=taken)
 
 
 def replicate_otherwise_on_the_first() -> str:

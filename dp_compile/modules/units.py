@@ -1,0 +1,98 @@
+"""Which modules are units of buckets: this package's policies, and torch's, which FSDP wraps by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from dp_compile._torch import distributed
+from dp_compile.engine.module_names import fully_qualified
+from dp_compile.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy  # loading it loads all of FSDP
+
+BucketPolicy: TypeAlias = "Callable[..., bool] | Collection[type[nn.Module]] | CustomPolicy | ModuleWrapPolicy"
+"""A set of classes; a function of a module's fully qualified name and the module; or one of torch's in
+`torch.distributed.fsdp.wrap`: `ModuleWrapPolicy`, `CustomPolicy`, and functions with a `recurse` argument, as
+`functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})` or `size_based_auto_wrap_policy`."""
+
+
+def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> frozenset[str]:
+    """The modules that a policy names, by fully qualified name.
+
+    Args:
+        module: the whole.
+        policy: which of its modules are units.
+        left_alone: modules that are not replicated. torch's policies are not asked about them.
+
+    Raises:
+        ConfigError: the policy is none of the kinds above, or answers something that it may not.
+    """
+    if distributed.is_wrap_policy(policy):
+        chosen = set(_by_wrap_policy(module, policy, left_alone))
+    elif not callable(policy):
+        kinds = tuple(policy) if isinstance(policy, Collection) else ()
+        if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
+            raise ConfigError(
+                f"bucket_policy must be a function, a set of module classes or a policy of FSDP, got {policy!r}."
+            )
+        chosen = {each for each in module.modules() if isinstance(each, kinds)}
+    elif _is_recursive(policy):
+        chosen = set(_by_recursion(module, policy, left_alone))
+    else:
+        answers = [(each, policy(fully_qualified(name), each), name) for name, each in module.named_modules()]
+        odd = [(name, answer) for _, answer, name in answers if not isinstance(answer, bool)]
+        if odd:
+            name, answer = odd[0]
+            raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
+        chosen = {each for each, answer, _ in answers if answer}
+    return frozenset(fully_qualified(name) for name, each in module.named_modules() if each in chosen)
+
+
+def _by_wrap_policy(module: nn.Module, policy: object, left_alone: Collection[nn.Module]) -> Iterator[nn.Module]:
+    names = {each: name for name, each in module.named_modules()}
+    for each, given in distributed.run_wrap_policy(policy, module, set(left_alone)).items():
+        if given:
+            raise ConfigError(
+                f"bucket_policy gives arguments of its own to {names[each] or 'the module itself'}: "
+                f"{', '.join(sorted(given))}. Buckets have none: let it return True or False, and pass options to "
+                "replicate()."
+            )
+        yield each
+
+
+def _is_recursive(policy: Callable[..., Any]) -> bool:
+    try:
+        return "recurse" in inspect.signature(policy).parameters
+    except (TypeError, ValueError):  # a function written in C
+        return False
+
+
+def _by_recursion(
+    module: nn.Module, policy: Callable[..., bool], left_alone: Collection[nn.Module]
+) -> Iterator[nn.Module]:
+    """From the leaves up: a module is asked how it stands to the elements that no unit below it has.
+
+    Source: `_recursive_wrap` of torch's `fsdp/wrap.py`.
+    """
+    ignored = {parameter for each in left_alone for parameter in each.parameters()}
+
+    def walk(current: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+        """The units at and below a module, with the elements of each that no unit below it has."""
+        numel = sum(parameter.numel() for parameter in current.parameters() if parameter not in ignored)
+        if not policy(module=current, recurse=True, nonwrapped_numel=numel):
+            return
+        remainder = numel
+        for child in current.children():
+            for unit, own in walk(child) if child not in left_alone else ():
+                remainder -= own
+                yield unit, own
+        if policy(module=current, recurse=False, nonwrapped_numel=remainder):
+            yield current, remainder
+
+    for unit, _ in walk(module):
+        yield unit
