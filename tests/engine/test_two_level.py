@@ -366,6 +366,13 @@ def run_measured() -> tuple[str, str]:
     run = torch.compile(model, backend="aot_eager")
     for number in range(5):
         run(batch(number)).square().mean().backward()
+    with dp_compile.measure(model) as measured:
+        for number in range(3):
+            run(batch(number)).square().mean().backward()
+    assert measured.step is not None, str(measured)
+    assert len(measured.step.buckets) == len(dp_compile.report(model).plan.buckets)
+    for each in measured.step.buckets:  # told of the first launch and of all three waits
+        assert each.launch_s < each.wait_s
     report, group = dp_compile.report(model), replica_of(model).group
     fitted = calibrate(group.process_group, levels=group.levels)
     assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
