@@ -17,13 +17,22 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import emit, executing
 from dp_compile.passes.result import PassRecord
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
-from dp_compile.plan.reduction import Reduction, Stage
+from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
 
 
-def bucket_key(group: str, reduce_op: str, dtype: str, device: str, scale: float = 0.5) -> BucketKey:
-    """Of gradients that one all-reduce carries."""
-    return BucketKey(Reduction((Stage("all_reduce", group, reduce_op),), scale), dtype, device)
+def bucket_key(
+    group: str,
+    reduce_op: str,
+    dtype: str,
+    device: str,
+    scale: float = 0.5,
+    levels: Levels | None = None,
+    backend: str = "nccl",
+) -> BucketKey:
+    """Of gradients that one all-reduce carries, or the stages of two levels."""
+    stages = (Stage("all_reduce", group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
+    return BucketKey(Reduction(stages, scale), dtype, device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +47,8 @@ class Grad:
     reduce_op: str = "sum"
     scale: float = 0.5
     replica: int = 0
+    levels: Levels | None = None
+    backend: str = "nccl"
 
     @property
     def stride(self) -> tuple[int, ...]:
@@ -50,7 +61,7 @@ class Grad:
     @property
     def spec(self) -> GradientSpec:
         dtype = str(self.dtype).removeprefix("torch.")
-        key = bucket_key(self.group, self.reduce_op, dtype, "cpu", self.scale)
+        key = bucket_key(self.group, self.reduce_op, dtype, "cpu", self.scale, self.levels, self.backend)
         name = f"p{self.index}"
         return GradientSpec(self.index, name, self.shape, self.stride, self.dtype.itemsize, key)
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
+from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch.missing import named
+from dp_compile.errors import ConfigError
 
 with named():
     from torch._C._distributed_c10d import GradBucket as GradBucket
@@ -41,6 +43,21 @@ def group_name(group: dist.ProcessGroup) -> str:
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The inverse of `group_name`."""
     return _resolve_process_group(cast(Any, name))
+
+
+def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a mesh, whatever its dimensions. Called on every rank of the mesh it is a slice of.
+
+    Raises:
+        ConfigError: it does not have all ranks of the default group, and its dimensions no names.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    if sorted(mesh.mesh.flatten().tolist()) == sorted(dist.get_process_group_ranks(world)):
+        return world
+    if mesh.mesh_dim_names is None:
+        raise ConfigError("device_mesh needs mesh_dim_names where it does not have all ranks of the default group.")
+    return mesh._flatten().get_group()
 
 
 def is_wrap_policy(policy: object) -> bool:

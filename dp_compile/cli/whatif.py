@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from dp_compile.cli.parsing import Subparsers, add_command
 from dp_compile.errors import ConfigError
-from dp_compile.insight.prediction import AS_PLANNED, DTYPES
+from dp_compile.insight.prediction import AS_PLANNED, DTYPES, LINK_INSIDE
 from dp_compile.insight.rehearsal import CPU, META, Rehearsal, load_subject, rehearse
 from dp_compile.insight.step import Step
 from dp_compile.insight.what_if import WhatIf, format_ms, what_if
@@ -34,6 +34,8 @@ examples:
       a step that was trained here, on more ranks and other links
   dp-compile whatif step.json --wire bfloat16,float32 --strategy optimal,fixed:25 --latency-us 5,20
       every combination of the wishes; fixed:25 are buckets of 25 MiB
+  dp-compile whatif step.json --ranks 64 --link ethernet-100 --two-level 1,8
+      reduced on one level, and inside nodes of 8 ranks first
   dp-compile whatif step.json --calibration cost.json --ranks 16 --curve
       with a measured link (calibrate().to_json()), and a curve over 1 to 16,384 ranks
   dp-compile whatif --model package.module:make --ranks 8,64,512 --device h100-sxm
@@ -77,6 +79,10 @@ def add(subparsers: Subparsers) -> None:
     wishes.add_argument(
         "--compute-scale", metavar="X,..", help="the backward takes so many times as long: a larger batch"
     )
+    wishes.add_argument(
+        "--two-level", metavar="N,..", help="N ranks in a node, --link is what joins nodes; 1: one level"
+    )
+    wishes.add_argument("--link-inside", metavar="NAME", help=f"what joins the ranks of a node then ({LINK_INSIDE})")
     wishes.add_argument("--calibration", metavar="FILE", help="cost of a collective on the step's ranks, as calibrated")
     _add_model(parser.add_argument_group("with --model"))
     output = parser.add_argument_group("output")
@@ -110,6 +116,8 @@ def _run(args: argparse.Namespace) -> int:
         strategies=_words(args.strategy) or (AS_PLANNED, "optimal"),
         latencies_us=_numbers(args.latency_us, "--latency-us", float),
         compute_scales=_numbers(args.compute_scale, "--compute-scale", float) or (1.0,),
+        ranks_inside=_numbers(args.two_level, "--two-level", int),
+        link_inside=args.link_inside,
         cost=None if fit is None else fit.cost,
         curve=args.curve,
     )

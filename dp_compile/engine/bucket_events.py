@@ -5,8 +5,9 @@ A dispatch mode that is pushed only around code that is compiled already: nothin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,19 +15,19 @@ from dp_compile._torch import autograd
 from dp_compile.engine.observers import Audience
 from dp_compile.fx.collectives import is_launch, is_wait_op
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.reduction import launch_order
 
 
 class BucketEvents(autograd.TorchDispatchMode):
-    """Recognises the all-reduces of buckets among the ops that code calls, and tells an audience.
+    """Recognises the collectives of buckets among the ops that code calls, and tells an audience.
 
-    Launches run in the order of the plans. One that does not have the sizes of the bucket that is next is somebody
-    else's.
+    Launches run in the order of the plans. One that does not have the sizes of the one that is next is somebody else's.
+    Of a bucket with several stages its first launch and its last wait are told.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], audience: Audience) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._places = [(module, number) for module, plan in enumerate(plans) for number in range(len(plan.buckets))]
-        self._sizes = [list(bucket.tensor_numels) for plan in plans for bucket in plan.buckets]
+        self._expected = [each for module, plan in enumerate(plans) for each in _launches(module, plan)]
         self._audience = audience
         self._launched = 0
         self._place_at: dict[int, tuple[int, int]] = {}
@@ -44,14 +45,32 @@ class BucketEvents(autograd.TorchDispatchMode):
 
     def _launch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         number = self._launched
-        if number == len(self._sizes) or [each.numel() for each in _listed(args[0])] != self._sizes[number]:
+        expected = self._expected[number] if number < len(self._expected) else None
+        if expected is None or [each.numel() for each in _listed(args[0])] != expected.numels:
             return func(*args, **kwargs)
         self._launched += 1
-        place = self._places[number]
-        with self._audience.launching(*place):
+        with self._audience.launching(*expected.place) if expected.is_first else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        self._place_at |= {each.data_ptr(): place for each in _listed(result)}
+        if expected.is_last:
+            self._place_at |= {each.data_ptr(): expected.place for each in _listed(result)}
         return result
+
+
+class _Expected(NamedTuple):
+    """A launch: of which module's bucket, how large its tensors are, and which of the bucket's stages it is."""
+
+    place: tuple[int, int]
+    numels: list[int]
+    is_first: bool
+    is_last: bool
+
+
+def _launches(module: int, plan: BucketPlan) -> Iterator[_Expected]:
+    stages = [len(bucket.key.reduction.stages) for bucket in plan.buckets]
+    numels = [[bucket.key.reduction.numels(numel) for numel in bucket.tensor_numels] for bucket in plan.buckets]
+    given = [list(zip(*each, strict=True)) for each in numels]
+    for bucket, stage in launch_order(stages):
+        yield _Expected((module, bucket), list(given[bucket][stage]), stage == 0, stage == stages[bucket] - 1)
 
 
 def _listed(value: Any) -> Sequence[torch.Tensor]:

@@ -13,8 +13,11 @@ import torch.distributed as dist
 from dp_compile._torch import distributed
 from dp_compile.engine.agreement import Table, agree
 from dp_compile.errors import ConfigError
+from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.backends import PLAYED
+from dp_compile.plan.buckets import BucketKey, GradientSpec, plan_single
 from dp_compile.plan.cost import CostFit, fit
+from dp_compile.plan.reduction import Averaging, Levels
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
@@ -29,6 +32,7 @@ def calibrate(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
+    levels: Levels | None = None,
 ) -> CostFit:
     """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
 
@@ -39,6 +43,7 @@ def calibrate(
         process_group: whose all-reduce to measure; the default group if not given.
         device: where the data is; the CPU, or the current GPU if the group is NCCL's.
         timeout_s: how long to wait until every rank has called it.
+        levels: of the group: measure reductions by these, their stages one after the other.
 
     Raises:
         DesyncError: some rank of the group has not called it in time; the text names it.
@@ -53,7 +58,7 @@ def calibrate(
     _meet(group, timeout_s)
     if device is None:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    seconds = torch.tensor([_seconds(nbytes, group, torch.device(device)) for nbytes in SIZES], device=device)
+    seconds = torch.tensor([_seconds(nbytes, group, torch.device(device), levels) for nbytes in SIZES], device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
     return fit(zip(SIZES, seconds.tolist(), strict=True))
 
@@ -68,13 +73,19 @@ def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:
     agree(table, f"dp_compile.calibrate/{name}/{_calls[name]}", {}, call="calibrate()")
 
 
-def _seconds(nbytes: int, group: dist.ProcessGroup | None, device: torch.device) -> float:
+def _seconds(nbytes: int, group: dist.ProcessGroup | None, device: torch.device, levels: Levels | None) -> float:
     data = torch.zeros(nbytes // 4, device=device)
+    averaging = Averaging().reduction("", dist.get_backend(group), dist.get_world_size(group), "float32", levels)
+    key = BucketKey(averaging, "float32", device.type)
+    (bucket,) = plan_single([GradientSpec(0, "", (data.numel(),), (1,), 4, key)]).buckets
     times = []
     for _ in range(1 + REPETITIONS):
         dist.barrier(group)
         start = time.perf_counter()
-        dist.all_reduce(data, group=group)
+        if levels is None:
+            dist.all_reduce(data, group=group)
+        else:
+            finished(reduce_bucket(bucket, EagerOps(bucket, [data], device)))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)

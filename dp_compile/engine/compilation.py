@@ -275,7 +275,8 @@ class CompiledBackward:
         self._log.collectives += records[-1].collectives if records else self._log.reductions
 
     def _planned_collectives(self) -> int:
-        return sum(len(self._plans[ordinal].buckets) for ordinal in self._synced)
+        buckets = (bucket for ordinal in self._synced for bucket in self._plans[ordinal].buckets)
+        return sum(len(bucket.key.reduction.stages) for bucket in buckets)
 
     def _note_written(self, written: Written) -> None:
         replica, number = map(int, written.unit.split("."))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, Member, Rows, plan_single
+from dp_compile.plan.reduction import launch_order
 
 ResultT = TypeVar("ResultT")
 
@@ -162,6 +164,8 @@ class ReductionRound:
     arrived: dict[int, None] = field(default_factory=dict)
     """Parameters in the order in which their gradients were completed."""
     flights: list[_Flight] = field(default_factory=list)
+    due: deque[tuple[int, int]] | None = None
+    """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished."""
     audience: observers.Audience = observers.NOBODY
@@ -223,6 +227,8 @@ class ReductionRound:
             flags = flags_to_send(replica, unused, used)
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
+            while self.due:
+                self._launch_stage()
             reduced: list[tuple[Member, torch.Tensor]] = []
             for flight in self.flights:
                 tensors = finished(flight.reducing)
@@ -248,7 +254,7 @@ class ReductionRound:
                 replica.arrivals_in = None
 
     def is_launched(self) -> bool:
-        return len(self.flights) == len(self.replica.plan.buckets)
+        return not (self.replica.plan.buckets if self.due is None else self.due)
 
     def _is_complete(self, bucket: Bucket) -> bool:
         return all(member.gradient.index in self.arrived for member in bucket.members)
@@ -262,10 +268,32 @@ class ReductionRound:
             partial(self.audience.launching, self.module, number),
             partial(self.audience.waiting, self.module, number),
         )
-        reducing = reduce_bucket(bucket, ops)
+        self.flights.append(_Flight(bucket, reduce_bucket(bucket, ops)))
+        if self.due is None:
+            self.due = deque(self._order())
+        while self._launch_stage() != (number, 0):
+            pass
+        # Not yet the last stages: this rank would stand still until the slow link has carried all before them.
+        while self.due and self.due[0][1] and not self._is_last(*self.due[0]):
+            self._launch_stage()
+
+    def _order(self) -> Iterator[tuple[int, int]]:
+        stages = [len(bucket.key.reduction.stages) for bucket in self.replica.plan.buckets]
+        if self.replica.strategy != "single":
+            return launch_order(stages)
+        # No pass makes buckets: captured code reduces one gradient after the other.
+        return ((number, stage) for number, count in enumerate(stages) for stage in range(count))
+
+    def _launch_stage(self) -> tuple[int, int]:
+        """Launch what is due next, and wait for the stage before it."""
+        assert self.due is not None
+        number, stage = self.due.popleft()
         with torch.no_grad():
-            next(reducing)
-        self.flights.append(_Flight(bucket, reducing))
+            next(self.flights[number].reducing)
+        return number, stage
+
+    def _is_last(self, number: int, stage: int) -> bool:
+        return stage == len(self.replica.plan.buckets[number].key.reduction.stages) - 1
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters

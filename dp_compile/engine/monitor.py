@@ -181,7 +181,11 @@ _records: Final[dict[str, _Record]] = {}
 
 
 def _launched(replica: Replica) -> int:
-    return distributed.collectives_launched(replica.group.process_group, replica.device)
+    """Collectives of which each bucket has one: on two levels, those between nodes."""
+    group, levels = replica.group.process_group, replica.group.levels
+    if levels is not None and distributed.is_alive(group):
+        group = distributed.group_of_name(levels.between)
+    return distributed.collectives_launched(group, replica.device)
 
 
 def _concerns_others(error: BaseException) -> bool:

@@ -29,7 +29,7 @@ from dp_compile.plan.certificate import Certificate
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
 from dp_compile.plan.ready_times import Launches, ReadyTimes
-from dp_compile.plan.reduction import Averaging, Reduction
+from dp_compile.plan.reduction import Averaging, Levels, Reduction
 from dp_compile.plan.strategies import Planned
 
 if TYPE_CHECKING:
@@ -47,12 +47,19 @@ class Group:
     backend: str
     world_size: int
     averaging: Averaging
+    levels: Levels | None = None
+    """Its ranks by node, if the network between nodes is another one than inside."""
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""
         averaging = replace(self.averaging, wire=None) if dtype.is_complex else self.averaging
         name = str(dtype.to_real()).removeprefix("torch.")
-        return averaging.reduction(self.name, self.backend, self.world_size, name)
+        return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
+
+    @property
+    def ranks_inside(self) -> int | None:
+        """Ranks of a node, on two levels."""
+        return None if self.levels is None else self.levels.ranks_inside
 
     @property
     def has_others(self) -> bool:

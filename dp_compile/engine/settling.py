@@ -202,7 +202,8 @@ def _measured_cost(replica: Replica) -> AllReduceCost | None:
     if replica.config.cost is not None or replica.group.backend == "fake":
         return None
     try:
-        return calibrate(replica.group.process_group, device=replica.device, timeout_s=replica.config.timeout_s).cost
+        group, timeout_s = replica.group, replica.config.timeout_s
+        return calibrate(group.process_group, device=replica.device, timeout_s=timeout_s, levels=group.levels).cost
     except ConfigError as error:  # The same on every rank: all fit the same numbers.
         logger.warning("the nominal cost of the link stays: %s", error)
         return None

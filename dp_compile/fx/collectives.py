@@ -10,8 +10,14 @@ from torch import fx
 
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 GROUPED_ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 _LAUNCHES = (
+    REDUCE_SCATTER,
+    ALL_TO_ALL,
+    ALL_GATHER,
     ALL_REDUCE,
     GROUPED_ALL_REDUCE,
     torch.ops._c10d_functional.all_reduce_.default,
@@ -35,6 +41,15 @@ def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
 
 
+def is_all_gather(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is ALL_GATHER
+
+
+def adds_up(node: fx.Node) -> bool:
+    """Whether a node starts a collective that adds up: an all-reduce, or one of which each rank gets a part."""
+    return is_all_reduce(node) or (node.op == "call_function" and node.target is REDUCE_SCATTER)
+
+
 def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
     """The waits on a collective's result, directly or through the items of a grouped one."""
     found: list[fx.Node] = []
@@ -47,7 +62,7 @@ def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:
 
 
 def is_launch(op: object) -> bool:
-    """Whether an op that is being called starts an all-reduce, in place or not."""
+    """Whether an op that is being called starts a collective, in place or not, of those that we put into graphs."""
     return op in _LAUNCHES
 
 

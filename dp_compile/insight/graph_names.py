@@ -3,6 +3,7 @@
     primals_17                                  ->  blocks.0.expand.weight
     mm_3, what reduce_grad or flat_bucket gets  ->  grad blocks.0.expand.weight
     flat_bucket, all_reduce, wait_tensor        ->  bucket 2, launch 2, wait 2
+    of two levels the second and third stage    ->  launch 2 between, wait 2 between; launch 2 gather, wait 2 gather
     as_strided of a bucket that came back       ->  reduced blocks.0.expand.weight
 
 With several modules in one backward a bucket's number is `replica.bucket`, a parameter's name `replica:name`. Of a
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from dp_compile.fx.collectives import is_collective, is_launch, is_wait
+from dp_compile.fx.collectives import is_all_gather, is_collective, is_launch, is_wait
 from dp_compile.fx.edit import Provenance, provenance_of
 from dp_compile.fx.printer import op_name, type_text
 from dp_compile.passes.analysis import MemberMark
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, Member
 
@@ -80,7 +82,8 @@ def _describe(node: fx.Node, words: _Words) -> str:
     members = ", ".join(words.mark(MemberMark.read(member)) for member in provenance.members)
     if isinstance(node.args[0], (list, tuple)):
         what = f"{len(node.args[0])} tensors"
-    return f"{head} {node.args[1]} {what} bucket {words.unit(provenance.unit)}: {members}"
+    how = f" {node.args[1]}" if isinstance(node.args[1], str) else ""
+    return f"{head}{how} {what} bucket {words.unit(provenance.unit)}{f': {members}' if members else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,13 @@ def _position_in_launch(tensor: fx.Node) -> str:
     return ""
 
 
+def _stage_of(launch: fx.Node) -> str:
+    """Which stage of several a launch is; nothing for the first."""
+    if is_all_gather(launch):
+        return " gather"
+    return " between" if is_launch(launch.target) and waits_before(launch) else ""
+
+
 class _Naming:
     """Names found so far, going through a graph from its start to its end."""
 
@@ -161,14 +171,14 @@ class _Naming:
             self._name_members(node, provenance)
             self.names[node] = f"bucket {unit}{_position_in_launch(node)}"
         elif is_launch(node.target):
-            self.names[node] = f"launch {unit}"
+            self.names[node] = f"launch {unit}{_stage_of(node)}"
         elif node.target is operator.getitem:
             self.names[node] = f"launch {unit}/{node.args[1]}"
         elif is_wait(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
             _, grouped, tensor = self.names.get(source, "").partition("/")
-            self.names[node] = f"wait {unit}{grouped}{tensor}"
+            self.names[node] = f"wait {unit}{grouped}{tensor}{_stage_of(source)}"
             self._lies_in[node] = provenance, int(tensor or 0)
         elif node.target is ASSEMBLE:
             self._name_assembled(node)

@@ -16,7 +16,7 @@ from dp_compile.insight.step import PlannedBucket, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout, Member
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
 from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula, check_number, release_time_bound
-from dp_compile.plan.links import link
+from dp_compile.plan.links import link, two_level_cost
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 from dp_compile.plan.strategies import RANKS_OF_A_NODE, plan_coalesced, plan_fixed, plan_optimal
 from dp_compile.plan.words import count
@@ -34,6 +34,7 @@ DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """What gradients can be predicted in, with the bytes of an element."""
 
 _FLOATING: Final = frozenset({*DTYPES, "float64"})
+LINK_INSIDE: Final = "nvlink4"
 LAUNCH_S: Final = 8.4e-6
 """What of a collective's latency does not grow with the ranks: as in `Link.cost`."""
 
@@ -56,6 +57,9 @@ class Scenario:
         bucket_cap_mb: MiB, for `fixed`, and asks for it.
         gradient_dtype: `bfloat16`, `float16` or `float32`: of every floating gradient. Compute stays as long.
         compute_scale: forward and backward take so many times as long: a larger batch, a slower device.
+        ranks_inside: ranks of a node: reductions have two levels, `link` is what joins each rank to other nodes. 1, as
+            `None`: one level.
+        link_inside: what joins the ranks of a node then; `nvlink4` if not given.
         label: for people; without it the wishes.
 
     Raises:
@@ -71,6 +75,8 @@ class Scenario:
     bucket_cap_mb: float | None = None
     gradient_dtype: str | None = None
     compute_scale: float = 1.0
+    ranks_inside: int | None = None
+    link_inside: str | None = None
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -86,8 +92,27 @@ class Scenario:
             raise ConfigError(
                 f"Scenario.gradient_dtype must be one of {', '.join(DTYPES)}, got {self.gradient_dtype!r}."
             )
+        self._check_levels()
         self._check_cost()
         self._check_strategy()
+
+    def _check_levels(self) -> None:
+        inside = self.ranks_inside
+        if inside is not None and (isinstance(inside, bool) or not isinstance(inside, int) or inside < 1):
+            raise ConfigError(f"Scenario.ranks_inside must be an integer >= 1, got {inside!r}.")
+        if self.link_inside is not None:
+            link(self.link_inside)
+        if not self.has_levels:
+            return
+        if self.link is None:
+            raise ConfigError("Scenario.ranks_inside needs Scenario.link: what joins each rank to other nodes.")
+        for name in ("latency_us", "busbw_gb_s"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"Scenario.{name} is of one link, but with Scenario.ranks_inside there are two.")
+
+    @property
+    def has_levels(self) -> bool:
+        return self.ranks_inside not in (None, 1)
 
     def _check_cost(self) -> None:
         if self.cost is None:
@@ -233,6 +258,8 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
         return NO_COST, "one rank reduces nothing"
     if scenario.cost is not None:
         return scenario.cost, "the cost is given"
+    if scenario.has_levels:
+        return _on_two_levels(scenario, ranks)
     if scenario.link is not None:
         cost = link(scenario.link).cost(ranks, formula=formula_for(ranks))
         where_from = f"{scenario.link}, nominal, not measured, as {_ALGORITHMS}"
@@ -245,6 +272,22 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
             f"were {_ALGORITHMS}, all hops alike"
         )
     return _changed(cost, where_from, scenario, ranks)
+
+
+def _on_two_levels(scenario: Scenario, ranks: int) -> tuple[AllReduceCost, str]:
+    assert scenario.link is not None
+    assert scenario.ranks_inside is not None
+    if ranks <= scenario.ranks_inside or ranks % scenario.ranks_inside:
+        raise ConfigError(
+            f"{ranks} ranks do not fill two nodes or more of Scenario.ranks_inside={scenario.ranks_inside}. Give a "
+            "multiple of it, or 1 for one level."
+        )
+    nodes, name = ranks // scenario.ranks_inside, scenario.link_inside or LINK_INSIDE
+    cost = two_level_cost(link(name), link(scenario.link), ranks_inside=scenario.ranks_inside, nodes=nodes)
+    return cost, (
+        f"two levels, {count(nodes, 'node')} of {scenario.ranks_inside} ranks: {name} inside, {scenario.link} between, "
+        "nominal, not measured; rings on both, the three stages of a bucket one after the other, none beside another"
+    )
 
 
 def _changed(cost: AllReduceCost, where_from: str, scenario: Scenario, ranks: int) -> tuple[AllReduceCost, str]:

@@ -46,7 +46,7 @@ def step_of_replica(replica: Replica) -> Step:
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
     """What a collective costs, and where that is from."""
     group = replica.group
-    nominal = nominal_cost(group.backend, group.world_size)
+    nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
     cost = replica.config.cost or (nominal if replica.certificate is None else replica.certificate.cost)
     if replica.config.cost is not None:
         return cost, "given in the config"

@@ -103,6 +103,8 @@ def what_if(
     strategies: Sequence[str] = (AS_PLANNED, "optimal"),
     latencies_us: Sequence[float] = (),
     compute_scales: Sequence[float] = (1.0,),
+    ranks_inside: Sequence[int] = (),
+    link_inside: str | None = None,
     cost: AllReduceCost | None = None,
     curve: bool = True,
 ) -> WhatIf:
@@ -121,6 +123,8 @@ def what_if(
             MiB).
         latencies_us: of one collective, in microseconds.
         compute_scales: forward and backward take so many times as long.
+        ranks_inside: ranks of a node, for reductions on two levels, whose slower one is of `links`; 1: one level.
+        link_inside: what joins the ranks of a node then: `nvlink4` if not given.
         cost: what a collective costs on the step's ranks, in place of what the step says: `calibrate().cost`.
         curve: also predict 1 to 16,384 ranks with `optimal` buckets, for each link, dtype and length
             of compute; latencies are left as they are.
@@ -141,11 +145,19 @@ def what_if(
                 gradient_dtype=dtype,
                 latency_us=latency_us,
                 compute_scale=scale,
+                ranks_inside=inside,
+                link_inside=link_inside if inside not in (None, 1) else None,
                 **_strategy(strategy),
             )
         )
-        for n, link, dtype, latency_us, scale, strategy in itertools.product(
-            ranks or (None,), links or (None,), dtypes or (None,), latencies_us or (None,), compute_scales, strategies
+        for n, link, inside, dtype, latency_us, scale, strategy in itertools.product(
+            ranks or (None,),
+            links or (None,),
+            ranks_inside or (None,),
+            dtypes or (None,),
+            latencies_us or (None,),
+            compute_scales,
+            strategies,
         )
     ]
     if not rows:
@@ -226,6 +238,11 @@ def _cell_link(row: Prediction) -> str:
     return row.scenario.link or "-"
 
 
+def _cell_nodes(row: Prediction) -> str:
+    inside = row.scenario.ranks_inside
+    return f"{row.world_size // inside:,} x {inside}" if inside is not None and row.scenario.has_levels else "-"
+
+
 def _cell_latency(row: Prediction) -> str:
     return "-" if row.scenario.latency_us is None else f"{row.scenario.latency_us:g} us"
 
@@ -242,6 +259,7 @@ def _cell_step(row: Prediction) -> str:
 _COLUMNS: Final[tuple[tuple[str, Callable[[Prediction], str]], ...]] = (
     ("ranks", lambda row: f"{row.world_size:,}"),
     ("link", _cell_link),
+    ("nodes", _cell_nodes),
     ("latency", _cell_latency),
     ("gradients", lambda row: row.scenario.gradient_dtype or "-"),
     ("compute", lambda row: "-" if row.scenario.compute_scale == 1 else f"{row.scenario.compute_scale:g}x"),
@@ -253,7 +271,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Prediction], str]], ...]] = (
     ("to bound", lambda row: f"{row.ratio:.3f}"),
     ("memory", lambda row: format_bytes(row.gradient_nbytes + row.padding_nbytes)),
 )
-_OPTIONAL: Final = frozenset({"link", "latency", "gradients", "compute", "step"})
+_OPTIONAL: Final = frozenset({"link", "nodes", "latency", "gradients", "compute", "step"})
 _LEFT: Final = frozenset({"link", "buckets", "gradients"})
 
 
@@ -301,7 +319,7 @@ def _step_data(step: Step) -> dict[str, Any]:
 
 
 def _data(row: Prediction) -> dict[str, Any]:
-    wishes = ("link", "latency_us", "gradient_dtype", "compute_scale", "bucket_cap_mb")
+    wishes = ("link", "latency_us", "gradient_dtype", "compute_scale", "bucket_cap_mb", "ranks_inside", "link_inside")
     numbers = ("backward_s", "communication_s", "makespan_s", "exposed_s", "bound_s", "ratio", "step_s")
     return {
         "ranks": row.world_size,

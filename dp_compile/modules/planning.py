@@ -115,7 +115,8 @@ def _plan(
         return Planning("single", Planned(plan_single(gradients)), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
-    layout = Layout(config.alignment_bytes, _kept_apart(module) if group.backend in LIKE_NCCL else frozenset())
+    groups_well = group.backend in LIKE_NCCL and group.levels is None
+    layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
     if request.units is not None:
         return Planning(strategy, plan_per_module(gradients, partial(_unit_of, request.units), layout), ready)
     if request.plan is not None:
@@ -123,7 +124,8 @@ def _plan(
     value = config.own_strategy or _with_options(strategy, config)
 
     def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
-        wanted = Wanted(gradients, times, measured or nominal_cost(group.backend, group.world_size), layout)
+        nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
+        wanted = Wanted(gradients, times, measured or nominal, layout)
         planned = value.plan(wanted)
         if value is config.own_strategy:
             if not isinstance(planned, Planned):

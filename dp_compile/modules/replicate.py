@@ -112,7 +112,9 @@ def replicate(
             C++ reducer. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then
             `True`.
         process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
-        device_mesh: a mesh with one dimension, also a slice of a larger one, in place of `process_group`.
+        device_mesh: in place of `process_group`: a mesh with one dimension, also a slice of a larger one; or with two,
+            between nodes and inside a node. Gradients are then reduce-scattered inside nodes, all-reduced between them
+            and gathered inside: the slow link carries less. A dimension of size one counts as none.
         device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
             has to be there already. A CPU is allowed and moves nothing, as in torch.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
@@ -153,6 +155,11 @@ def replicate(
         if mp_policy is not None:
             given["reduce_dtype"] = _reduce_dtype_of(mp_policy)
         options = _merge_options(config, given)
+        if meeting.group.levels is not None and not options.uses_python_hook():
+            raise ConfigError(
+                "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False: torch's C++ "
+                "reducer knows one level of network. Pass a device_mesh with one dimension."
+            )
         ignored = check_ignored(ignored_modules)
         chosen, request = _requested(options, bucket_policy, plan, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
@@ -343,11 +350,11 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
 def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) -> Replica:
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
-    group = group_on(order.meeting.group.process_group, parameters[0].device.type)
+    group, levels = group_on(order.meeting.group.process_group, parameters[0].device.type), order.meeting.group.levels
     averaging = _averaging(config)
     if comm_hook is not None and comm_hook.averaging is not None:
         averaging = comm_hook.averaging
-    group = dataclasses.replace(group, averaging=averaging)
+    group = dataclasses.replace(group, averaging=averaging, levels=levels)
     request = order.request.of(target)
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
@@ -368,6 +375,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         passes=order.passes,
         beside_shards=target.sharded,
         comm_hook=comm_hook,
+        by_hooks=None if levels is None else True,  # torch's reducer has one level
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
@@ -445,6 +453,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
+        "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }
 
 

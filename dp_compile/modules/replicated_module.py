@@ -247,7 +247,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
 
     Raises:
         ModuleError: the module is not replicated, has a hook already, or has run a backward already.
-        ConfigError: see `make_comm_hook`; or options say how gradients are averaged already.
+        ConfigError: see `make_comm_hook`; or options say how gradients are averaged already; or there are two levels
+            of network, and the hook is not one that is known.
         DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
@@ -257,6 +258,11 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
     made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
+    if made.averaging is None and owner.group.levels is not None:
+        raise ConfigError(
+            f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
+            f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
+        )
     given = {"reduce_dtype", "gradient_divide_factor", "gradient_predivide_factor"}
     if said := [option for option in sorted(given) if getattr(owner.config, option) is not None]:
         raise ConfigError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError
-from dp_compile.fx.collectives import is_all_reduce, is_collective
+from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
 from dp_compile.passes.result import Refusal
@@ -49,7 +49,7 @@ def accounted(graph: fx.Graph) -> Counter[tuple[int, int]]:
     pieces: dict[tuple[tuple[int, int], int], list[Rows]] = {}
     for node in graph.nodes:
         provenance = provenance_of(node)
-        if is_all_reduce(node) and provenance is not None:
+        if is_collective(node) and provenance is not None:
             for mark in map(MemberMark.read, provenance.members):
                 which = mark.replica, mark.index
                 if mark.rows is None:

@@ -1,8 +1,14 @@
-"""Apply a plan: the reductions of a bucket become one all-reduce. The only pass that creates or erases nodes.
+"""Apply a plan: the reductions of a bucket become its stages. The only pass that creates or erases nodes.
 
     reduce_grad(a)  reduce_grad(b)   ->   flat_bucket(a, b) -> all_reduce -> wait
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
+
+On two levels of network there are three stages, each with a wait behind it:
+
+    flat_bucket(a, b) -> reduce_scatter_tensor -> wait -> all_reduce -> wait -> all_gather_into_tensor -> wait
+
+or, with gloo, an all-to-all and a sum behind its wait in the place of the first.
 
 A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
 Compiled code allocates pieces that have a bucket for themselves side by side, else they are copied into one tensor.
@@ -38,7 +44,7 @@ from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_vi
 from dp_compile.passes.reduction import GradReduction, finished, reduce_bucket
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
-from dp_compile.plan.reduction import Stage
+from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -63,26 +69,46 @@ class BucketReductions:
         launches: list[fx.Node] = []
         pieces: dict[fx.Node, dict[Rows, fx.Node]] = {}
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
+            staged: list[list[fx.Node]] = []
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
                 site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps)
                 ops = _GraphOps(site, _parts_of(bucket, members))
                 tensors = finished(reduce_bucket(bucket, ops))
-                launches += ops.launches
+                staged.append(ops.launches)
                 for part in ops.parts:
                     reduced = tensors[part.place.tensor]
                     where = _put_together(site, part, reduced, pieces)
                     if where is not None:
                         node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
                         views[node] = site.view_back(where.node, part.member.gradient, promised, where.offset)
+            launches += [staged[bucket][stage] for bucket, stage in launch_order([len(each) for each in staged])]
         edit.replace_uses(views)
         for node in views:
             _erase(node)
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
-            edit.sort_stably(graph, chain=launches)
+            edit.sort_stably(graph, chain=chain_of(launches))
         return PassResult(changed=bool(launches), refusals=analysis.refusals)
+
+
+def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
+    """Launches in their order, each with the wait for the stage before it: nobody waits for that earlier."""
+    return [node for launch in launches for node in (*waits_before(launch), launch)]
+
+
+def waits_before(launch: fx.Node) -> list[fx.Node]:
+    """The waits for the stage before a launch; none before the first, which is given a bucket."""
+    found: list[fx.Node] = []
+    stack = list(launch.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if collectives.is_wait(node):
+            found.append(node)
+        elif edit.provenance_of(node) is not None and node.target is not FLAT_BUCKET:
+            stack.extend(node.all_input_nodes)
+    return found
 
 
 def nan_check_is_on(environ: Mapping[str, str] = os.environ) -> bool:
@@ -216,16 +242,28 @@ class _GraphOps:
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
         """One collective over all tensors; the first notes whose gradients it carries."""
         names = () if self.launches else tuple(_mark(part).write() for part in self.parts)
-        grouped = len(tensors) > 1
-        target = collectives.GROUPED_ALL_REDUCE if grouped else collectives.ALL_REDUCE
-        argument = list(tensors) if grouped else tensors[0]
-        self.launches.append(self.site.make(target, argument, stage.reduce_op, stage.group, members=names))
+        how: tuple[Any, ...] = stage.reduce_op, stage.group
+        if stage.op == REDUCE_SCATTER:
+            target, how = collectives.REDUCE_SCATTER, (stage.reduce_op, stage.parts, stage.group)
+        elif stage.op == EXCHANGE:
+            sizes = [tensors[0].meta["val"].numel() // stage.parts] * stage.parts
+            target, how = collectives.ALL_TO_ALL, (sizes, sizes, stage.group)
+        elif stage.op == ALL_GATHER:
+            target, how = collectives.ALL_GATHER, (stage.parts, stage.group)
+        else:
+            target = collectives.GROUPED_ALL_REDUCE if len(tensors) > 1 else collectives.ALL_REDUCE
+        argument = list(tensors) if len(tensors) > 1 else tensors[0]
+        self.launches.append(self.site.make(target, argument, *how, members=names))
         return self.launches[-1], len(tensors)
 
     def wait(self, launched: tuple[fx.Node, int]) -> list[fx.Node]:
         launch, count = launched
         items = [self.site.make(operator.getitem, launch, number) for number in range(count)] if count > 1 else [launch]
         return [self.site.make(collectives.WAIT, item) for item in items]
+
+    def add_up(self, tensor: fx.Node, parts: int) -> fx.Node:
+        view = self.site.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])
+        return self.site.make(aten.sum.dim_IntList, view, [0])
 
     def restore(self, tensor: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
         if scale != 1.0:

@@ -6,12 +6,19 @@ In front of a launch stands what it needs and what the launches before it need, 
 a later bucket does not hold it back. So no order with these launches has less before any of them. Each wait goes to
 just before its first use. Nothing here depends on a belief about time.
 
+On two levels of network a launch may need the wait for the stage before it, at which compute stands still. It comes
+right before that launch, no sooner, and launches keep the order that the plan gave them (`launch_order`): a second
+stage stands where the next bucket's first one does, the last stages behind all others.
+
+    launch 0   a   launch 1  (wait, second stage of 0)   b   launch 2  (wait, second stage of 1)  ...  last stages
+
 Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
 bound on the simulated peak compute stays where it was, and only collectives move; so it does if no launch would gain.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
@@ -20,9 +27,10 @@ from torch import fx
 
 from dp_compile.errors import ConfigError
 from dp_compile.fx import edit, memory
-from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
+from dp_compile.passes.bucketing import chain_of, waits_before
 from dp_compile.passes.result import PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import format_bytes
@@ -82,17 +90,24 @@ def _launches(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _computing_first_what_is_needed_first(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[fx.Node]:
-    wish, turn = _wishes(graph), _turns(graph, launches)
-    return edit.stable_order(graph, lambda node: (turn.get(node, len(launches)), wish[node]), chain=launches)
+    wish, turn, end = _wishes(graph), _turns(graph, launches), len(launches)
+    # What no launch needs is computed while the slow link is busy, not behind the waits for it.
+    last_stages = end - len(list(itertools.takewhile(is_all_gather, reversed(launches))))
+
+    def priority(node: fx.Node) -> tuple[float, float]:
+        ours = edit.provenance_of(node) is not None
+        return turn.get(node, end if ours or last_stages == end else last_stages - 0.5), wish[node]
+
+    return edit.stable_order(graph, priority, chain=chain_of(launches))
 
 
 def _moving_collectives_only(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[fx.Node]:
-    return edit.stable_order(graph, _wishes(graph).__getitem__, chain=launches)
+    return edit.stable_order(graph, _wishes(graph).__getitem__, chain=chain_of(launches))
 
 
 def _turns(graph: fx.Graph, launches: Sequence[fx.Node]) -> dict[fx.Node, int]:
     """The number of the first launch that needs a node; nothing for nodes that no launch needs."""
-    needs = edit.dependencies(graph, chain=launches)
+    needs = edit.dependencies(graph, chain=chain_of(launches))
     turns: dict[fx.Node, int] = {}
     for number, launch in enumerate(launches):
         stack = [launch]
@@ -177,7 +192,8 @@ def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:
     bucket, and freed. A `.grad` that exists is a view of a bucket. Source: torch `Reducer::initialize_buckets`,
     `mark_variable_ready_dense` and `finalize_bucket_dense` (torch/csrc/distributed/c10d/reducer.cpp).
     """
-    buckets = {node for launch in launches for node in launch.all_input_nodes}
+    # Of several stages the first one is given the bucket.
+    buckets = {node for launch in launches if not waits_before(launch) for node in launch.all_input_nodes}
     nbytes = memory.footprint(graph).nbytes_of(buckets)
     without = {*launches, *_handing_back(graph), *_filling(launches)}
     for node in graph.nodes:

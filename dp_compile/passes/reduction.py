@@ -16,7 +16,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
-from dp_compile.plan.reduction import Stage
+from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -45,19 +45,22 @@ class Ops(Protocol[TensorT]):
         """
 
     def launch(self, stage: Stage, tensors: Sequence[TensorT]) -> Any:
-        """Start the collective of a stage over all tensors of a bucket."""
+        """Start the collective of a stage over all tensors of a bucket; if that has parts there is one tensor only."""
 
     def wait(self, launched: Any) -> list[TensorT]:
         """What a stage made of the tensors."""
+
+    def add_up(self, tensor: TensorT, parts: int) -> TensorT:
+        """The sum of the equal parts of a tensor, rounded once."""
 
     def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
         """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
 
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
-    """Reduce a bucket. Pauses behind each launch: whoever runs it says when it goes on to wait.
+    """Reduce a bucket. Pauses behind each launch: whoever runs it says when it goes on to wait, and to launch more.
 
-    Returns the reduced tensors that `bucket.places()` speaks of.
+    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places()` speaks of.
     """
     reduction, dtype = bucket.key.reduction, dtype_of(bucket.key.dtype)
     wire = None if reduction.wire is None else dtype_of(reduction.wire)
@@ -70,6 +73,8 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
         launched = ops.launch(stage, tensors)
         yield
         tensors = ops.wait(launched)
+        if stage.op == EXCHANGE:
+            tensors = [ops.add_up(tensor, stage.parts) for tensor in tensors]
     if wire is not None or reduction.post_scale != 1.0:
         tensors = [ops.restore(tensor, reduction.post_scale, dtype) for tensor in tensors]
     return tensors
@@ -98,6 +103,8 @@ def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
 @dataclass(slots=True)
 class EagerOps:
     """Reduces tensors, with the collectives that a captured backward runs for the same bucket.
+
+    Who listens is told of the first launch and of the last wait.
 
     Args:
         bucket: what is reduced.
@@ -129,30 +136,59 @@ class EagerOps:
             return torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device).expand(member.shape)
         return source if member.rows is None else source[slice(*member.rows)]
 
-    def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], dist.Work]:
-        group, reduce_op = distributed.group_of_name(stage.group), REDUCE_OPS[stage.reduce_op]
-        with self.launching():
-            if len(tensors) == 1:
-                self.work = dist.all_reduce(tensors[0], op=reduce_op, group=group, async_op=True)
-            else:
-                # torch deprecates its function for this, but neither the group's method nor the op that calls it.
-                options = dist.AllreduceCoalescedOptions()
-                options.reduceOp, options.asyncOp = dist.ReduceOp(reduce_op), True
-                self.work = group.allreduce_coalesced(list(tensors), options)
-        assert self.work is not None
-        return tensors, self.work
+    def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
+        stages = self.bucket.key.reduction.stages
+        with self.launching() if stage is stages[0] else contextlib.nullcontext():
+            launched = _launched(stage, tensors)
+        self.work = launched.work
+        return launched._replace(is_last=stage is stages[-1])
 
-    def wait(self, launched: tuple[Sequence[torch.Tensor], dist.Work]) -> list[torch.Tensor]:
-        tensors, work = launched
+    def wait(self, launched: Launched) -> list[torch.Tensor]:
         if not self.is_waited_for:
-            with self.waiting():
-                work.wait()
-        return list(tensors)
+            with self.waiting() if launched.is_last else contextlib.nullcontext():
+                launched.work.wait()
+        return list(launched.tensors)
+
+    def add_up(self, tensor: torch.Tensor, parts: int) -> torch.Tensor:
+        return tensor.view(parts, tensor.numel() // parts).sum(0)
 
     def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
         if scale != 1.0:
             tensor = tensor.to(torch.promote_types(tensor.dtype, dtype)).mul_(scale)
         return tensor.to(dtype)
+
+
+class Launched(NamedTuple):
+    """A collective on its way, and the tensors that hold its result once it has ended."""
+
+    tensors: Sequence[torch.Tensor]
+    work: dist.Work
+    is_last: bool = False
+
+
+def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
+    group = distributed.group_of_name(stage.group)
+    if stage.parts > 1:
+        (tensor,) = tensors
+        numel = tensor.numel() if stage.op == EXCHANGE else stage.numel_behind(tensor.numel())
+        result = tensor.new_empty(numel)
+        if stage.op == ALL_GATHER:
+            work = dist.all_gather_into_tensor(result, tensor, group=group, async_op=True)
+        elif stage.op == EXCHANGE:
+            work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
+        else:
+            op = REDUCE_OPS[stage.reduce_op]
+            work = dist.reduce_scatter_tensor(result, tensor, op=op, group=group, async_op=True)
+        tensors = [result]
+    elif len(tensors) == 1:
+        work = dist.all_reduce(tensors[0], op=REDUCE_OPS[stage.reduce_op], group=group, async_op=True)
+    else:
+        # torch deprecates its function for this, but neither the group's method nor the op that calls it.
+        options = dist.AllreduceCoalescedOptions()
+        options.reduceOp, options.asyncOp = dist.ReduceOp(REDUCE_OPS[stage.reduce_op]), True
+        work = group.allreduce_coalesced(list(tensors), options)
+    assert work is not None
+    return Launched(tensors, work)
 
 
 def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
@@ -194,7 +230,7 @@ def _reduce_now(grad: torch.Tensor, index: int, replica: int, after: torch.Tenso
     # Row by row, whatever the memory order: another rank may have its gradient in another one.
     (bucket,) = plan_single([_running.gradients[replica][index]]).buckets
     (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
-    return torch.empty_like(grad).copy_(reduced.view(grad.shape))
+    return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced, 0))
 
 
 def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:

@@ -3,6 +3,9 @@
     before   reduce_grad(mm, ...)                                           mm * 0.5, summed in float32 over group 0
     after    wait(all_reduce(flat_bucket([mm, sin], ...))), as_strided      the same, from the same place of the bucket
 
+Behind a reduce-scatter a rank has some part of what was added up; what is done to that is done to all parts, until the
+same group puts them together.
+
 Both are followed as sequences of elements (`fx/elements.py`): from what computes a gradient, through views, factors,
 buckets, collectives and views back, to what the graph returns or writes. Nothing that a pass says of its own nodes is
 read. A node that is not known here is a value of its own, so a pass that puts one between a gradient and its
@@ -45,6 +48,25 @@ class _Reduced(NamedTuple):
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{self.reduce_op} over group {self.group} in {dtype}, each contribution times {self.factor:g}"
+
+
+class _Share(NamedTuple):
+    """A source: this rank's part of elements that are cut into `parts` equal ones over the ranks of a group.
+
+    Which part that is nobody needs to know, as long as the same group puts the parts together again.
+    """
+
+    whole: Elements
+    parts: int
+    group: str
+
+
+class _Exchanged(NamedTuple):
+    """A source: for each rank of a group the part of its elements that belongs to this rank, one after the other."""
+
+    whole: Elements
+    parts: int
+    group: str
 
 
 class _Cast(NamedTuple):
@@ -203,7 +225,7 @@ class _Walk:
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         found = rule(self, node) if rule is not None else None
         value = node.meta.get("val")
-        if collectives.is_all_reduce(node):
+        if collectives.adds_up(node):
             self._reduced.add(node)
         if isinstance(found, tuple) and isinstance(value, torch.Tensor) and not self._fits(found, value):
             found = None
@@ -424,7 +446,8 @@ class _Walk:
         wire = dtype if planned.wire is None else dtype_of(planned.wire)
         reduced = self._as_dtype(tuple(run.times(planned.scale) for run in given), dtype, wire)
         for stage in planned.stages:
-            reduced = self._reduce(reduced, stage.group, stage.reduce_op, wire)
+            if stage.reduce_op:  # else parts are put together that were cut apart
+                reduced = self._reduce(reduced, stage.group, stage.reduce_op, wire)
         return tuple(run.times(planned.post_scale) for run in self._as_dtype(reduced, wire, dtype))
 
     def all_reduce(self, node: fx.Node) -> Any:
@@ -435,7 +458,56 @@ class _Walk:
 
     def _reduced_tensor(self, argument: Any, group: str, reduce_op: str) -> Elements | None:
         given = self.elements_of(argument)
-        return None if given is None else self._reduce(given, group, reduce_op, _node(argument).meta["val"].dtype)
+        if given is None:
+            return None
+        dtype, share = _node(argument).meta["val"].dtype, self._share(given)
+        if share is None:
+            return self._reduce(given, group, reduce_op, dtype)
+        return self._shared(share._replace(whole=self._reduce(share.whole, group, reduce_op, dtype)))
+
+    def reduce_scatter(self, node: fx.Node) -> Elements | None:
+        what, reduce_op, parts, group = node.args[:4]
+        given = self.elements_of(what)
+        if given is None or not isinstance(parts, int) or elements.numel_of(given) % parts:
+            return None
+        reduced = self._reduce(given, str(group), str(reduce_op), _node(what).meta["val"].dtype)
+        return self._shared(_Share(reduced, parts, str(group)))
+
+    def all_to_all(self, node: fx.Node) -> Elements | None:
+        what, received, sent, group = node.args[:4]
+        given = self.elements_of(what)
+        if given is None or list(_sequence(received)) != list(_sequence(sent)) or len(set(_sequence(sent))) != 1:
+            return None
+        exchanged = _Exchanged(given, len(_sequence(sent)), str(group))
+        return elements.whole(self.sources.number(exchanged), elements.numel_of(given))
+
+    def sum_of_parts(self, node: fx.Node) -> Elements | None:
+        """The parts that ranks have sent each other, added up: a reduce-scatter. Of other sums nothing is known."""
+        source, given = _node(node.args[0]), self.elements_of(node.args[0])
+        key = self.sources.key(given[0].source) if given and len(given) == 1 else None
+        if given is None or not isinstance(key, _Exchanged) or node.kwargs or list(node.args[1:]) != [[0]]:
+            return None
+        value = source.meta["val"]
+        if given != elements.whole(given[0].source, elements.numel_of(key.whole)) or value.shape[0] != key.parts:
+            return None
+        self._reduced.add(node)
+        reduced = self._reduce(key.whole, key.group, "sum", value.dtype)
+        return self._shared(_Share(reduced, key.parts, key.group))
+
+    def all_gather(self, node: fx.Node) -> Elements | None:
+        """Parts put together again by the ranks that have them; of anything else nobody knows what it is."""
+        what, parts, group = node.args[:3]
+        given = self.elements_of(what)
+        share = None if given is None else self._share(given)
+        return share.whole if share is not None and share[1:] == (parts, str(group)) else None
+
+    def _shared(self, share: _Share) -> Elements:
+        return elements.whole(self.sources.number(share), elements.numel_of(share.whole) // share.parts)
+
+    def _share(self, given: Elements) -> _Share | None:
+        """What a rank's part is a part of, if that is all there is, in its order."""
+        key = self.sources.key(given[0].source) if len(given) == 1 else None
+        return key if isinstance(key, _Share) and given == self._shared(key) else None
 
     def _reduce(self, given: Elements, group: str, reduce_op: str, dtype: torch.dtype) -> Elements:
         gap, reduced = self.sources.number(_GAP), list[Elements]()
@@ -609,6 +681,10 @@ _RULES: Final[Mapping[Any, Callable[[_Walk, fx.Node], Any]]] = {
     ASSEMBLE: _Walk.concatenation,
     collectives.ALL_REDUCE: _Walk.all_reduce,
     collectives.GROUPED_ALL_REDUCE: _Walk.all_reduce,
+    collectives.REDUCE_SCATTER: _Walk.reduce_scatter,
+    collectives.ALL_TO_ALL: _Walk.all_to_all,
+    aten.sum.dim_IntList: _Walk.sum_of_parts,
+    collectives.ALL_GATHER: _Walk.all_gather,
     collectives.WAIT: _Walk.same,
     operator.getitem: _Walk.item,
     aten.cat.default: lambda walk, node: walk.concatenation(node) if len(node.args) == 1 or node.args[1] == 0 else None,

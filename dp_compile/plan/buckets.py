@@ -134,8 +134,8 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements of the flat memory, the gaps between members included."""
-        return max((m.offset + m.numel for m in self.members if m.offset is not None), default=0)
+        """Elements of the flat memory: with the gaps between members, and what makes it divide evenly into parts."""
+        return self._evenly(max((m.offset + m.numel for m in self.members if m.offset is not None), default=0))
 
     @property
     def nbytes(self) -> int:
@@ -151,8 +151,12 @@ class Bucket:
     @property
     def tensor_numels(self) -> tuple[int, ...]:
         """Elements of each tensor that the collective carries: the flat memory, if any, then what is apart."""
-        apart = tuple(member.numel for member in self.members if member.offset is None)
+        apart = tuple(self._evenly(member.numel) for member in self.members if member.offset is None)
         return apart if len(apart) == len(self.members) else (self.numel, *apart)
+
+    def _evenly(self, numel: int) -> int:
+        parts = self.key.reduction.parts
+        return -(-numel // parts) * parts
 
     def places(self) -> Iterator[Place]:
         """Where each member lies among `tensor_numels`, in the order of the members."""

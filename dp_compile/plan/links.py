@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.cost import RING, AllReduceCost, Formula, check_number
+from dp_compile.plan.cost import RING, TWO_LEVEL, AllReduceCost, Formula, check_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,31 @@ LINKS: Final[tuple[Link, ...]] = (
     Link("loopback", 50.0, 1.0, "gloo over TCP on one host; an order of magnitude, no vendor figure: calibrate"),
 )
 """Presets, to plan before anything was measured. A node whose rings use k ports has up to k times the port's figure."""
+
+
+def two_level_cost(
+    inside: Link, between: Link, *, ranks_inside: int, nodes: int, launch_us: float = 8.4
+) -> AllReduceCost:
+    """What a reduction on two levels costs, its three stages one after the other.
+
+    Args:
+        inside: every hop inside a node; `between`: every hop between nodes, one such link for each rank of a node.
+        ranks_inside: ranks of a node.
+        nodes: how many of them.
+        launch_us: paid once a stage; see `Link.cost`.
+
+    Raises:
+        ConfigError: a number of ranks or nodes is no integer above zero.
+    """
+    return TWO_LEVEL.cost(
+        alpha_0=3 * launch_us * 1e-6,
+        alpha_intra=inside.alpha_us * 1e-6,
+        busbw_intra=inside.busbw_gb_s * 1e9,
+        n_intra=ranks_inside,
+        alpha_inter=between.alpha_us * 1e-6,
+        busbw_inter=between.busbw_gb_s * 1e9,
+        n_inter=nodes,
+    )
 
 
 def link(name: str) -> Link:

@@ -5,6 +5,8 @@ Everything that reduces goes by it: `passes/reduction.py` says how.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -15,12 +17,65 @@ MOST_IN_FLOAT16: Final = 1e6
 """float16 ends at 6e-8."""
 
 
+ALL_REDUCE: Final = "all_reduce"
+REDUCE_SCATTER: Final = "reduce_scatter"
+ALL_GATHER: Final = "all_gather"
+EXCHANGE: Final = "exchange"
+
+
 class Stage(NamedTuple):
-    """One collective. `op`: `all_reduce`; `group`: the name of the process group; `reduce_op`: `sum` or `avg`."""
+    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`; or `exchange`: an all-to-all behind which each rank
+    adds up what it got, which is a reduce-scatter for backends that have none of their own.
+
+    `group`: the name of the process group; `reduce_op`: `sum` or `avg`, nothing where nothing is added up. `parts`:
+    into how many equal parts a tensor is cut, each for one rank of the group, or of how many it is put together.
+    """
 
     op: str
     group: str
-    reduce_op: str
+    reduce_op: str = ""
+    parts: int = 1
+
+    def numel_behind(self, numel: int) -> int:
+        """How many elements a rank has of a tensor that had so many before this stage."""
+        if self.op in (REDUCE_SCATTER, EXCHANGE):
+            return numel // self.parts
+        return numel * self.parts if self.op == ALL_GATHER else numel
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data. What is as it mostly is is left out."""
+        return {name: value for name, value in self._asdict().items() if name != "parts" or value != 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """Two levels of network: the names of this rank's group `inside` its node and of the one `between` nodes.
+
+    `ranks`: of all nodes, those of a node in a row.
+    """
+
+    inside: str
+    between: str
+    ranks: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks_inside(self) -> int:
+        return len(self.ranks[0])
+
+    def stages(self, reduce_op: str, backend: str) -> tuple[Stage, ...]:
+        """Each rank of a node has a part of its sum, reduces that with its like in other nodes, and shares it out.
+
+        gloo's reduce-scatter sends as much as an all-reduce (measured with torch 2.13: twice what is needed).
+        """
+        first = REDUCE_SCATTER if backend in LIKE_NCCL else EXCHANGE
+        return (
+            Stage(first, self.inside, reduce_op, self.ranks_inside),
+            Stage(ALL_REDUCE, self.between, reduce_op),
+            Stage(ALL_GATHER, self.inside, parts=self.ranks_inside),
+        )
+
+    def __str__(self) -> str:
+        return f"{len(self.ranks)} x {self.ranks_inside}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +93,23 @@ class Reduction:
 
     @property
     def reduce_op(self) -> str:
-        """For people: the op of each stage."""
-        return " ".join(stage.reduce_op for stage in self.stages)
+        """For people: what the stages that add up do."""
+        return " ".join(dict.fromkeys(stage.reduce_op for stage in self.stages if stage.reduce_op))
+
+    @property
+    def parts(self) -> int:
+        """What the elements of a tensor have to be a multiple of."""
+        return math.lcm(*(stage.parts for stage in self.stages))
+
+    def numels(self, numel: int) -> Iterator[int]:
+        """How many elements of a tensor with `numel` each stage is given."""
+        for stage in self.stages:
+            yield numel
+            numel = stage.numel_behind(numel)
 
     def __str__(self) -> str:
-        return self.reduce_op + (f" in {self.wire}" if self.wire else "")
+        levels = f", two levels with {self.parts} ranks in a node" if len(self.stages) > 1 else ""
+        return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels
 
     def without_groups(self) -> Reduction:
         """Names of groups are a rank's own affair."""
@@ -52,7 +119,7 @@ class Reduction:
         """Plain data. What is as it mostly is is left out: plans without it keep their signature."""
         more = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
         wire = {"wire": self.wire} if self.wire is not None else {}
-        return {"stages": [stage._asdict() for stage in self.stages], "scale": self.scale, **more, **wire}
+        return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more, **wire}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Reduction:
@@ -83,8 +150,13 @@ class Averaging:
         """Whether this is what torch's reducer does: the average, in the gradients' own dtype."""
         return self.wire is None and self.divide_by is None and self.predivide_by is None
 
-    def reduction(self, group: str, backend: str, world_size: int, dtype: str) -> Reduction:
-        """The reduction of gradients of one dtype over a group.
+    def reduction(
+        self, group: str, backend: str, world_size: int, dtype: str, levels: Levels | None = None
+    ) -> Reduction:
+        """The reduction of gradients of one dtype over a group, by its `levels` if it has some.
+
+        What is divided is divided for all ranks together, before and behind all stages; in collectives that average,
+        each stage divides by its own ranks, as FSDP2 does.
 
         Raises:
             ConfigError: in float16 a flag that travels with the gradients would be divided down to nothing.
@@ -96,7 +168,7 @@ class Averaging:
             predivisor = before_the_sum(divisor)
         elif predivisor is None:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
-                return Reduction((Stage("all_reduce", group, "avg"),), 1.0, wire=wire)
+                return Reduction(_stages(group, backend, levels, "avg"), 1.0, wire=wire)
             predivisor = divisor
         if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
             largest = max(divisor, predivisor)
@@ -104,7 +176,36 @@ class Averaging:
                 f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: "
                 "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
             )
-        return Reduction((Stage("all_reduce", group, "sum"),), 1.0 / predivisor, predivisor / divisor, wire)
+        stages = _stages(group, backend, levels, "sum")
+        return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire)
+
+
+def _stages(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
+    return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
+
+
+def launch_order(stages: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """In which order buckets launch their stages: a bucket and one of its stages, by number. The same on every rank.
+
+    Whoever launches a stage waits for the one before it, and compute waits with it. So a second stage is launched one
+    bucket later, when its first is over. What hands results back inside a node comes last, behind all that the slow
+    link has to carry: nobody needs it before.
+
+        bucket 0    first         second                        last
+        bucket 1           first          second                      last
+        bucket 2                  first            second                   last
+
+    Args:
+        stages: how many each bucket has, in launch order.
+    """
+    for bucket in range(len(stages)):
+        yield bucket, 0
+        for earlier in (bucket - 1, bucket) if bucket == len(stages) - 1 else (bucket - 1,):
+            if earlier >= 0:
+                yield from ((earlier, stage) for stage in range(1, stages[earlier] - 1))
+    for bucket, count in enumerate(stages):
+        if count > 1:
+            yield bucket, count - 1
 
 
 def before_the_sum(divisor: float) -> float:

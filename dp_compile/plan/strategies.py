@@ -38,7 +38,7 @@ from dp_compile.plan.buckets import (
 )
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, robust_with_pieces
 from dp_compile.plan.cost import TREE, AllReduceCost
-from dp_compile.plan.links import link
+from dp_compile.plan.links import link, two_level_cost
 from dp_compile.plan.network import ReadyGradient, in_pieces
 from dp_compile.plan.ready_times import ReadyTimes, in_ready_order
 from dp_compile.plan.words import BYTES_PER_MB
@@ -300,9 +300,14 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
     """Whether a backend can run the plan's grouped collectives.
 
     Raises:
-        ConfigError: the plan has some, and the backend reduces one tensor at a time.
+        ConfigError: the plan has some, and the backend reduces one tensor at a time, or there are two levels.
     """
-    grouped = any(len(bucket.tensor_numels) > 1 for bucket in plan.buckets)
+    grouped = [bucket for bucket in plan.buckets if len(bucket.tensor_numels) > 1]
+    if any(len(bucket.key.reduction.stages) > 1 for bucket in grouped):
+        raise ConfigError(
+            "the plan reduces several tensors in one collective, which is not supported on two levels of network. Use "
+            "another strategy than 'coalesced', a plan without members apart, or a device_mesh with one dimension."
+        )
     if grouped and backend not in GROUPED:
         raise ConfigError(
             f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
@@ -310,8 +315,15 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
         )
 
 
-def nominal_cost(backend: str, world_size: int) -> AllReduceCost:
-    """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo."""
+def nominal_cost(backend: str, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
+    """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo.
+
+    `ranks_inside`: of a node, where the reduction has two levels.
+    """
+    if ranks_inside is not None:
+        names = ("nvlink4", "infiniband-ndr") if backend in LIKE_NCCL else ("loopback", "loopback")
+        inside, between = map(link, names)
+        return two_level_cost(inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
     if backend not in LIKE_NCCL:
         return link("loopback").cost(world_size)
     if world_size <= RANKS_OF_A_NODE:

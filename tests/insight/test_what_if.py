@@ -51,6 +51,39 @@ ranks  link         gradients  buckets      number  backward   exposed  to bound
     )
 
 
+def test_two_levels_beside_one() -> None:
+    found = what_if(STEP, ranks=(64,), links=("ethernet-25",), ranks_inside=(1, 8), strategies=("as planned",))
+    assert_expected_inline(
+        str(found).partition("\nPredicted")[0].partition("\n\n")[2],
+        """\
+ranks  link         nodes  buckets     number  backward   exposed  to bound   memory
+   64  ethernet-25      -  as planned       3   12.2 ms   2.19 ms     1.136  7.6 MiB
+   64  ethernet-25  8 x 8  as planned       3   10.3 ms  0.269 ms     1.000  7.6 MiB
+""",
+    )
+    one, two = found.rows
+    assert one.cost == predict(STEP, Scenario(world_size=64, link="ethernet-25")).cost
+    assert "two levels, 8 nodes of 8 ranks: nvlink4 inside, ethernet-25 between, nominal" in two.basis
+    slower = what_if(STEP, ranks=(64,), links=("ethernet-25",), ranks_inside=(8,), link_inside="pcie4-x16").rows[0]
+    assert slower.cost.seconds(2**20) > two.cost.seconds(2**20)
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"ranks_inside": 8}, r"ranks_inside needs Scenario\.link"),
+        ({"ranks_inside": 0}, "ranks_inside must be an integer >= 1, got 0"),
+        ({"ranks_inside": 8, "link": "nvlink4"}, "8 ranks do not fill two nodes or more of Scenario.ranks_inside=8"),
+        ({"ranks_inside": 3, "link": "nvlink4"}, "8 ranks do not fill two nodes"),
+        ({"ranks_inside": 4, "link": "nvlink4", "link_inside": "rope"}, "link must be one of"),
+        ({"ranks_inside": 4, "link": "nvlink4", "latency_us": 3.0}, "latency_us is of one link"),
+    ],
+)
+def test_levels_that_cannot_be(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=message):
+        predict(STEP, Scenario(**wishes))
+
+
 def test_a_measured_backward_counts_as_it_does_in_an_explanation() -> None:
     ready = dataclasses.replace(STEP.ready, backward_s=None)
     bucket = MeasuredBucket(0.001, None, 0.001)
@@ -368,6 +401,9 @@ def test_the_command(step_file: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     found = what_if(STEP, ranks=(8, 64), links=("nvlink4",), strategies=("as planned", "fixed:25"), curve=False)
     assert capsys.readouterr().out == f"{found}\n"
     assert len(json.loads(plan.read_text())["buckets"]) == len(found.fastest.plan.buckets)
+    levels = ["--ranks", "64", "--link", "ethernet-25", "--two-level", "8", "--link-inside", "pcie4-x16"]
+    assert cli.main(["whatif", step_file, *levels]) == 0
+    assert "8 nodes of 8 ranks: pcie4-x16 inside, ethernet-25 between" in capsys.readouterr().out
     assert cli.main(["whatif", step_file, "--curve"]) == 0
     assert "16,384" in capsys.readouterr().out
 
@@ -412,6 +448,8 @@ def test_the_command_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["STEP", "--dtype", "int8"], "gradient_dtype must be one of"),
         (["STEP", "--strategy", "ddp"], "'ddp' cannot be planned from a step alone"),
         (["STEP", "--latency-us", "soon"], "--latency-us must be numbers with commas between them, got 'soon'"),
+        (["STEP", "--two-level", "8"], "ranks_inside needs Scenario.link"),
+        (["STEP", "--two-level", "eight"], "--two-level must be whole numbers"),
         (["STEP", "--compute-scale", "-1"], "compute_scale must be > 0"),
         (["STEP", "--calibration", "nowhere"], "--calibration 'nowhere' cannot be read"),
         (["STEP", "--calibration", "STEP"], "not a cost file of dp_compile"),

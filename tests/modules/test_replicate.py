@@ -293,8 +293,8 @@ class TestLocal:
 
     def test_device_mesh(self) -> None:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
-        with pytest.raises(dp_compile.ConfigError, match="one dimension, got 2"):
-            dp_compile.replicate(Net(), device_mesh=mesh)
+        with pytest.raises(dp_compile.ConfigError, match=r"one dimension, or two .*, got 3\. Take a slice"):
+            dp_compile.replicate(Net(), device_mesh=init_device_mesh("cpu", (1, 2, 1)))
         with pytest.raises(dp_compile.ConfigError, match="not both"):
             dp_compile.replicate(Net(), device_mesh=mesh, process_group=dist.group.WORLD)
         model = dp_compile.replicate(Net(), device_mesh=mesh["inner"])

@@ -246,9 +246,9 @@ def test_a_plan_is_plain_data_with_a_stable_signature(
     assert again == plan
     assert again.signature() == plan.signature()
     renamed = [
-        dataclasses.replace(spec, key=bucket_key(f"other {group}", "sum", spec.key.dtype, spec.key.device))
+        dataclasses.replace(spec, key=bucket_key(f"other {stage.group}", "sum", spec.key.dtype, spec.key.device))
         for spec in gradients
-        for (_, group, _) in spec.key.reduction.stages
+        for stage in spec.key.reduction.stages
     ]
     assert plan_of(renamed, cap, first_cap).signature() == plan.signature()
 

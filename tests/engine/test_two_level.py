@@ -1,0 +1,410 @@
+"""Gradients that are reduced inside nodes first, then between them: the same as torch's DDP on one level."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import AOT, batch, mlp
+from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import run_and_get_code
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.engine.calibration import calibrate
+from dp_compile.insight.report import Report
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.testing.generated_code import read_code
+from dp_compile.testing.ranks import Ranks
+
+BF16 = torch.bfloat16
+NODES = ("between", "inside")
+TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
+
+
+class Untraceable(torch.autograd.Function):
+    """The identity. Its backward cannot be captured as one graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return grad.clone()
+
+
+class Net(nn.Module):
+    """Sizes that no number of ranks divides, two dtypes, and what some ranks do not use."""
+
+    def __init__(self, uneven: bool = False, broken: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = mlp(7), mlp(5), nn.Linear(6, 6, bias=False)
+        self.factor = nn.Parameter(torch.ones(5, dtype=torch.float64))
+        self.uneven, self.broken = uneven, broken
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * self.factor.prod().float()
+        if self.broken:
+            x = Untraceable.apply(x)
+        if not self.uneven or dist.get_rank() % 2:
+            x = x + self.spare(x)
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="aot_eager")
+
+
+def compiled_blocks(module: nn.Module) -> Any:
+    for name in ("first", "last"):
+        setattr(module, name, torch.compile(getattr(module, name), backend="aot_eager"))
+    return module
+
+
+def anomaly(on: bool) -> AbstractContextManager[object]:
+    """Backwards inside are not captured."""
+    return torch.autograd.detect_anomaly(check_nan=False) if on else nullcontext()
+
+
+WAYS: dict[str, Callable[[nn.Module], Any]] = {
+    "captured": compiled,
+    "hooks": compiled,
+    "hooks on some ranks": compiled,
+    "not compiled": lambda module: module,
+    "pieces": compiled_blocks,
+    "no passes": compiled,
+}
+
+
+def check_gradients(ours: nn.Module, theirs: nn.Module, plain: nn.Module, wire: torch.dtype | None) -> None:
+    """As near as sums of the same numbers in another order can be told to be.
+
+    Of a sum of N numbers, each rounded and scaled before, no element is further from the truth than N + 1 units in the
+    last place of the sum of their magnitudes; both of ours and theirs can be.
+    """
+    ranks = dist.get_world_size()
+    for (name, one), other, local in zip(ours.named_parameters(), theirs.parameters(), plain.parameters(), strict=True):
+        magnitude = torch.zeros_like(local) if local.grad is None else local.grad.abs() / ranks
+        dist.all_reduce(magnitude)
+        if other.grad is None:
+            assert one.grad is None, name
+            continue
+        assert one.grad is not None, name
+        assert (one.grad.dtype, one.grad.stride()) == (one.dtype, one.stride()), name
+        eps = torch.finfo(one.dtype if wire is None else wire).eps
+        assert ((one.grad - other.grad).abs() <= (ranks + 1) * eps * magnitude).all(), name
+
+
+def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
+    """Two steps beside torch's DDP, the second with an accumulation."""
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank())  # replicate() has to undo this
+    model = Net(uneven, broken=way == "pieces")
+    theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=uneven)
+    plain = copy.deepcopy(theirs.module)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    options = {"find_unused_parameters": uneven, "reduce_dtype": wire, "bucket_cap_mb": 1e-4}
+    config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
+    dp_compile.replicate(model, device_mesh=mesh, config=config, **({"passes": ()} if way == "no passes" else {}))
+    run = WAYS[way](model)
+    sides = [
+        (run, lambda: dp_compile.no_sync(model), model),
+        (theirs, theirs.no_sync, theirs),
+        (plain, nullcontext, plain),
+    ]
+    by_hooks = way == "hooks" or (way == "hooks on some ranks" and dist.get_rank() in (0, 3))
+    for step in range(2):
+        for call, no_sync, module in sides:
+            module.zero_grad()
+            for micro in range(2 if step == 1 else 1):
+                with no_sync() if step == 1 and micro == 0 else nullcontext():
+                    with warnings.catch_warnings(), anomaly(by_hooks and call is run):
+                        warnings.simplefilter("ignore")
+                        call(batch(2 * step + micro)).square().mean().backward()
+        check_gradients(model, theirs.module, plain, wire)
+    report = dp_compile.report(model)
+    dp_compile.unreplicate(model)
+    return report
+
+
+def stages_of(report: Report) -> list[list[str]]:
+    return [[stage.op for stage in bucket.key.reduction.stages] for bucket in report.plan.buckets]
+
+
+@pytest.mark.parametrize(
+    ("way", "uneven", "wire"),
+    [
+        ("captured", True, None),
+        ("captured", False, BF16),
+        ("hooks", True, BF16),
+        ("hooks on some ranks", True, None),
+        ("not compiled", True, None),
+        ("pieces", False, None),
+        ("no passes", False, None),
+    ],
+)
+def test_as_torch_s_ddp(ranks4: Ranks, way: str, uneven: bool, wire: torch.dtype | None) -> None:
+    names = {"hooks": "eager hooks", "not compiled": "eager hooks"}
+    for rank, report in enumerate(ranks4.run(run_beside, way, uneven, wire)):
+        expected = "eager hooks" if way == "hooks on some ranks" and rank in (0, 3) else names.get(way, "captured")
+        assert report.backwards[expected] == 2
+        assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
+        assert len(report.plan.buckets) > 2
+        for record in report.captures if way not in ("pieces", "no passes") else ():
+            assert (record.graphs, record.deferred) == (1, False)
+            assert record.collectives in (0, 3 * len(report.plan.buckets))
+
+
+def gradient_of(model: nn.Module, value: float) -> float:
+    model.zero_grad()
+    torch.compile(model, backend="aot_eager")(torch.full((1, 1), value)).sum().backward()
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None
+    return float(parameter.grad)
+
+
+def run_one_level() -> list[tuple[list[list[str]], float]]:
+    torch._dynamo.reset()
+    found = []
+    for shape in ((1, 4), (4, 1)):
+        model = nn.Linear(1, 1, bias=False)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=NODES)
+        dp_compile.replicate(model, device_mesh=mesh, config=AOT)
+        average = gradient_of(model, float(dist.get_rank()))
+        found.append((stages_of(dp_compile.report(model)), average))
+    return found
+
+
+def test_a_dimension_of_size_one_is_none(ranks4: Ranks) -> None:
+    for found in ranks4.run(run_one_level):
+        assert found == [([["all_reduce"]], 1.5)] * 2
+
+
+def run_other_meshes() -> tuple[str, float, list[list[str]], float]:
+    torch._dynamo.reset()
+    rank = dist.get_rank()
+    three, said, found = DeviceMesh("cpu", [[0], [1], [2]], mesh_dim_names=NODES), "", 0.0
+    model = nn.Linear(1, 1, bias=False)
+    try:
+        dp_compile.replicate(model, device_mesh=three, config=AOT)
+        found = gradient_of(model, float(rank))
+    except dp_compile.ConfigError as error:
+        said = str(error)
+    dist.barrier()
+    # Nodes of a larger mesh whose ranks are not neighbours; its third dimension is somebody else's.
+    larger = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("rows", "columns", "other"))
+    model = nn.Linear(1, 1, bias=False)
+    dp_compile.replicate(model, device_mesh=larger["rows", "columns"], config=AOT)
+    average = gradient_of(model, float(rank))
+    return said, found, stages_of(dp_compile.report(model)), average
+
+
+def test_meshes_that_are_not_the_whole_world(ranks4: Ranks) -> None:
+    for rank, (said, found, stages, average) in enumerate(ranks4.run(run_other_meshes)):
+        assert ("this rank is not in the given device_mesh" in said) is (rank == 3)
+        assert found == (1.0 if rank < 3 else 0.0)
+        assert stages == [TWO_LEVELS]
+        assert average == 1.5
+
+
+class Odd(nn.Module):
+    """A bucket without elements, a gradient whose sum does not fit into float16, and complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.ones(1, dtype=torch.float64))
+        self.empty = nn.Parameter(torch.ones(0, 3, dtype=torch.bfloat16))
+        self.short = nn.Parameter(torch.ones(1, dtype=torch.float16))
+        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = self.first.sum() + self.empty.double().sum() + (self.short * x).double().sum()
+        return total + torch.view_as_real(self.turn * (1 + dist.get_rank() * 1j)).double().sum()
+
+
+def run_odd(by_hooks: bool) -> tuple[float, list[complex], int]:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    model = dp_compile.replicate(Odd(), device_mesh=mesh, config=AOT)
+    with warnings.catch_warnings(), anomaly(by_hooks):
+        warnings.simplefilter("ignore")
+        compiled(model)(torch.full((1,), 30_000.0, dtype=torch.float16)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+    assert set(dp_compile.report(model).backwards) == {"eager hooks" if by_hooks else "captured"}
+    return float(model.short.grad), model.turn.grad.tolist(), model.empty.grad.numel()
+
+
+@pytest.mark.parametrize("by_hooks", [False, True])
+def test_odd_gradients(ranks4: Ranks, by_hooks: bool) -> None:
+    for half, turn, empty in ranks4.run(run_odd, by_hooks):
+        assert half == 30_000.0
+        # d/dt of Re(tz) + Im(tz) is (1 + i) conj(z); the average of conj(1 + ri) over four ranks is 1 - 1.5i
+        assert turn == [pytest.approx((1 + 1j) * (1 - 1.5j), rel=1e-6)] * 3
+        assert empty == 0
+
+
+# --- what goes with it ----------------------------------------------------------------------------------------------
+
+
+def run_several() -> list[bool]:
+    """Two modules in one backward, in a join context, warmed up before: as on one level."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    rank, found = dist.get_rank(), []
+    for levels in (True, False):
+        torch.manual_seed(0)
+        models = [mlp(width).double() for width in (7, 3)]
+        for model in models:
+            dp_compile.replicate(model, device_mesh=mesh if levels else None, config=AOT, bucket_cap_mb=1e-4)
+        one, other = (torch.compile(model, backend="aot_eager") for model in models)
+        if levels:
+            examples, kinds = [batch(9).double()], {"accumulation": False, "gradients_kept": False}
+            dp_compile.warmup(models[0], examples, lambda x, run=one: run(x).square().mean(), **kinds)
+        with dp_compile.join(*models):
+            for number in range(2 + rank % 2):
+                for model in models:
+                    model.zero_grad()
+                x = batch(number).double()
+                (one(x).square().mean() + other(x).square().mean()).backward()
+        if rank % 2:
+            assert [dp_compile.report(model).backwards["captured"] for model in models] == [3, 3]
+        found.append([parameter.grad.clone() for model in models for parameter in model.parameters()])
+        for model in models:
+            dp_compile.unreplicate(model)
+    # Not the same bits: sums in another order.
+    return [bool(torch.allclose(one, other, rtol=1e-12, atol=1e-15)) for one, other in zip(*found, strict=True)]
+
+
+def test_several_modules_join_and_warmup(ranks4: Ranks) -> None:
+    for rank, same in enumerate(ranks4.run(run_several)):
+        assert all(same) or rank % 2 == 0  # the others had no gradients in the last step
+        assert len(same) == 8
+
+
+def run_bad(what: str) -> str:
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NODES)
+    options: dict[str, Any] = {"device_mesh": mesh, "config": dp_compile.ReplicateConfig(timeout_s=20)}
+    if what == "dimensions":
+        options["device_mesh"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+    if what == "other nodes" and dist.get_rank() == 1:
+        options["device_mesh"] = turned
+    if what == "one level":
+        options["device_mesh"] = None if dist.get_rank() == 2 else mesh
+    if what == "reducer":
+        options["ddp_python_hook"] = False
+    if what == "coalesced":
+        options["config"] = dp_compile.ReplicateConfig(strategy="coalesced")
+    try:
+        model = dp_compile.replicate(mlp(), **options)
+        if what == "hook":
+            model.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
+    except dp_compile.DPCompileError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("dimensions", "device_mesh must have one dimension, or two .*, got 3 \\(a, b, c\\)"),
+        ("other nodes", "device_mesh"),
+        ("one level", "rank 2 differs from rank 0"),
+        ("reducer", "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False"),
+        ("coalesced", "not supported on two levels of network. Use another strategy than 'coalesced'"),
+        ("hook", "comm hook .* is called by torch's C\\+\\+ reducer, which knows one level of network"),
+    ],
+)
+def test_what_is_not_allowed_is_said_on_every_rank(ranks4: Ranks, what: str, said: str) -> None:
+    for error in ranks4.run(run_bad, what):
+        assert re.search(said, error), error
+
+
+def run_known_hook() -> bool:
+    """torch's casting hooks say how gradients travel, on as many levels as there are."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    grads = []
+    for policy in (MixedPrecisionPolicy(reduce_dtype=BF16), None):
+        torch.manual_seed(0)
+        model = dp_compile.replicate(mlp(), device_mesh=mesh, config=AOT, mp_policy=policy)
+        if policy is None:
+            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        torch.compile(model, backend="aot_eager")(batch(0)).square().mean().backward()
+        assert stages_of(dp_compile.report(model)) == [TWO_LEVELS]
+        assert "two levels with 2 ranks in a node" in str(dp_compile.report(model).plan)
+        grads.append([parameter.grad for parameter in model.parameters()])
+    return all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
+
+
+def test_a_hook_that_is_known(ranks4: Ranks) -> None:
+    assert all(ranks4.run(run_known_hook))
+
+
+def run_measured() -> tuple[str, str]:
+    """The stages are measured, and the buckets planned anew from that, as on one level."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
+    model = dp_compile.replicate(mlp(7), device_mesh=mesh, config=config)
+    run = torch.compile(model, backend="aot_eager")
+    for number in range(5):
+        run(batch(number)).square().mean().backward()
+    report, group = dp_compile.report(model), replica_of(model).group
+    fitted = calibrate(group.process_group, levels=group.levels)
+    assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
+    return fitted.to_json(), report.plan.signature()
+
+
+def test_levels_are_measured_alike_on_every_rank(ranks4: Ranks) -> None:
+    first, *others = ranks4.run(run_measured)
+    assert all(each == first for each in others)
+
+
+# --- generated code -------------------------------------------------------------------------------------------------
+
+
+def run_generated() -> tuple[tuple[str, ...], str, list[str]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(48, 48), nn.GELU())))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    dp_compile.replicate(model, device_mesh=mesh, bucket_cap_mb=0.001)
+    x = torch.randn(8, 48) * dist.get_rank()
+    expected = torch.autograd.grad(model(x).square().mean() / 4, list(model.parameters()))
+    for each in expected:
+        dist.all_reduce(each)
+    loss = torch.compile(model)(x).square().mean()
+    with inductor_config.patch(fx_graph_cache=False):
+        _, codes = run_and_get_code(loss.backward)
+    for parameter, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, other)
+    (code,) = (code for code in codes if "all_to_all" in code)
+    placements = dp_compile.report(model).captures[-1].placements
+    return read_code(code).faults, read_code(code).order, [each.copied for each in placements if each.copied]
+
+
+def test_nobody_touches_what_is_on_its_way_and_nothing_is_copied_for_it(ranks4: Ranks) -> None:
+    for faults, order, copied in ranks4.run(run_generated):
+        assert faults == ()
+        assert copied == ["an input of the backward"]  # the flags
+        # Stages of three buckets, and the flags with the last: the parts are added up, nothing else is computed.
+        assert order.count("A") == order.count("W") == 9
+        assert order.endswith("WkAWkAWAWAWAWWW")
+        assert order[: order.index("W")].count("A") == 2  # nobody waits before the second bucket is launched

@@ -1,0 +1,259 @@
+"""Two levels of network in a graph: three stages for a bucket, in an order in which compute hardly waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graphs import Grad, plan_for, run_passes, trace
+from torch import fx
+
+from dp_compile.errors import InvalidGraphError
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WAIT,
+    is_collective,
+    is_wait,
+)
+from dp_compile.fx.printer import short
+from dp_compile.insight.graph_names import collectives_of, node_names
+from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.reduction import Levels
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+aten = torch.ops.aten
+
+LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
+
+
+def first(graph: fx.Graph, target: Any) -> fx.Node:
+    return graph.find_nodes(op="call_function", target=target)[0]
+
+
+def layers(number: int, backend: str) -> tuple[list[Grad], fx.GraphModule]:
+    """A backward through matrices, last layer first; then something that no reduction needs."""
+    grads = [Grad(index=index, shape=(4, 4), levels=LEVELS, backend=backend) for index in range(number)]
+
+    def backward(grad: torch.Tensor, *saved: torch.Tensor) -> list[torch.Tensor]:
+        weights, inputs, reduced = saved[:number], saved[number:], []
+        for index in reversed(range(number)):
+            reduced.append(grads[index].reduce(inputs[index].t() @ grad))
+            grad = grad @ weights[index]
+        return [*reduced, grad.exp()]
+
+    return grads, trace(backward, *(torch.randn(4, 4) for _ in range(2 * number + 1)))
+
+
+def test_the_stages_of_a_bucket() -> None:
+    grad = Grad(index=0, shape=(3,), levels=LEVELS)
+    module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
+    assert_expected_inline(
+        short(module.graph),
+        """\
+a_1: float32[3]
+sin = aten.sin(a_1)
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
+reduce_scatter_tensor_default = _c10d_functional.reduce_scatter_tensor(flat_bucket_default, sum, 2, in)
+wait_tensor_default = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
+all_reduce_default = _c10d_functional.all_reduce(wait_tensor_default, sum, out)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default)
+all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(wait_tensor_default_1, 2, in)
+wait_tensor_default_2 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+as_strided_default = aten.as_strided(wait_tensor_default_2, [3], [1], 0)
+return as_strided_default""",
+    )
+    names = node_names(module.graph, [plan_for([grad])], ["a"])
+    assert [names[node] for node in module.graph.nodes if is_collective(node) or is_wait(node)] == [
+        "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
+    ]  # fmt: skip
+    assert collectives_of(module.graph, [plan_for([grad])]) == (
+        "reduce_scatter_tensor sum float32[4] bucket 0: p0",
+        "all_reduce sum float32[2] bucket 0",
+        "all_gather_into_tensor float32[2] bucket 0",
+    )
+
+
+def test_gloo_exchanges_parts_and_adds_them_up() -> None:
+    grad = Grad(index=0, shape=(3,), levels=LEVELS, backend="gloo")
+    module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
+    assert_expected_inline(
+        "\n".join(short(module.graph).splitlines()[2:-1]),
+        """\
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
+all_to_all_single_default = _c10d_functional.all_to_all_single(flat_bucket_default, [2, 2], [2, 2], in)
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
+view_default = aten.view(wait_tensor_default, [2, 2])
+sum_dim_int_list = aten.sum.dim_IntList(view_default, [0])
+all_reduce_default = _c10d_functional.all_reduce(sum_dim_int_list, sum, out)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default)
+all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(wait_tensor_default_1, 2, in)
+wait_tensor_default_2 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
+as_strided_default = aten.as_strided(wait_tensor_default_2, [3], [1], 0)""",
+    )
+    names = node_names(module.graph, [plan_for([grad])], ["a"])
+    assert [names[node] for node in module.graph.nodes if is_collective(node) or is_wait(node)] == [
+        "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
+    ]  # fmt: skip
+
+
+def told(graph: fx.Graph) -> str:
+    """Compute `c`; launches `R` reduce-scatter, `A` all-reduce, `G` all-gather and the bucket, waits small."""
+    letters = {REDUCE_SCATTER: "R", ALL_TO_ALL: "R", ALL_REDUCE: "A", ALL_GATHER: "G"}
+    parts: list[str] = []
+    launched: dict[fx.Node, str] = {}
+    for node in graph.nodes:
+        provenance = edit.provenance_of(node)
+        if is_collective(node):
+            assert provenance is not None
+            launched[node] = letters[node.target] + provenance.unit.partition(".")[2]
+            parts.append(launched[node])
+        elif is_wait(node):
+            parts.append(launched[node.all_input_nodes[0]].lower())
+        elif node.op == "call_function" and node.target in (aten.mm.default, aten.addmm.default, aten.exp.default):
+            parts.append("exp" if node.target is aten.exp.default else "c")
+    return " ".join(parts)
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend: str) -> None:
+    """And for the slow link only when nothing is left to compute."""
+    grads, module = layers(3, backend)
+    plan = plan_for(grads[::-1], cap=1)
+    assert len(plan.buckets) == 3
+    graph = run_passes(module, plan).graph
+    assert told(graph) == "c R0 c c R1 r0 A0 c c R2 r1 A1 r2 A2 c exp a0 G0 a1 G1 a2 G2 g0 g1 g2"
+
+
+def test_compute_that_does_not_move_is_not_held_back_either() -> None:
+    grads, module = layers(3, "gloo")
+    passes = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
+    graph = run_passes(module, plan_for(grads[::-1], cap=1), passes=passes).graph
+    assert told(graph).replace(" exp", "").replace(" c", "").startswith("c R0 R1 r0 A0 R2 r1 A1 r2 A2 a0 G0")
+
+
+# --- the check reads the stages from the graph ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A pass that changes a graph and keeps its notes as they are."""
+
+    edit: Callable[[fx.Graph], Any]
+    name: ClassVar[str] = "users-pass"
+    realises_plan: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[Any]) -> PassResult:
+        self.edit(graph)
+        return PassResult(changed=True)
+
+
+def between_nodes(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
+    launch = first(graph, ALL_REDUCE)
+    (wait,) = launch.users
+    return launch, wait
+
+
+def leave_out_what_is_between_nodes(graph: fx.Graph) -> None:
+    launch, wait = between_nodes(graph)
+    edit.replace(wait, launch.all_input_nodes[0])
+    graph.erase_node(launch)
+
+
+def between_nodes_first(graph: fx.Graph) -> None:
+    leave_out_what_is_between_nodes(graph)
+    scatter, by = first(graph, REDUCE_SCATTER), edit.Provenance("users-pass", "0.0")
+    bucket = scatter.all_input_nodes[0]
+    made = edit.insert_call(graph, scatter, ALL_REDUCE, (bucket, "sum", "out"), by)
+    made = edit.insert_call(graph, scatter, WAIT, (made,), by)
+    scatter.replace_input_with(bucket, made)
+
+
+def exchange_groups(graph: fx.Graph) -> None:
+    for target in (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER):
+        node = first(graph, target)
+        node.args = tuple({"in": "out", "out": "in"}.get(str(each), each) for each in node.args)
+
+
+def group(target: Any, name: str) -> Callable[[fx.Graph], None]:
+    def changed(graph: fx.Graph) -> None:
+        node = first(graph, target)
+        node.args = (*node.args[:-1], name)
+
+    return changed
+
+
+def divide_between_stages(graph: fx.Graph) -> None:
+    launch, _ = between_nodes(graph)
+    share, by = launch.all_input_nodes[0], edit.Provenance("users-pass", "0.0")
+    launch.replace_input_with(share, edit.insert_call(graph, launch, aten.div.Tensor, (share, 2), by))
+
+
+def maximum_between(graph: fx.Graph) -> None:
+    launch, _ = between_nodes(graph)
+    launch.args = (launch.args[0], "max", *launch.args[2:])
+
+
+def gather_another(graph: fx.Graph) -> None:
+    """The first bucket gets what belongs to the second one, which has the same size."""
+    one, other = graph.find_nodes(op="call_function", target=ALL_GATHER)
+    one.args, other.args = (other.args[0], *one.args[1:]), (one.args[0], *other.args[1:])
+    edit.sort_stably(graph)
+
+
+WRONG: list[tuple[Callable[[fx.Graph], None], str]] = [
+    (
+        leave_out_what_is_between_nodes,
+        "the gradient of p0: sum over group in .* and sum over group out .* became sum over group in",
+    ),
+    (between_nodes_first, "changed what is reduced: the gradient of p0"),
+    (exchange_groups, "changed what is reduced: the gradient of p0"),
+    (group(REDUCE_SCATTER, "out"), "changed what is reduced: the gradient of p0"),
+    (group(ALL_REDUCE, "another"), "changed what is reduced: the gradient of p0"),
+    (group(ALL_GATHER, "out"), "changed where reduced gradients go: "),
+    (divide_between_stages, "changed what is reduced"),
+    (maximum_between, "changed what is reduced: the gradient of p0"),
+    (gather_another, "changed where reduced gradients go: "),
+]
+
+
+def add_up_the_wrong_parts(graph: fx.Graph) -> None:
+    """Elements that belong to other ranks: `(2, 2)` is added up along its rows."""
+    node = first(graph, aten.sum.dim_IntList)
+    node.args = (node.args[0], [1])
+
+
+def take_the_first_part(graph: fx.Graph) -> None:
+    node, by = first(graph, aten.sum.dim_IntList), edit.Provenance("users-pass", "0.0")
+    edit.replace(node, edit.insert_call(graph, node, aten.select.int, (node.args[0], 0, 0), by))
+
+
+def exchange_with_others(graph: fx.Graph) -> None:
+    group(ALL_TO_ALL, "out")(graph)
+
+
+def exchange_other_sizes(graph: fx.Graph) -> None:
+    node = first(graph, ALL_TO_ALL)
+    node.args = (node.args[0], [1, 3], [1, 3], node.args[3])
+
+
+EXCHANGES = [add_up_the_wrong_parts, take_the_first_part, exchange_with_others, exchange_other_sizes]
+GLOO: list[tuple[Callable[[fx.Graph], None], str]] = [(wrong, "changed what is reduced") for wrong in EXCHANGES]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text", "backend"), [*((*each, "nccl") for each in WRONG), *((*each, "gloo") for each in GLOO)]
+)
+def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], text: str, backend: str) -> None:
+    grads = [Grad(index=index, shape=(3,), levels=LEVELS, backend=backend) for index in range(2)]
+    module = trace(lambda a, b: (grads[0].reduce(a.sin()), grads[1].reduce(b.cos())), *(torch.randn(3),) * 2)
+    with pytest.raises(InvalidGraphError, match=f"pass 'users-pass' .*{text}"):
+        run_passes(module, plan_for(grads, cap=1), passes=(*DEFAULT_PASSES, Changed(wrong)))

@@ -1,0 +1,116 @@
+"""Stages of a reduction on two levels of network: what they are, in which order they are launched, what is padded."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
+from dp_compile.plan.links import LINKS, Link, two_level_cost
+from dp_compile.plan.reduction import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    EXCHANGE,
+    REDUCE_SCATTER,
+    Averaging,
+    Levels,
+    Stage,
+    launch_order,
+)
+from dp_compile.plan.strategies import nominal_cost
+
+LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=6))
+def test_each_stage_once_and_in_its_order(stages: list[int]) -> None:
+    order = list(launch_order(stages))
+    assert sorted(order) == [(bucket, stage) for bucket, count in enumerate(stages) for stage in range(count)]
+    for bucket, count in enumerate(stages):
+        assert [stage for each, stage in order if each == bucket] == list(range(count))
+    firsts = [bucket for bucket, stage in order if stage == 0]
+    assert firsts == list(range(len(stages)))
+    lasts = [bucket for bucket, stage in order if stage and stage == stages[bucket] - 1]
+    assert order[len(order) - len(lasts) :] == [(bucket, stages[bucket] - 1) for bucket in lasts]
+
+
+def test_a_second_stage_is_one_bucket_late_and_the_last_ones_come_at_the_end() -> None:
+    assert list(launch_order([3, 3, 3])) == [
+        (0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)
+    ]  # fmt: skip
+    assert list(launch_order([1, 1])) == [(0, 0), (1, 0)]
+    assert list(launch_order([3])) == [(0, 0), (0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("averaging", "backend", "dtype", "ops", "scale", "post"),
+    [
+        (Averaging(), "gloo", "float32", "sum", 1 / 6, 1.0),
+        (Averaging(), "nccl", "float32", "avg", 1.0, 1.0),
+        (Averaging(wire="bfloat16"), "nccl", "float32", "avg", 1.0, 1.0),
+        (Averaging(), "nccl", "float16", "sum", 1 / 4, 4 / 6),  # FSDP's rule for six ranks, over all of them
+        (Averaging(divide_by=5.0, predivide_by=2.0), "gloo", "float32", "sum", 1 / 2, 2 / 5),
+    ],
+)
+def test_what_is_divided_is_divided_for_all_ranks_together(
+    averaging: Averaging, backend: str, dtype: str, ops: str, scale: float, post: float
+) -> None:
+    reduction = averaging.reduction("all", backend, 6, dtype, LEVELS)
+    assert reduction.stages == (
+        Stage(REDUCE_SCATTER if backend == "nccl" else EXCHANGE, "in", ops, 3),
+        Stage(ALL_REDUCE, "out", ops),
+        Stage(ALL_GATHER, "in", parts=3),
+    )
+    assert (reduction.scale, reduction.post_scale) == (scale, pytest.approx(post))
+    assert reduction.reduce_op == ops
+    assert list(reduction.numels(12)) == [12, 4, 4]
+
+
+def specs(levels: Levels | None, *numels: int) -> list[GradientSpec]:
+    key = BucketKey(Averaging().reduction("all", "gloo", 6, "float32", levels), "float32", "cpu")
+    return [GradientSpec(index, f"p{index}", (numel,), (1,), 4, key) for index, numel in enumerate(numels)]
+
+
+def test_a_bucket_divides_evenly() -> None:
+    plan = plan_buckets(specs(LEVELS, 4, 6, 9), bucket_cap_mb=16 / 2**20, first_bucket_cap_mb=16 / 2**20)
+    assert [bucket.numel for bucket in plan.buckets] == [6, 6, 9]
+    assert [bucket.padding_nbytes for bucket in plan.buckets] == [8, 0, 0]
+    assert [bucket.tensor_numels for bucket in plan_single(specs(LEVELS, 4)).buckets] == [(6,)]
+    apart = PACKED.__class__(1, frozenset({"p0"}))
+    assert apart.bucket(specs(LEVELS, 4)[0].key, specs(LEVELS, 4), "").tensor_numels == (6,)
+
+
+def test_plans_are_data_and_those_of_one_level_are_what_they_were() -> None:
+    two, one = (BucketPlan(plan_single(specs(levels, 4)).buckets) for levels in (LEVELS, None))
+    assert BucketPlan.from_dict(two.to_dict()).to_dict() == two.to_dict()
+    assert BucketPlan.from_dict(two.to_dict()).buckets[0].tensor_numels == (6,)
+    assert two.signature() != one.signature()
+    (bucket,) = one.to_dict()["buckets"]
+    assert bucket["key"]["reduction"]["stages"] == [{"op": "all_reduce", "group": "", "reduce_op": "sum"}]
+    assert str(two.buckets[0].key) == "float32 cpu sum, two levels with 3 ranks in a node"
+
+
+# --- what it costs --------------------------------------------------------------------------------------------------
+
+
+def test_two_levels_cost_their_three_stages() -> None:
+    """Four nodes of eight: rings of eight inside, rings of four between for an eighth of the bytes."""
+    inside, between = Link("fast", 2.0, 400.0, "here"), Link("slow", 10.0, 50.0, "here")
+    cost = two_level_cost(inside, between, ranks_inside=8, nodes=4, launch_us=5.0)
+    nbytes = 2**30
+    half_inside = 7 * (2e-6 + nbytes / 8 / 400e9)
+    all_between = 2 * 3 * (10e-6 + nbytes / 8 / 4 / 50e9)
+    assert cost.seconds(nbytes) == pytest.approx(3 * 5e-6 + 2 * half_inside + all_between, rel=1e-12)
+
+
+def test_what_is_assumed_before_anything_was_measured() -> None:
+    link_of = {link.name: link for link in LINKS}
+    assert nominal_cost("nccl", 32, 8) == two_level_cost(
+        link_of["nvlink4"], link_of["infiniband-ndr"], ranks_inside=8, nodes=4
+    )
+    # A slow link between nodes is what two levels are for.
+    flat, two = nominal_cost("nccl", 32), nominal_cost("nccl", 32, 8)
+    assert two.seconds(2**30) < 0.5 * flat.seconds(2**30)
+    loopback = link_of["loopback"]
+    assert nominal_cost("gloo", 4, 2) == two_level_cost(loopback, loopback, ranks_inside=2, nodes=2)
