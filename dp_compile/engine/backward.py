@@ -43,6 +43,7 @@ from dp_compile.engine.hooks import (
 from dp_compile.engine.intact import check_intact, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
+from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
@@ -106,7 +107,8 @@ class _Call:
         try:
             while True:
                 try:
-                    return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
+                    with recomputing():
+                        return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
                 except NotImplementedError as error:
                     if depth or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
                         raise
@@ -273,6 +275,8 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     for replica in found.replicas:
         if not replica.sync:
             replica.note_without_sync()
+        if replica.precision is not None and not call.keep_graph:
+            replica.precision.backward_has_ended()
     return result
 
 
