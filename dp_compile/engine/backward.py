@@ -206,6 +206,13 @@ def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
 def _expect_more(replica: Replica) -> None:
     """An inner backward is about to add gradients to those of a backward that is under way."""
     arrivals = replica.arrivals_in
+    if replica.precision is not None and replica.precision.param_dtype is not None and current() is not None:
+        # torch 2.13 drops what an inner backward adds to a parameter that is captured behind a cast.
+        raise ReductionError(
+            f"a backward inside a captured backward, as of reentrant checkpointing, reaches the module of "
+            f"{replica.names[0]}, which computes in {replica.precision.param_dtype}: gradients would be lost. Use "
+            "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
+        )
     if isinstance(arrivals, ReductionRound):
         arrivals.is_held = True
     if isinstance(arrivals, NotedArrivals) and replica.config.unused == "find" and not replica.config.static_graph:

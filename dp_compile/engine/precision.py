@@ -91,7 +91,9 @@ class Precision:
         if self.full_in_eval and not root.training:
             return cast_all(forward(*args, **kwargs), self.output_dtype)
         if self.cast_inputs:
-            args, kwargs = cast_all((args, kwargs), self.param_dtype)
+            # One by one: a list that the forward is to fill stays the caller's.
+            args = tuple(cast_all(each, self.param_dtype) for each in args)
+            kwargs = {name: cast_all(each, self.param_dtype) for name, each in kwargs.items()}
         # Dynamo cannot go on behind a graph break inside `try`: then this runs as Python, and what it calls is traced.
         traced = torch.compiler.is_compiling()
         try:
@@ -245,8 +247,12 @@ def _write_back(each: _Standing) -> None:
 
 
 def cast_all(values: Any, dtype: torch.dtype | None) -> Any:
-    """The same with floating tensors in a dtype."""
-    if dtype is None:
+    """The same with floating tensors in a dtype; the same object if there is nothing to cast."""
+
+    def is_other(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
+
+    if dtype is None or not any(map(is_other, autograd.tree_leaves(values))):
         return values
     return autograd.tree_map_only(
         torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from beside import AOT, Block, batch, compile_whole, mlp, not_compiled
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.testing.ranks import Ranks
@@ -326,4 +327,80 @@ class TestForward:
         assert {each.dtype for each in model.buffers()} == {F32, torch.int64}
         assert torch.equal(model.constant, torch.full((6,), 1.001)), "it lost no bits"
         assert bool(model.norm.running_mean.any())
+        dp_compile.unreplicate(model)
+
+
+class Twice(nn.Module):
+    """A block that is called behind a checkpoint, and perhaps once more without."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.norm = nn.Linear(6, 6), Block(), nn.LayerNorm(6)
+        self.how: Callable[..., Any] = plainly
+        self.twice = twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.how(self.block, self.norm(self.first(x)))
+        result: torch.Tensor = self.block(x) if self.twice else x
+        return result
+
+
+def plainly(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = block(x)
+    return result
+
+
+def checkpointed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(block, x, use_reentrant=False)
+    return result
+
+
+def reentrantly(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = checkpoint(block, x, use_reentrant=True)
+    return result
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    model.block = checkpoint_wrapper(model.block)
+    return model
+
+
+def offloaded(model: nn.Module) -> nn.Module:
+    model.block = offload_wrapper(checkpoint_wrapper(model.block))
+    return model
+
+
+def with_compiled_block(model: nn.Module) -> nn.Module:
+    model.block.compile(backend="aot_eager")
+    return model
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestModules:
+    @pytest.mark.parametrize("how", [plainly, checkpointed, reentrantly])
+    @pytest.mark.parametrize(
+        "prepare",
+        [not_compiled, wrapped, offloaded, with_compiled_block, compile_whole],
+        ids=lambda each: each.__name__,
+    )
+    def test_recomputation(self, how: Callable[..., Any], prepare: Callable[[nn.Module], Any]) -> None:
+        torch.manual_seed(0)
+        # torch's reducer cannot reduce what an inner and the outer backward use
+        model = Twice(how is not reentrantly or prepare in (with_compiled_block, compile_whole))
+        twin = copy.deepcopy(model)
+        backward(reference(twin, X))
+        replicated(model)
+        model.how = how
+        run = prepare(model)
+        for _ in range(2):
+            model.zero_grad()
+            if (how, prepare) == (reentrantly, with_compiled_block):
+                with pytest.raises(
+                    dp_compile.ReductionError, match=r"gradients would be lost. Use .*use_reentrant=Fal"
+                ):
+                    backward(run(X))
+                continue
+            backward(run(X))
+            assert_same_gradients(model, twin, rtol=0.01, atol=1e-4)
+            assert all(isinstance(each, nn.Parameter) for each in model.parameters())
         dp_compile.unreplicate(model)
