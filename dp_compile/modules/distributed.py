@@ -16,7 +16,7 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.forward_hooks import remove_forward_hooks
+from dp_compile.modules.forward_hooks import Pending, remove_forward_hooks
 from dp_compile.modules.join import join, join_hook, joinable
 from dp_compile.modules.precision import precision_of
 from dp_compile.modules.replicate import replicate, replicate_with_gradients
@@ -227,6 +227,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if config is not None:
             replicate_with_gradients(unwrap(self.module), config)
             self._take_in_step()
+            # In front of this one too: its forward is where casts stand, and it has to start with parameters.
+            pending = state_of(self)
+            assert isinstance(pending, Pending)
+            self.register_forward_pre_hook(pending, with_kwargs=True)
 
     def _take_in_step(self) -> None:
         wrap(self, unwrap(self.module))

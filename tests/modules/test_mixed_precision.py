@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside import AOT, Block, batch, compile_whole, mlp, not_compiled
 from torch import nn
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
+from dp_compile._torch.compiler import compiled_graphs
 from dp_compile.testing.ranks import Ranks
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -404,3 +409,302 @@ class TestModules:
             assert_same_gradients(model, twin, rtol=0.01, atol=1e-4)
             assert all(isinstance(each, nn.Parameter) for each in model.parameters())
         dp_compile.unreplicate(model)
+
+    @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+    @pytest.mark.parametrize(
+        "build",
+        [
+            lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(6, 6))),
+            lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
+            lambda: nn.LSTM(6, 6),
+            lambda: nn.TransformerEncoderLayer(6, 2, 6, dropout=0.0),
+        ],
+        ids=["weight_norm", "parametrized", "lstm", "attention"],
+    )
+    def test_modules_that_look_at_their_parameters(self, build: Callable[[], nn.Module]) -> None:
+        torch.manual_seed(0)
+        twin = build()
+        torch.manual_seed(0)
+        model = build()
+        names = list(model.state_dict())
+        x, first = X[None], (lambda out: out[0] if isinstance(out, tuple) else out)
+        backward(first(reference(twin, x)))
+        replicated(model)
+        for _ in range(2):
+            model.zero_grad()
+            backward(first(model(x)))
+            assert_same_gradients(model, twin, rtol=2**-8, atol=1e-6)
+        assert list(model.state_dict()) == names
+        dp_compile.unreplicate(model)
+        if not isinstance(model, nn.Sequential):  # torch's old weight_norm cannot be copied
+            copy.deepcopy(model)
+
+    def test_parameters_of_the_user_in_a_call(self) -> None:
+        model = replicated(mlp())
+        zeros = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+        assert not torch.func.functional_call(model, zeros, (X,)).any()
+        assert model(X).any()
+        dp_compile.unreplicate(model)
+
+    def test_autocast_on_as_well(self) -> None:
+        model = replicated(mlp())
+        with torch.autocast("cpu", FP16):
+            assert model(X).dtype == FP16, "autocast wins inside operators"
+        dp_compile.unreplicate(model)
+
+    def test_lazy_modules(self) -> None:
+        model = replicated(
+            nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), full_precision_modules=(nn.BatchNorm1d,)
+        )
+        seen = []
+        for _ in range(2):
+            backward(model(X))
+            seen.append((model(X).dtype, model[0].weight.dtype, model[0].weight.grad.dtype))
+        assert seen == 2 * [(BF16, F32, F32)]
+        dp_compile.unreplicate(model)
+
+    def test_the_wrapper(self) -> None:
+        torch.manual_seed(0)
+        model = Net()
+        twin = copy.deepcopy(model)
+        backward(reference(twin, X))
+        policy = MixedPrecisionPolicy(BF16)
+        wrapper = dp_compile.DistributedDataParallel(model, mp_policy=policy, config=AOT)
+        assert type(wrapper.module) is Net
+        again = pickle.loads(pickle.dumps(wrapper))
+        for each in (wrapper, copy.deepcopy(wrapper), again):
+            assert torch.compile(each, backend="aot_eager", fullgraph=each is wrapper)(X).dtype == BF16
+            backward(each(X))
+            assert_same_gradients(each, twin)
+            assert each.module(X).dtype == F32
+            dp_compile.unreplicate(each)
+            assert each(X).dtype == F32
+
+    def test_pickles_and_copies_are_plain(self) -> None:
+        model = replicated(Net(), full_precision_modules=(nn.LayerNorm,))
+        loaded = pickle.loads(pickle.dumps(model))
+        assert type(loaded) is Net
+        for each in (loaded, copy.deepcopy(model.layers), copy.deepcopy(model.norm)):
+            assert each(X).dtype == F32
+        dp_compile.unreplicate(model)
+
+    def test_hooks_and_backwards(self) -> None:
+        """Hooks of the user see gradients in the parameter's dtype, local and without rounding."""
+        model = replicated(mlp(), reduce_dtype=F32)
+        seen = []
+        model[0].weight.register_hook(lambda grad: seen.append(grad.dtype))
+        model[0].weight.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.dtype))
+        for run in (model, compile_whole(model)):
+            backward(run(X))
+        assert seen == 4 * [F32]
+        assert not model._dp_compile_precision._kept, "nothing waits for a backward"
+        dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"param_dtype": torch.int8}, "param_dtype must be one of torch.float16, .*, got torch.int8"),
+            ({"param_dtype": torch.complex64}, "param_dtype must be one of .*, got torch.complex64"),
+            ({"output_dtype": "bf16"}, "output_dtype must be one of torch.float16, .*, got 'bf16'"),
+            ({"buffer_dtype": torch.bool}, "buffer_dtype must be one of torch.float16, .*, got torch.bool"),
+            ({"param_dtype": BF16, "cast_forward_inputs": 1}, "cast_forward_inputs must be True or False, got 1"),
+            (
+                {"param_dtype": BF16, "full_precision_modules": nn.LayerNorm},
+                "must hold module classes or names, got <cl",
+            ),
+            (
+                {"param_dtype": BF16, "full_precision_modules": [nn.LayerNorm(6)]},
+                "must hold module .*, got LayerNorm. A",
+            ),
+            ({"full_precision_modules": (nn.LayerNorm,)}, "full_precision_modules is an exception from param_dtype or"),
+            (
+                {"full_precision_in_eval": True},
+                "full_precision_in_eval is an exception from param_dtype or buffer_dtype",
+            ),
+        ],
+    )
+    def test_options(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(dp_compile.ConfigError, match=message):
+            dp_compile.ReplicateConfig(**options)
+
+    def test_policies(self) -> None:
+        for policy, message in [
+            (MixedPrecisionPolicy(param_dtype=torch.int32), "param_dtype must be one of .*, got torch.int32"),
+            (
+                MixedPrecision(BF16),
+                "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got MixedPrecision",
+            ),
+        ]:
+            with pytest.raises(dp_compile.ConfigError, match=message):
+                dp_compile.replicate(mlp(), mp_policy=policy)
+
+    def test_modules(self) -> None:
+        turn = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+        patched, tied = mlp(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        patched.forward = patched.forward
+        tied[1].weight = tied[0].weight
+        nets: list[tuple[nn.Module, dict[str, Any], str]] = [
+            (turn, {}, "ParameterList has no floating parameter that param_dtype=torch.bfloat16 could cast"),
+            (nn.Embedding(4, 6, max_norm=1.0), {}, r"^weight is changed by its module's forward \(max_norm\)"),
+            (
+                mlp(),
+                {"full_precision_modules": (nn.Linear,)},
+                "leaves no parameter of Sequential to param_dtype=torch.bf",
+            ),
+            (mlp(), {"full_precision_modules": ("2", "3")}, "names '3', which Sequential does not have"),
+            (patched, {}, "the forward of Sequential was set on the object itself"),
+        ]
+        for model, options, message in nets:
+            with pytest.raises((dp_compile.ConfigError, dp_compile.ModuleError), match=message):
+                replicated(model, **options)
+        with pytest.raises(dp_compile.ModuleError, match=r"1\.weight is shared with an ignored module: .*bfloat16"):
+            dp_compile.replicate(tied, ignored_modules=[tied[0]], mp_policy=MixedPrecisionPolicy(BF16))
+
+    def test_a_forward_that_changes_its_parameters(self) -> None:
+        class Moving(nn.Linear):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                with torch.no_grad():
+                    self.bias.add_(1)
+                return super().forward(x)
+
+        model = replicated(nn.Sequential(Moving(6, 6)))
+        with pytest.raises(
+            dp_compile.ModuleError, match=r"changed its parameter bias in place, .*full_precision_modules"
+        ):
+            model(X)
+        dp_compile.unreplicate(model)
+
+    def test_two_threads(self) -> None:
+        """They use the same casts; one with gradients cannot begin while one without is under way."""
+        inside, go_on = threading.Event(), threading.Event()
+
+        class Waits(Net):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                if threading.current_thread() is not threading.main_thread():
+                    inside.set()
+                    assert go_on.wait(20)
+                return super().forward(x)
+
+        model, found = replicated(Waits()), []
+        for without in (False, True):
+            inside.clear(), go_on.clear()
+
+            def other() -> None:
+                with torch.set_grad_enabled(not without):  # noqa: B023
+                    found.append(model(X))
+
+            thread = threading.Thread(target=other)
+            thread.start()
+            assert inside.wait(20)
+            with pytest.raises(dp_compile.ModuleError, match="run one after the other") if without else nullcontext():
+                found.append(model(X))
+            go_on.set()
+            thread.join()
+            assert all(isinstance(each, nn.Parameter) for each in model.parameters())
+        assert [each.dtype for each in found] == 3 * [BF16]
+        dp_compile.unreplicate(model)
+
+
+# --- on real ranks
+
+
+def run_training(what: str) -> tuple[float, list[Any]]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = mlp()
+    twin = copy.deepcopy(model)
+    found: list[Any] = []
+    if what == "alone":
+        group, _ = dist.new_subgroups(1)
+        dp_compile.replicate(model, process_group=group, config=AOT, mp_policy=MixedPrecisionPolicy(BF16))
+        backward(compile_whole(model)(X))
+        backward(reference(twin, X))
+        found.append(
+            all(torch.equal(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+        )
+    if what == "scaler":
+        dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(FP16))
+        run, scaler = compile_whole(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            before = model[0].weight.detach().clone()
+            x = batch(step) * (1e6 if step == 1 and dist.get_rank() == 1 else 1.0)
+            scaler.scale(run(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append((scaler.get_scale(), torch.equal(before, model[0].weight)))
+    if what == "join":
+        dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(BF16))
+        run = compile_whole(model)
+        with dp_compile.join(model):
+            for step in range(2 + dist.get_rank()):
+                model.zero_grad()
+                backward(run(batch(step)))
+                found.append(model[0].weight.grad.dtype)
+    if what == "warm-up":
+        dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(BF16))
+        run = compile_whole(model)
+        dp_compile.warmup(model, [batch(0)], lambda x: run(x).float().square().sum())
+        graphs = compiled_graphs()
+        for step in range(2):
+            backward(run(batch(step)))
+        found.append(compiled_graphs() - graphs)
+    value = float(model[0].weight.detach().double().sum())
+    dp_compile.unreplicate(model)
+    return value, found
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("alone", [True]),
+        ("scaler", [(1024.0, False), (512.0, True), (512.0, False)]),
+        ("join", None),
+        ("warm-up", [0]),
+    ],
+)
+def test_training(ranks: Ranks, what: str, expected: Any) -> None:
+    results = ranks.run(run_training, what)
+    assert len({value for value, _ in results}) == 1
+    for rank, (_, found) in enumerate(results):
+        assert found == (expected or (2 + rank) * [F32])
+
+
+def run_different(options: list[dict[str, Any]]) -> str:
+    try:
+        dp_compile.replicate(mlp(), config=dp_compile.ReplicateConfig(timeout_s=10, **options[dist.get_rank()]))
+    except dp_compile.DesyncError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "values"), [("param_dtype", (BF16, FP16)), ("full_precision_modules", ((nn.Tanh,), ("0",)))]
+)
+def test_ranks_that_differ(ranks2: Ranks, name: str, values: tuple[Any, Any]) -> None:
+    options = [{"param_dtype": BF16, "reduce_dtype": F32, name: value} for value in values]
+    for error in ranks2.run(run_different, options):
+        assert name in error
+        assert "address" not in error
+
+
+# --- in the generated code
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_product_is_written_into_its_bucket() -> None:
+    """Weights' gradients are bfloat16 products, and the wire is bfloat16: nobody writes them in float32."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
+    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    result = torch.compile(model)(torch.randn(16, 64)).float().square().mean()
+    with inductor_config.patch(fx_graph_cache=False):  # the record is made with the code
+        result.backward()
+    text = str(dp_compile.report(model))
+    assert "computed in their buckets: 99.6%" in text
+    assert "does not round to another dtype" not in text
+    dp_compile.unreplicate(model)
