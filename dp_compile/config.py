@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import nn
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
@@ -23,7 +24,7 @@ DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
-REDUCE_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_CAP_MB: Final = 25.0
 DEFAULT_FIRST_CAP_MB: Final = 1.0
 
@@ -34,6 +35,8 @@ SWITCHES: Final = (
     "broadcast_buffers",
     "check_reductions",
     "check_nan",
+    "cast_forward_inputs",
+    "full_precision_in_eval",
 )
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -58,11 +61,22 @@ class ReplicateConfig:
         cost: `AllReduceCost | None`, default `None`. For `optimal` and `coalesced`: what an all-reduce costs, from
             `calibrate().cost`. `None`: a nominal link.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
-            `None`: their own.
+            `None`: `param_dtype`, and without it their own.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
         gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
             sum. `None`: all of it, or what the dtype wants.
+        param_dtype: `torch.dtype | None`, default `None`. Floating dtype in which forward and backward compute;
+            parameters, gradients and the state dict keep theirs. `None`: the parameters' own.
+        output_dtype: `torch.dtype | None`, default `None`. Floating dtype of what the forward returns. `None`: as it
+            comes.
+        buffer_dtype: `torch.dtype | None`, default `None`. Floating dtype of the buffers that the forward sees. `None`:
+            their own.
+        cast_forward_inputs: `bool`, default `True`. With `param_dtype`: cast floating inputs of the forward to it.
+        full_precision_modules: `tuple[type[nn.Module] | str, ...]`, default `()`. Classes, or names, of submodules that
+            compute in their own dtype, with all below them.
+        full_precision_in_eval: `bool`, default `False`. Cast neither parameters, buffers nor inputs while the module is
+            in evaluation mode.
         alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
         replan_after: `int | None`, backwards, default `None`. For `optimal` and `coalesced`: plan once more, from so
             many measured backwards. `None`: never.
@@ -113,7 +127,8 @@ class ReplicateConfig:
 
     reduce_dtype: torch.dtype | None = None
     """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
-    divided first and rounded once. What is complex, or has this dtype already, travels as it is. `None`: their own."""
+    divided first and rounded once. What is complex, or has this dtype already, travels as it is. `None`: `param_dtype`,
+    and without it their own."""
 
     gradient_divide_factor: float | None = None
     """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
@@ -123,6 +138,29 @@ class ReplicateConfig:
     """As Horovod's: each rank divides by this before the sum, and by the rest of `gradient_divide_factor` behind it.
     `None`: NCCL averages in the collective; else all is divided before the sum, but in float16 a power of two near the
     square root, as FSDP does."""
+
+    param_dtype: torch.dtype | None = None
+    """FSDP2's: the forward of the replicated module sees its floating parameters cast to it, and the backward computes
+    in it. Nobody else sees that: parameters, `.grad`, state dict and optimizer keep their dtype. A parameter that has
+    it already is not touched, nor are integers and complex numbers."""
+
+    output_dtype: torch.dtype | None = None
+    """FSDP2's: floating tensors that the forward returns are cast to it."""
+
+    buffer_dtype: torch.dtype | None = None
+    """FSDP1's: the forward sees floating buffers cast to it. They keep their own dtype; elements that the forward
+    changes go back into them."""
+
+    cast_forward_inputs: bool = True
+    """FSDP2's: with `param_dtype`, floating tensors among the inputs of the forward are cast to it."""
+
+    full_precision_modules: tuple[type[nn.Module] | str, ...] = ()
+    """Submodules that compute in their own dtype, with all below them, by class or by fully qualified name: norms, a
+    loss. As BatchNorm with FSDP1, their floating inputs are cast up, and what they return is cast back. Their gradients
+    travel as all others: say `reduce_dtype=torch.float32` if they should not be rounded."""
+
+    full_precision_in_eval: bool = False
+    """FSDP1's FSDP_USE_FULL_PREC_IN_EVAL: in evaluation mode only outputs are cast."""
 
     alignment_bytes: int = 64
     """Gradients start in their bucket at multiples of this many bytes, a power of two; smaller ones at multiples of
@@ -200,6 +238,7 @@ class ReplicateConfig:
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         self._check_unused()
         self._check_averaging()
+        self._check_full_precision()
         self._check_strategy()
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
@@ -250,16 +289,42 @@ class ReplicateConfig:
         return None if self.strategy is None or isinstance(self.strategy, str) else self.strategy
 
     def _check_averaging(self) -> None:
-        dtype = self.reduce_dtype
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in REDUCE_DTYPES):
-            allowed = ", ".join(map(str, REDUCE_DTYPES))
-            raise ConfigError(f"reduce_dtype must be one of {allowed}, or None, got {dtype!r}.")
+        for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATING):
+                allowed = ", ".join(map(str, FLOATING))
+                raise ConfigError(f"{name} must be one of {allowed}, or None, got {dtype!r}.")
         for name in ("gradient_divide_factor", "gradient_predivide_factor"):
             value = getattr(self, name)
             if value is not None:
                 _check_positive(name, value, "Gradients are divided by it.")
                 if math.isinf(value):
                     raise ConfigError(f"{name} must be finite, got {value!r}. Gradients are divided by it.")
+
+    def _check_full_precision(self) -> None:
+        given = self.full_precision_modules
+        if isinstance(given, (str, type)) or not isinstance(given, Iterable):
+            raise ConfigError(f"full_precision_modules must hold module classes or names, got {given!r}. Pass a tuple.")
+        object.__setattr__(self, "full_precision_modules", tuple(given))
+        for each in self.full_precision_modules:
+            if not (isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))):
+                raise ConfigError(
+                    f"full_precision_modules must hold module classes or names, got {type(each).__name__}. A module is "
+                    "given by its name in named_modules()."
+                )
+        for name in ("full_precision_modules", "full_precision_in_eval"):
+            if getattr(self, name) and self.param_dtype is None and self.buffer_dtype is None:
+                raise ConfigError(f"{name} is an exception from param_dtype or buffer_dtype, and neither is given.")
+
+    @property
+    def casts(self) -> bool:
+        """Whether the forward sees anything in another dtype."""
+        return not (self.param_dtype is None and self.output_dtype is None and self.buffer_dtype is None)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype in which gradients travel; `None`: their own."""
+        return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
 
     @property
     def unused(self) -> str:

@@ -15,6 +15,7 @@ with named():
     from torch.autograd import profiler as _profiler
     from torch.autograd.variable import Variable as _Variable
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
     _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id

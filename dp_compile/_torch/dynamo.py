@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +19,7 @@ with named():
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
     from torch._dynamo.external_utils import call_backward as call_backward
     from torch._dynamo.external_utils import call_hook as call_hook
+    from torch._dynamo.external_utils import unwrap_maybe_dynamic_int as _unwrap_size
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
     from torch._logging._internal import LazyTraceHandler as _TraceFile
     from torch._logging._internal import trace_log as _trace_log
@@ -90,7 +90,9 @@ def computes_only(target: object) -> bool:
     if isinstance(target, _compiled_autograd.Op):  # a function of autograd's own, or one that was written in C++
         return not target.is_custom_function
     is_op = isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
-    return is_op or target is operator.getitem or sorts_only(target)
+    # Of dynamic shapes: arithmetic of Python on sizes.
+    on_sizes = target is _unwrap_size or getattr(target, "__module__", "") in ("_operator", "math")
+    return is_op or on_sizes or sorts_only(target)
 
 
 def sorts_only(target: object) -> bool:

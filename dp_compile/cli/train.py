@@ -82,6 +82,12 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         "--reduce-dtype", metavar="NAME", help="send gradients in bfloat16 or float16 (default: as they are, float32)"
     )
     group.add_argument(
+        "--mp",
+        metavar="NAME",
+        help="compute in bf16 or fp16, parameters and loss stay float32; gradients travel in it too, unless "
+        "--reduce-dtype says otherwise (fp16 without loss scaling)",
+    )
+    group.add_argument(
         "--no-ddp-python-hook",
         dest="ddp_python_hook",
         action="store_const",

@@ -43,6 +43,7 @@ from dp_compile.engine.hooks import (
 from dp_compile.engine.intact import check_intact, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
+from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
@@ -106,7 +107,8 @@ class _Call:
         try:
             while True:
                 try:
-                    return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
+                    with recomputing():
+                        return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
                 except NotImplementedError as error:
                     if depth or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
                         raise
@@ -204,6 +206,13 @@ def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
 def _expect_more(replica: Replica) -> None:
     """An inner backward is about to add gradients to those of a backward that is under way."""
     arrivals = replica.arrivals_in
+    if replica.precision is not None and replica.precision.param_dtype is not None and current() is not None:
+        # torch 2.13 drops what an inner backward adds to a parameter that is captured behind a cast.
+        raise ReductionError(
+            f"a backward inside a captured backward, as of reentrant checkpointing, reaches the module of "
+            f"{replica.names[0]}, which computes in {replica.precision.param_dtype}: gradients would be lost. Use "
+            "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
+        )
     if isinstance(arrivals, ReductionRound):
         arrivals.is_held = True
     if isinstance(arrivals, NotedArrivals) and replica.config.unused == "find" and not replica.config.static_graph:
@@ -273,6 +282,8 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     for replica in found.replicas:
         if not replica.sync:
             replica.note_without_sync()
+        if replica.precision is not None and not call.keep_graph:
+            replica.precision.backward_has_ended()
     return result
 
 

@@ -18,6 +18,7 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.observers import Observer
+from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.passes.reduction import dtype_of
@@ -193,6 +194,7 @@ class Replica:
     """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
+    precision: Precision | None = None
     comm_hook: CommHook | None = None
     """The user's own reduction of a bucket. Only torch's reducer can call it, so it reduces every backward then."""
     average_by: Callable[[Averaging], None] | None = None
@@ -376,6 +378,8 @@ class Replica:
 
     def is_gone(self, index: int) -> bool:
         """Whether the module has nowhere the parameter that it had: tied to another, for one."""
+        if self.precision is not None and self.precision.stands:
+            return False
         parameter, name = self.parameters[index], self.names[index]
         places = [place for place in self.parameter_places if place.name == name]
         return bool(places) and all(place.find() is not parameter for place in self.parameter_places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,9 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.forward_hooks import remove_forward_hooks
+from dp_compile.modules.forward_hooks import Pending, remove_forward_hooks
 from dp_compile.modules.join import join, join_hook, joinable
+from dp_compile.modules.precision import precision_of
 from dp_compile.modules.replicate import replicate, replicate_with_gradients
 from dp_compile.modules.replicated_module import (
     is_replicated,
@@ -31,10 +32,13 @@ from dp_compile.modules.replicated_module import (
 )
 from dp_compile.modules.selection import device_of, is_waiting
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
 _REFUSED = {
     "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
     "param_to_hook_all_reduce": "use dp_compile.replicate() with the default schedule",
-    "mixed_precision": "use torch.autocast",
+    "mixed_precision": "use mp_policy",
     "skip_all_reduce_unused_params": "use find_unused_parameters=True",
     "bucket_cap_mb_list": "use bucket_cap_mb",
     "batched_grad_copy": "leave it out: gradients are views of their buckets, there are no copies to batch",
@@ -66,6 +70,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         device_mesh: a mesh with one dimension, in place of `process_group`.
         forward_sync_buffers: torch's newer name of `broadcast_buffers`.
         ddp_python_hook: as in `replicate`.
+        mp_policy: as in `replicate`; it acts in the wrapper's forward, not in that of `.module`.
         config: all options in one value; an argument given here wins over its field.
 
     Raises:
@@ -91,6 +96,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         ddp_python_hook: bool | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
         config: ReplicateConfig | None = None,
         **unsupported: Any,
     ) -> None:
@@ -116,6 +122,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph or None,
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
+            mp_policy=mp_policy,
             config=config,
         )
         restore_class(unwrap(self.module))  # as in torch, where `.module` keeps its class; it can be copied
@@ -137,7 +144,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Call the module, with tensors moved to its device if `device_ids` was given."""
         if self._inputs_to is not None:
             inputs, kwargs = autograd.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
-        return self.module(*inputs, **kwargs)
+        inner = unwrap(self.module)
+        precision = precision_of(inner)
+        if precision is None:
+            return self.module(*inputs, **kwargs)
+        return precision.run(inner, self.module, inputs, kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -216,6 +227,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         if config is not None:
             replicate_with_gradients(unwrap(self.module), config)
             self._take_in_step()
+            # In front of this one too: its forward is where casts stand, and it has to start with parameters.
+            pending = state_of(self)
+            assert isinstance(pending, Pending)
+            self.register_forward_pre_hook(pending, with_kwargs=True)
 
     def _take_in_step(self) -> None:
         wrap(self, unwrap(self.module))

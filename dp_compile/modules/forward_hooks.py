@@ -94,7 +94,7 @@ class Pending(Installed):
     ) -> None:
         self._root, self.config, self.group, self._start = weakref.ref(root), config, group, start
         self._needs_grad = needs_grad
-        self._is_starting = False
+        self._is_starting = self._has_started = False
         self.sync = True
         self.comm_hook: CommHook | None = None
 
@@ -103,6 +103,9 @@ class Pending(Installed):
     )
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         root = self._root()
+        if self._has_started:  # this one is in front of a wrapper, and what it wraps was called before
+            remove_forward_hooks(module, only=self)
+            return
         if root is None or self._is_starting or (self._needs_grad and not torch.is_grad_enabled()):
             return
         lazy = first_lazy(root)
@@ -116,6 +119,8 @@ class Pending(Installed):
             if lazy is not None:
                 _run_dry(root, args, kwargs)
             self._start(root, self)
+            self._has_started = True
+            remove_forward_hooks(module, only=self)
         finally:
             self._is_starting = False
 

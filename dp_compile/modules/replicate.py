@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from dp_compile.modules.forward_hooks import (
 )
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import PlanRequest, make_plan
+from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
 from dp_compile.modules.replicated_module import (
     behind,
     forget_state,
@@ -72,6 +73,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
+POLICY: Final = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+"""The options that FSDP2's policy has."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -126,8 +129,8 @@ def replicate(
         gradient_as_bucket_view: accepted, as torch's `replicate` does, and without effect: gradients whose kernels
             allow it are computed in their buckets, whatever is said.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
-        mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`. Its `reduce_dtype` is the dtype in which
-            gradients travel; `param_dtype` and `output_dtype` have to be `None`: use autocast.
+        mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
+            `fully_shard`: the dtype of compute, of what is sent, of outputs. `config` has the same, and more.
         passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
             fully qualified name and the module that returns whether it is a unit, or a policy of
@@ -153,7 +156,7 @@ def replicate(
     with meeting.telling_the_others():
         _check_torch_options(gradient_as_bucket_view, device_ids)
         if mp_policy is not None:
-            given["reduce_dtype"] = _reduce_dtype_of(mp_policy)
+            given |= _options_of(mp_policy)
         options = _merge_options(config, given)
         if meeting.group.levels is not None and not options.uses_python_hook():
             raise ConfigError(
@@ -211,6 +214,7 @@ def unreplicate(module: ModuleT) -> ModuleT:
     inner = behind(module)
     for submodule in inner.modules() if isinstance(state, Pending) else (inner,):
         remove_forward_hooks(submodule)
+    take_precision_off(inner)
     restore_class(inner)
     forget_state(inner)
     return module
@@ -226,6 +230,7 @@ def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None
     """
     passes, request = _requested(config, None, None, None)
     group = resolve_group(None, None)
+    install_precision(module, make_precision(select(module, frozenset()), config))
     _wait_for_forward(module, _Order(Meeting(group), request, passes, frozenset(), None, is_copy=True))
 
 
@@ -272,20 +277,14 @@ def _check_torch_options(gradient_as_bucket_view: bool, device_ids: Sequence[int
         raise ConfigError(f"gradient_as_bucket_view must be True or False, got {gradient_as_bucket_view!r}.")
 
 
-def _reduce_dtype_of(policy: MixedPrecisionPolicy) -> torch.dtype | None:
+def _options_of(policy: MixedPrecisionPolicy) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # loaded already by whoever made one
 
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ConfigError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}."
         )
-    for name in ("param_dtype", "output_dtype"):
-        if getattr(policy, name) is not None:
-            raise ConfigError(
-                f"mp_policy.{name} must be None, got {getattr(policy, name)}: modules compute in the dtype that they "
-                "have. Use torch.autocast for the forward, and reduce_dtype for what is sent."
-            )
-    return policy.reduce_dtype
+    return {name: getattr(policy, name) for name in POLICY}
 
 
 def _check_not_pending(module: nn.Module) -> None:
@@ -333,8 +332,11 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
     with order.meeting.telling_the_others():
         target = select(module, order.ignored)
         check_selection(target, order.device, needs_values=order.needs_values)
-        swapped = replicated_class(type(module))
+        config = order.request.config
+        precision = precision_of(module) if order.is_copy else make_precision(target, config)
+        swapped = replicated_class(type(module), casts=config.casts)
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
+        replica.precision = precision
         statement = _statement(target, replica)
     replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
     _broadcast(replica)
@@ -344,6 +346,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         replica.sync = pending.sync
     _install(module, replica)
     if not order.is_copy:
+        install_precision(module, precision)
         module.__class__ = swapped
 
 
@@ -410,7 +413,7 @@ def _average_by(
 
 
 def _averaging(config: ReplicateConfig) -> Averaging:
-    wire = None if config.reduce_dtype is None else str(config.reduce_dtype).removeprefix("torch.")
+    wire = None if config.wire_dtype is None else str(config.wire_dtype).removeprefix("torch.")
     # torch's DDP multiplies before it adds up, whatever the backend could do, and by all of it
     as_ddp = config.strategy == "ddp"
     factors = config.gradient_divide_factor, config.gradient_predivide_factor
@@ -461,7 +464,11 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
     """All options but those that are a rank's own affair."""
     options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
     del options["dump_dir"]
-    options["reduce_dtype"] = str(config.reduce_dtype)
+    kept_full = config.full_precision_modules
+    for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
+        options[name] = str(options[name])
+    kinds = (each if isinstance(each, str) else f"{each.__module__}.{each.__qualname__}" for each in kept_full)
+    options["full_precision_modules"] = sorted(kinds)
     options["strategy"] = config.strategy if isinstance(config.strategy, str | None) else repr(config.strategy)
     return options
 
@@ -499,6 +506,9 @@ def _release(replica: Replica) -> None:
     if replica.reducer is not None:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
+    root = replica.outline.root()
+    if root is not None:
+        take_precision_off(root)
     owners.remove(replica)
     unwatch(replica)
 
@@ -517,7 +527,7 @@ def _wait_for_forward(module: nn.Module, order: _Order) -> None:
             remove_forward_hooks(submodule, only=pending)
 
     pending = Pending(module, order.request.config, order.meeting.group, start, needs_grad=order.is_copy)
-    swapped = replicated_class(type(module), waiting=True)
+    swapped = replicated_class(type(module), waiting=True, casts=order.request.config.casts)
     _move_inputs(module, order.device)
     for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
         owner.register_forward_pre_hook(pending, with_kwargs=True)

@@ -7,22 +7,24 @@ As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNe
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import math
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, NoReturn, SupportsIndex
+from typing import Any, ClassVar, Final, NoReturn, SupportsIndex
 
 from torch import nn
 
 from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.comm_hook import HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
+from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_of
 from dp_compile.errors import ConfigError, ModuleError
@@ -102,24 +104,60 @@ class _Waiting(ReplicatedModule):
     """Before the first forward. A class of its own, so that code compiled until then is not used afterwards."""
 
 
-def replicated_class(kind: type[nn.Module], *, waiting: bool = False) -> type[nn.Module]:
+class _Casting(ReplicatedModule):
+    """With a forward that sees casts; `engine/precision.py`. In the class: whoever calls `forward` itself gets it."""
+
+
+class _WaitingToCast(_Waiting):
+    """Likewise."""
+
+
+_MIXINS: Final = {
+    (False, False): ReplicatedModule,
+    (False, True): _Casting,
+    (True, False): _Waiting,
+    (True, True): _WaitingToCast,
+}
+
+
+def replicated_class(kind: type[nn.Module], *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
     """`DDP<Name>` for a module class `<Name>`; the same one each time, so that modules can share compiled code.
+
+    Args:
+        kind: the module's class.
+        waiting: it starts with its first forward.
+        casts: its forward computes in a dtype of its own.
 
     Raises:
         ModuleError: the class does not allow subclasses.
     """
     kind = _plain(kind)
-    mixin = _Waiting if waiting else ReplicatedModule
+    mixin = _MIXINS[waiting, casts]
     found = _classes.get((kind, mixin))
     if found is not None:
         return found
-    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
+    body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
+    body |= {"forward": _casting_forward(kind)} if casts else {}
     try:
         made = types.new_class(f"DDP{kind.__name__}", (mixin, kind), {}, lambda namespace: namespace.update(body))
     except Exception as error:
         raise ModuleError(f"{kind.__name__} cannot be replicated, it refuses a subclass: {error}") from error
     _classes[kind, mixin] = made
     return made
+
+
+def _casting_forward(kind: type[nn.Module]) -> Callable[..., Any]:
+    plain = kind.forward
+
+    # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
+    @functools.wraps(plain, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        precision: Precision | None = self.__dict__.get(ATTRIBUTE)
+        if precision is None:
+            return plain(self, *args, **kwargs)
+        return precision.run(self, functools.partial(plain, self), args, kwargs)
+
+    return forward
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

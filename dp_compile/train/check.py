@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import textwrap
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from dp_compile._torch import distributed
-from dp_compile.train.options import CHECK_TOLERANCES
+from dp_compile.train.options import TrainOptions
+
+HOOKS: Final = {torch.float16: default_hooks.fp16_compress_hook, torch.bfloat16: default_hooks.bf16_compress_hook}
+"""torch's own, by the dtype in which gradients travel."""
 
 WHY_TOLERANCE = (
     "compiled float32 code sums in another order than eager code. Measured with the defaults: that makes a difference "
@@ -37,16 +41,12 @@ class Verdict:
     difference: float
     moved: float
     steps: int
-    reduce_dtype: str | None
+    tolerance: float
 
     @property
     def passed(self) -> bool:
         """NaN does not pass."""
         return self.difference <= self.tolerance
-
-    @property
-    def tolerance(self) -> float:
-        return CHECK_TOLERANCES[self.reduce_dtype]
 
     def __str__(self) -> str:
         return (
@@ -62,20 +62,21 @@ class Verdict:
 class Twin:
     """A copy of `model` under torch's DDP, trained by the same loop. Make it before the model is replicated.
 
-    With `reduce_dtype`, `float16` or `bfloat16`, torch's hook for it reduces.
+    Where gradients travel in another dtype torch's hook for it reduces; where the model computes in one, the copy is
+    called with casts of its parameters.
     """
 
-    def __init__(self, model: nn.Module, reduce_dtype: str | None) -> None:
-        self.ddp = DistributedDataParallel(copy.deepcopy(model))
-        self.reduce_dtype = reduce_dtype
-        if reduce_dtype is not None:
-            hook = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
-            distributed.register_comm_hook(self.ddp, hook[reduce_dtype])
+    def __init__(self, model: nn.Module, options: TrainOptions) -> None:
+        self.module, self.options = copy.deepcopy(model), options
+        config = options.replicate_config()
+        self.ddp = DistributedDataParallel(_WithCasts(self.module, config.param_dtype))
+        if config.wire_dtype is not None:
+            distributed.register_comm_hook(self.ddp, HOOKS[config.wire_dtype])
         self._start = {name: value.detach().clone() for name, value in model.named_parameters()}
 
     def compare(self, model: nn.Module, steps: int) -> Verdict:
         """Compare with `model`; the same answer on every rank."""
-        theirs = dict(self.ddp.module.named_parameters())
+        theirs = dict(self.module.named_parameters())
         mine = dict(model.named_parameters())
         differences = torch.stack([_distance(mine[name], theirs[name]) for name in mine])
         moved = torch.stack([_distance(mine[name], self._start[name]) for name in mine]).max()
@@ -83,7 +84,24 @@ class Twin:
         for value in (differences, moved):
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         worst = int(differences.argmax())
-        return Verdict(list(mine)[worst], float(differences[worst]), float(moved), steps, self.reduce_dtype)
+        return Verdict(list(mine)[worst], float(differences[worst]), float(moved), steps, self.options.tolerance)
+
+
+class _WithCasts(nn.Module):
+    """A module that is called with casts of its parameters, by torch's own `functional_call`; float32 comes out."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor
+        if self.dtype is None:
+            result = self.module(tokens)
+            return result
+        casts = {name: each.to(self.dtype) for name, each in self.module.named_parameters()}
+        result = torch.func.functional_call(self.module, casts, (tokens,))
+        return result.float()
 
 
 def _distance(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ def train(options: TrainOptions, place: Place) -> bool:
         heads=options.heads,
     )
     model = GPT(sizes).to(place.device)
-    twin = Twin(model, options.reduce_dtype) if options.check else None
+    twin = Twin(model, options) if options.check else None
     replicate(model, config=options.replicate_config())
     run = Run(options, place, corpus, model, twin)
     run.introduce()

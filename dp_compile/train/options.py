@@ -18,6 +18,9 @@ CHECK_TOLERANCE: Final = 1e-4
 CHECK_TOLERANCES: Final = {None: CHECK_TOLERANCE, "float16": 1e-3, "bfloat16": 5e-3}
 """By the dtype in which gradients travel: what rounds to the other neighbour makes steps of its last bit."""
 
+MP_DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""What `--mp` calls the dtypes of compute."""
+
 CHECK_STEPS: Final = 25
 CHECK_LR: Final = 0.05
 
@@ -27,7 +30,8 @@ class TrainOptions:
     """One training run. Sizes are in tokens, sequences or layers, `timeout_s` in seconds.
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
-    the parameters and the batches. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which
+    the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
+    scaled. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which
     rank 0 writes at the end.
 
     Raises:
@@ -43,6 +47,7 @@ class TrainOptions:
     ranks: int = 2
     bucket_cap_mb: float | None = None
     reduce_dtype: str | None = None
+    mp: str | None = None
     lr: float = 2e-3
     seed: int = 0
     ddp_python_hook: bool | None = None
@@ -64,6 +69,8 @@ class TrainOptions:
         if self.reduce_dtype not in CHECK_TOLERANCES:
             allowed = ", ".join(filter(None, CHECK_TOLERANCES))
             raise ConfigError(f"--reduce-dtype must be one of {allowed}, got {self.reduce_dtype!r}.")
+        if self.mp not in MP_DTYPES:
+            raise ConfigError(f"--mp must be one of {', '.join(filter(None, MP_DTYPES))}, got {self.mp!r}.")
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
         if not 0 <= self.seed < 2**63:
@@ -79,12 +86,19 @@ class TrainOptions:
         if math.isinf(value) and name != "bucket_cap_mb":
             raise ConfigError(f"{_flag(name)} must be a number > 0 and finite, got {value:g}.")
 
+    @property
+    def tolerance(self) -> float:
+        """Largest absolute difference of a parameter that passes `--check`."""
+        return CHECK_TOLERANCES[self.reduce_dtype]
+
     def replicate_config(self) -> ReplicateConfig:
         """How the model of this run is replicated."""
         return ReplicateConfig(
             ddp_python_hook=self.ddp_python_hook,
             bucket_cap_mb=self.bucket_cap_mb,
             reduce_dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
+            param_dtype=MP_DTYPES[self.mp],
+            output_dtype=None if self.mp is None else torch.float32,
             timeout_s=self.timeout_s,
         )
 

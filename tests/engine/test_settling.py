@@ -418,7 +418,8 @@ class Doubled(torch.autograd.Function):
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_shapes_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_shapes_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
     """Those of the gradients, of compiled and of other functions; a function of the user's does not run for it."""
     seen: dict[tuple[int, int], torch.Tensor] = {}
     runs: list[int] = []
@@ -437,7 +438,7 @@ def test_shapes_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "estimates_of", looked_at)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5).bfloat16())
     dp_compile.replicate(model, config=CONFIG)
-    first = torch.compile(model[:3], backend="aot_eager")(torch.randn(2, 3, 8, 8))
+    first = torch.compile(model[:3], backend="aot_eager", dynamic=dynamic)(torch.randn(2, 3, 8, 8))
     model[3](Doubled.apply(first).bfloat16()).float().square().sum().backward()  # not compiled
     found = {name: seen[0, index] for index, name in enumerate(replica_of(model).names)}
     real = {name: parameter.grad for name, parameter in model.named_parameters()}

@@ -1,0 +1,259 @@
+"""The dtype in which a replicated module computes: its forward sees its parameters cast, nobody else does.
+
+    forward begins    each floating parameter is cast, once, and the cast stands where the parameter stood
+    forward ends      the parameters are back, whatever happened: an exception, Ctrl-C, a graph break
+    backward          gradients go through the casts to the parameters, in the parameters' own dtype
+
+It is plain Python that Dynamo traces with the forward: a compiled forward has the casts in its graph. A forward that
+was not compiled as a whole is recomputed by activation checkpointing in Python, in the backward; so its casts stand
+there once more as long as that runs (`recomputing`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from dp_compile._torch import autograd, compiler
+from dp_compile.errors import ModuleError
+
+ATTRIBUTE: Final = "_dp_compile_precision"
+"""Where a module keeps it: Dynamo finds it there."""
+
+_PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
+
+Place = tuple[tuple[str, ...], nn.Module | None, str]
+"""The names of the modules from the root to a submodule; that one, `None` if it is the root itself; the name of one of
+its own tensors. By the names, graphs get the names that users know; they lead nowhere once a wrapper was put around."""
+
+
+class _Standing(NamedTuple):
+    """A cast that stands where a parameter or buffer stood."""
+
+    container: dict[str, Any]
+    name: str
+    original: torch.Tensor
+    cast: torch.Tensor
+    is_buffer: bool
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Precision:
+    """How one module computes. Copies and pickles of the module have `None` in its place.
+
+    Args:
+        param_dtype: floating parameters are cast to it, and floating inputs with `cast_inputs`.
+        buffer_dtype: floating buffers are cast to it.
+        output_dtype: floating outputs are cast to it.
+        full_in_eval: cast nothing but outputs while the module is in evaluation mode.
+        parameters: the places that are cast, those of one tied parameter together.
+        buffers: likewise.
+    """
+
+    param_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    cast_inputs: bool
+    full_in_eval: bool
+    parameters: tuple[tuple[Place, ...], ...]
+    buffers: tuple[tuple[Place, ...], ...]
+    full: tuple[nn.Module, ...] = ()
+    """Modules in full precision, until their hooks are installed."""
+    hooks: list[Any] = field(default_factory=list)
+    """Handles of what was installed on submodules for it."""
+    depth: int = 0
+    """How many forwards are under way, one inside another or in two threads: all use the same casts."""
+    _standing: list[_Standing] = field(default_factory=list)
+    _kept: list[_Standing] = field(default_factory=list)
+    """What recomputation needs of the last forward that was not compiled as a whole."""
+    _awaited: int = 0
+    """How many such forwards still have their backward before them."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return (type(None), ())
+
+    @property
+    def stands(self) -> bool:
+        """Whether the module holds casts at the moment."""
+        return self.depth > 0
+
+    def run(
+        self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """`forward(*args, **kwargs)`, which computes with `root`, as this says."""
+        if self.full_in_eval and not root.training:
+            return cast_all(forward(*args, **kwargs), self.output_dtype)
+        if self.cast_inputs:
+            # One by one: a list that the forward is to fill stays the caller's.
+            args = tuple(cast_all(each, self.param_dtype) for each in args)
+            kwargs = {name: cast_all(each, self.param_dtype) for name, each in kwargs.items()}
+        # Dynamo cannot go on behind a graph break inside `try`: then this runs as Python, and what it calls is traced.
+        traced = torch.compiler.is_compiling()
+        try:
+            if traced:
+                self._enter(root)
+            else:
+                self._enter_alone(root)
+            result = forward(*args, **kwargs)
+        finally:
+            if traced:
+                self._leave()
+            else:
+                self._leave_alone()
+        return cast_all(result, self.output_dtype)
+
+    @compiler.untraced(_PYTHON)
+    def _enter_alone(self, root: nn.Module) -> None:
+        with _lock:
+            self._enter(root)
+            for each in self._standing:
+                if torch.is_grad_enabled() and each.original.requires_grad and not each.cast.requires_grad:
+                    raise ModuleError(
+                        f"a forward with gradients began while one without was under way, of the module that has "
+                        f"{each.name}. With a mixed precision policy they use the same casts: run one after the other."
+                    )
+
+    @compiler.untraced(_PYTHON)
+    def _leave_alone(self) -> None:
+        with _lock:
+            changed = self._changed_in_place() if self.depth == 1 else None
+            if self.depth == 1 and torch.is_grad_enabled():
+                self._kept, self._awaited = list(self._standing), self._awaited + 1
+                _recomputed.add(self)
+            self._leave()
+        if changed is not None:
+            raise ModuleError(
+                f"the forward changed its parameter {changed} in place, which mixed precision would lose: it is a cast "
+                f"to {self.param_dtype} there. Name its module in full_precision_modules."
+            )
+
+    def _changed_in_place(self) -> str | None:
+        for each in self._standing:
+            if not each.is_buffer and not each.cast.is_inference() and autograd.version_of(each.cast):
+                return each.name
+        return None
+
+    def _enter(self, root: nn.Module) -> None:
+        self.depth += 1
+        if self.depth > 1:
+            return
+        self._standing = []
+        for places in self.parameters:
+            self._stand(root, places, self.param_dtype, is_buffer=False)
+        for places in self.buffers:
+            self._stand(root, places, self.buffer_dtype, is_buffer=True)
+
+    def _stand(self, root: nn.Module, places: Sequence[Place], dtype: torch.dtype | None, *, is_buffer: bool) -> None:
+        """Let the cast of one parameter stand in all its places."""
+        seen: torch.Tensor | None = None
+        cast: torch.Tensor | None = None
+        for path, known, name in places:
+            owner: nn.Module | None = root
+            for part in path:
+                owner = None if owner is None else owner._modules.get(part)
+            owner = known if owner is None else owner
+            assert owner is not None
+            container: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
+            tensor: torch.Tensor | None = container.get(name)
+            if tensor is None or tensor.dtype == dtype or not tensor.is_floating_point():
+                continue
+            if tensor is not seen:  # the user may have untied it
+                seen, cast = tensor, tensor.to(dtype)
+            assert cast is not None
+            self._standing.append(_Standing(container, name, tensor, cast, is_buffer))
+            container[name] = cast
+
+    def _leave(self) -> None:
+        self.depth -= 1
+        if self.depth:
+            return
+        for each in self._standing:
+            now = each.container.get(each.name)
+            if now is each.cast:
+                each.container[each.name] = each.original
+                if each.is_buffer:
+                    _write_back(each)
+            elif each.is_buffer and now is not None:  # the forward put another one there
+                each.container[each.name] = now.to(each.original.dtype)
+        self._standing = []
+
+    # --- recomputation
+
+    def stand_again(self) -> None:
+        """Let the casts of the last forward stand where they stood, until `step_back`."""
+        with _lock:
+            self.depth += 1
+            if self.depth == 1:
+                self._standing = [each for each in self._kept if each.container.get(each.name) is each.original]
+                for each in self._standing:
+                    each.container[each.name] = each.cast
+
+    def step_back(self) -> None:
+        """Undo `stand_again`."""
+        with _lock:
+            self.depth -= 1
+            if self.depth == 0:
+                for each in self._standing:
+                    if each.container.get(each.name) is each.cast:
+                        each.container[each.name] = each.original
+                self._standing = []
+
+    def backward_has_ended(self) -> None:
+        """A backward through the module has ended, and nobody will go through the same graph again."""
+        self._awaited -= 1
+        if self._awaited <= 0:
+            self.forget()
+
+    def forget(self) -> None:
+        """Nothing of the last forward will be recomputed."""
+        self._kept, self._awaited = [], 0
+        _recomputed.discard(self)
+
+
+_lock: Final = threading.RLock()
+"""Held while casts are put there and taken away, never while something runs."""
+_recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
+"""Those with a forward that may be recomputed."""
+
+
+@contextlib.contextmanager
+def recomputing() -> Iterator[None]:
+    """Inside, modules compute as in their last forward: a part of it may be called again, by a checkpoint."""
+    there = list(_recomputed)
+    for each in there:
+        each.stand_again()
+    try:
+        yield
+    finally:
+        for each in there:
+            each.step_back()
+
+
+def _write_back(each: _Standing) -> None:
+    """What the forward changed in a cast buffer goes to the buffer; the rest of it loses no bits.
+
+    By the values: BatchNorm's kernel for CPUs changes its statistics without a trace in their version.
+    """
+    with torch.no_grad():
+        is_same = each.cast == each.original.to(each.cast.dtype)
+        each.original.copy_(torch.where(is_same, each.original, each.cast.to(each.original.dtype)))
+
+
+def cast_all(values: Any, dtype: torch.dtype | None) -> Any:
+    """The same with floating tensors in a dtype; the same object if there is nothing to cast."""
+
+    def is_other(value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
+
+    if dtype is None or not any(map(is_other, autograd.tree_leaves(values))):
+        return values
+    return autograd.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, values
+    )
