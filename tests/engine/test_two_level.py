@@ -23,7 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.engine.calibration import calibrate
+from dp_compile.insight.observe import step_of
 from dp_compile.insight.report import Report
+from dp_compile.insight.step import Step
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.generated_code import read_code
 from dp_compile.testing.ranks import Ranks
@@ -205,11 +207,20 @@ def run_other_meshes() -> tuple[str, float, list[list[str]], float]:
     except dp_compile.ConfigError as error:
         said = str(error)
     dist.barrier()
-    # Nodes of a larger mesh whose ranks are not neighbours; its third dimension is somebody else's.
+    # A slice of a larger mesh, whose third dimension is somebody else's.
     larger = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("rows", "columns", "other"))
     model = nn.Linear(1, 1, bias=False)
     dp_compile.replicate(model, device_mesh=larger["rows", "columns"], config=AOT)
     average = gradient_of(model, float(rank))
+    # Nodes whose ranks are not neighbours.
+    turned, wide = DeviceMesh("cpu", [[0, 2], [1, 3]]), mlp().double()
+    dp_compile.replicate(wide, device_mesh=turned, config=AOT)
+    expected = torch.autograd.grad(wide(batch(0).double()).square().mean() / 4, list(wide.parameters()))
+    for each in expected:
+        dist.all_reduce(each)
+    compiled(wide)(batch(0).double()).square().mean().backward()
+    for parameter, each in zip(wide.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, each, rtol=1e-12, atol=1e-15)
     return said, found, stages_of(dp_compile.report(model)), average
 
 
@@ -392,6 +403,9 @@ def run_measured() -> tuple[str, str]:
     assert len(measured.step.buckets) == len(dp_compile.report(model).plan.buckets)
     for each in measured.step.buckets:  # told of the first launch and of all three waits
         assert each.launch_s < each.wait_s
+    step = step_of(model)
+    assert Step.from_json(step.to_json()).plan.signature() == step.plan.signature()
+    assert "exposed" in str(dp_compile.explain(model))
     report, group = dp_compile.report(model), replica_of(model).group
     fitted = calibrate(group.process_group, levels=group.levels)
     assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
