@@ -21,7 +21,6 @@ import dp_compile
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.modules.units import units_of
 
-
 SIZES = (1, 100, 300, 1000, 3000, 10**6)
 
 
