@@ -22,7 +22,7 @@ class BucketEvents(autograd.TorchDispatchMode):
     """Recognises the collectives of buckets among the ops that code calls, and tells an audience.
 
     Launches run in the order of the plans. One that does not have the sizes of the one that is next is somebody else's.
-    Of a bucket with several stages its first launch and its last wait are told.
+    Of a bucket with several stages the first launch is told, and each wait.
     """
 
     def __init__(self, plans: Sequence[BucketPlan], audience: Audience) -> None:
@@ -38,7 +38,7 @@ class BucketEvents(autograd.TorchDispatchMode):
     ) -> Any:
         if is_launch(func):
             return self._launch(func, args, kwargs or {})
-        if is_wait_op(func) and (place := self._place_at.get(args[0].data_ptr())) is not None:
+        if is_wait_op(func) and (place := self._place_at.pop(args[0].data_ptr(), None)) is not None:
             with self._audience.waiting(*place):
                 return func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
@@ -51,18 +51,16 @@ class BucketEvents(autograd.TorchDispatchMode):
         self._launched += 1
         with self._audience.launching(*expected.place) if expected.is_first else contextlib.nullcontext():
             result = func(*args, **kwargs)
-        if expected.is_last:
-            self._place_at |= {each.data_ptr(): expected.place for each in _listed(result)}
+        self._place_at |= {each.data_ptr(): expected.place for each in _listed(result)}
         return result
 
 
 class _Expected(NamedTuple):
-    """A launch: of which module's bucket, how large its tensors are, and which of the bucket's stages it is."""
+    """A launch: of which module's bucket, how large its tensors are, and whether it is the bucket's first."""
 
     place: tuple[int, int]
     numels: list[int]
     is_first: bool
-    is_last: bool
 
 
 def _launches(module: int, plan: BucketPlan) -> Iterator[_Expected]:
@@ -70,7 +68,7 @@ def _launches(module: int, plan: BucketPlan) -> Iterator[_Expected]:
     numels = [[bucket.key.reduction.numels(numel) for numel in bucket.tensor_numels] for bucket in plan.buckets]
     given = [list(zip(*each, strict=True)) for each in numels]
     for bucket, stage in launch_order(stages):
-        yield _Expected((module, bucket), list(given[bucket][stage]), stage == 0, stage == stages[bucket] - 1)
+        yield _Expected((module, bucket), list(given[bucket][stage]), stage == 0)
 
 
 def _listed(value: Any) -> Sequence[torch.Tensor]:

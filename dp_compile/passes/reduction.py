@@ -104,7 +104,7 @@ def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
 class EagerOps:
     """Reduces tensors, with the collectives that a captured backward runs for the same bucket.
 
-    Who listens is told of the first launch and of the last wait.
+    Who listens is told of the first launch and of each wait.
 
     Args:
         bucket: what is reduced.
@@ -141,11 +141,11 @@ class EagerOps:
         with self.launching() if stage is stages[0] else contextlib.nullcontext():
             launched = _launched(stage, tensors)
         self.work = launched.work
-        return launched._replace(is_last=stage is stages[-1])
+        return launched
 
     def wait(self, launched: Launched) -> list[torch.Tensor]:
         if not self.is_waited_for:
-            with self.waiting() if launched.is_last else contextlib.nullcontext():
+            with self.waiting():
                 launched.work.wait()
         return list(launched.tensors)
 
@@ -163,7 +163,6 @@ class Launched(NamedTuple):
 
     tensors: Sequence[torch.Tensor]
     work: dist.Work
-    is_last: bool = False
 
 
 def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:

@@ -357,6 +357,25 @@ def test_a_hook_that_is_known(ranks4: Ranks) -> None:
     assert all(ranks4.run(run_known_hook))
 
 
+def run_policy() -> bool:
+    """Parameters cast for compute, gradients added up in float32: as on one level."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    grads = []
+    for given in (mesh, None):
+        torch.manual_seed(0)
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
+        model = dp_compile.replicate(mlp(), device_mesh=given, config=AOT, mp_policy=policy)
+        compiled(model)(batch(0)).float().square().mean().backward()
+        assert dp_compile.report(model).backwards == {"captured": 1}
+        grads.append([parameter.grad for parameter in model.parameters()])
+    return all(torch.allclose(one, other, rtol=1e-6, atol=1e-8) for one, other in zip(*grads, strict=True))
+
+
+def test_mixed_precision(ranks4: Ranks) -> None:
+    assert all(ranks4.run(run_policy))
+
+
 def run_measured() -> tuple[str, str]:
     """The stages are measured, and the buckets planned anew from that, as on one level."""
     torch._dynamo.reset()
@@ -366,6 +385,13 @@ def run_measured() -> tuple[str, str]:
     run = torch.compile(model, backend="aot_eager")
     for number in range(5):
         run(batch(number)).square().mean().backward()
+    with dp_compile.measure(model) as measured:
+        for number in range(3):
+            run(batch(number)).square().mean().backward()
+    assert measured.step is not None, str(measured)
+    assert len(measured.step.buckets) == len(dp_compile.report(model).plan.buckets)
+    for each in measured.step.buckets:  # told of the first launch and of all three waits
+        assert each.launch_s < each.wait_s
     report, group = dp_compile.report(model), replica_of(model).group
     fitted = calibrate(group.process_group, levels=group.levels)
     assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
