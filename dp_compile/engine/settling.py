@@ -2,7 +2,8 @@
 
 | revision        | when                                   | from                                           |
 |-----------------|----------------------------------------|------------------------------------------------|
-| `FROM_GRAPH`    | in the first synchronised backward     | the first rank's captured graph, if it has one |
+| `FROM_GRAPH`    | in the first synchronised backward,    | the first rank's captured graph, if it has one |
+|                 | before anything of it is traced        |                                                |
 | `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP         |
 | `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
 
