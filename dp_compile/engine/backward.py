@@ -43,8 +43,9 @@ from dp_compile.engine.hooks import (
 from dp_compile.engine.intact import check_intact, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
+from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
-from dp_compile.engine.replica import Arrivals, Replica, Revision, owners
+from dp_compile.engine.replica import Arrivals, Replica, Revision
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
 from dp_compile.errors import ReductionError
@@ -263,7 +264,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         for replica in synced:
             replica.check_group()
             _check_inputs(replica, call)
-            replica.begin()
+            replica.local.begin()
         _announce(synced)
         for replica in synced:
             revise_if_due(replica)
@@ -281,7 +282,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
             _complete(replica, call.tensors)
     for replica in found.replicas:
         if not replica.sync:
-            replica.note_without_sync()
+            replica.local.backward_ended()
         if replica.precision is not None and not call.keep_graph:
             replica.precision.backward_has_ended()
     return result
@@ -362,9 +363,9 @@ def _complete_reducer(replica: Replica, call: _Call) -> None:
         parameters = [replica.parameters[index] for index in unused]
         autograd.run_engine(tuple(parameters), tuple(map(torch.zeros_like, parameters)), False, False, (), True, True)
     replica.reducer.finish()
-    replica.note_steps()
-    used = sorted({*noted.seen, *reached, *replica.used_without_sync})
-    replica.used_without_sync.clear()
+    replica.local.note_steps()
+    used = sorted({*noted.seen, *reached, *replica.local.used})
+    replica.local.used.clear()
     if replica.config.check_reductions:
         flags = flags_to_send(replica, unused, used)
         (bucket,) = plan_single([replica.plan.flags]).buckets
@@ -600,10 +601,10 @@ def _check_not_stepped(replicas: Sequence[Replica]) -> None:
     """A captured backward has sent its flags before its hooks ran: what they changed is found on this rank."""
     for replica in replicas:
         if replica.sync:
-            replica.note_steps()
-            if replica.stepped:
-                indices = sorted(replica.stepped)
-                replica.stepped.clear()
+            replica.local.note_steps()
+            if replica.local.stepped:
+                indices = sorted(replica.local.stepped)
+                replica.local.stepped.clear()
                 raise ReductionError(stepped_message(replica, indices))
 
 

@@ -21,9 +21,10 @@ from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.logs import warn_once
+from dp_compile.engine.owners import owners
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions, without_hooks
-from dp_compile.engine.replica import Replica, owners
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
@@ -83,7 +84,7 @@ class CompiledBackward:
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
             if not replica.sync:
-                replica.used_without_sync.update(self._used[ordinal])
+                replica.local.used.update(self._used[ordinal])
         if self._is_broken:
             return self._run_in_pieces(replicas, inputs, rest)
         n_inputs = len(inputs)
@@ -119,7 +120,7 @@ class CompiledBackward:
         """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
-            used = sorted({*self._used[ordinal], *replica.used_without_sync})
+            used = sorted({*self._used[ordinal], *replica.local.used})
             yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:
@@ -163,7 +164,7 @@ class CompiledBackward:
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             flags, averages = next(remaining), [next(remaining) for _ in unused]
-            replica.used_without_sync.clear()
+            replica.local.used.clear()
             try:
                 replica.hand_out(unused, averages, flags)
                 read_flags(replica, flags, unused)

@@ -30,7 +30,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile.engine.agreement import collect, decide
-from dp_compile.engine.replica import Replica, dense_strides
+from dp_compile.engine.gradients import dense_strides
+from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_in_backward
 from dp_compile.errors import DesyncError
 

@@ -33,7 +33,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     is nothing to tell.
     """
     told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
-    stepped, moved = bool(replica.stepped), replica.moved
+    stepped, moved = bool(replica.local.stepped), replica.local.moved
     key = (told, stepped, moved)
     if replica.flags_told is None or replica.flags_told[0] != key:
         elements = [0.0] * len(replica.parameters)
@@ -62,9 +62,9 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
         DesyncError: ranks reduced different modules.
     """
     _settled[replica.group.name] += 1
-    stepped, moved = sorted(replica.stepped), replica.moved
-    replica.stepped.clear()
-    replica.moved = False
+    stepped, moved = sorted(replica.local.stepped), replica.local.moved
+    replica.local.stepped.clear()
+    replica.local.moved = False
     if not replica.config.check_reductions:
         return
     reported = tuple(unused) if replica.config.unused == "error" else ()

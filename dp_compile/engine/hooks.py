@@ -23,8 +23,9 @@ from dp_compile._torch import autograd
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine import observers
 from dp_compile.engine.flags import flags_to_send, read_flags
+from dp_compile.engine.gradients import real_view
 from dp_compile.engine.intact import refuse_unreduced
-from dp_compile.engine.replica import Arrivals, Replica, real_view
+from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
@@ -75,7 +76,7 @@ class LocalArrivals:
     replica: Replica
 
     def arrive(self, index: int) -> None:
-        self.replica.used_without_sync.add(index)
+        self.replica.local.used.add(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +222,9 @@ class ReductionRound:
             if not self.absent and len(self.arrived) < len(everything):
                 self.arrived |= dict.fromkeys(sorted(self.reached()))
             if not self.absent:
-                replica.note_steps()
+                replica.local.note_steps()
             unused = [index for index in everything if index not in self.arrived and not self.absent]
-            used = sorted({*self.arrived, *replica.used_without_sync})
+            used = sorted({*self.arrived, *replica.local.used})
             flags = flags_to_send(replica, unused, used)
             for bucket in replica.plan.buckets[len(self.flights) :]:
                 self._launch(bucket, flags)
@@ -243,8 +244,8 @@ class ReductionRound:
                 else:
                     with torch.no_grad():
                         real_view(grad).copy_(self.averages[index])
-            replica.used_without_sync.clear()
-            replica.arrivals = replica.arrivals or tuple(self.arrived)
+            replica.local.used.clear()
+            replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
             flags = self.averages[len(replica.parameters)]
             replica.hand_out(unused, [self.averages[index] for index in unused], flags)
             read_flags(replica, flags, unused)
@@ -342,7 +343,7 @@ def round_of_inner_backwards(replica: Replica) -> ReductionRound:
     """A round for a module that only backwards inside another one reach. To be finished when that one ends."""
     if replica.uneven is not None:
         raise ReductionError("a backward inside join() has to start with backward() or torch.autograd.backward().")
-    replica.begin()
+    replica.local.begin()
     revise_if_due(replica)
     settle([replica])
     return ReductionRound(replica, is_held=True)
@@ -356,7 +357,7 @@ def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
     # Nobody looked for inner backwards in it: it may launch as gradients arrive.
     current.is_held, current.graph_task = False, autograd.graph_task()
     # What changed before the backward cannot be told from what changed in it.
-    replica.versions_at_start = ()
+    replica.local.forget_start()
     replica.arrivals_in = current
     autograd.queue_after_backward(current.finish)
     return current

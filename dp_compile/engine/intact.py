@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from dp_compile.engine.module_names import fully_qualified
-from dp_compile.engine.replica import Replica, owners
+from dp_compile.engine.owners import owners
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import ReductionError
 
 _FROZEN: Final = (

@@ -128,7 +128,7 @@ class LaunchesForPlan(Observer):
     def _note(self, clock: LaunchClock) -> None:
         replica = self._of()
         if replica is not None and not clock.voided and (seen := clock.result()) is not None:
-            replica.seen_launches.append(seen)
+            replica.revisions.launches.append(seen)
 
 
 class _Stamp:

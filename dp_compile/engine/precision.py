@@ -69,7 +69,7 @@ class Precision:
     hooks: list[Any] = field(default_factory=list)
     """Handles of what was installed on submodules for it."""
     depth: int = 0
-    """How many forwards are under way, one inside another or in two threads: all use the same casts."""
+    """How many forwards that are not compiled as a whole, and backwards of them, are under way."""
     _standing: list[_Standing] = field(default_factory=list)
     _kept: list[_Standing] = field(default_factory=list)
     """What recomputation needs of the last forward that was not compiled as a whole."""
@@ -96,93 +96,59 @@ class Precision:
             kwargs = {name: cast_all(each, self.param_dtype) for name, each in kwargs.items()}
         # Dynamo cannot go on behind a graph break inside `try`: then this runs as Python, and what it calls is traced.
         traced = torch.compiler.is_compiling()
+        standing: list[_Standing] = []
         try:
             if traced:
-                self._enter(root)
+                self._enter(root, standing)
             else:
-                self._enter_alone(root)
+                self._enter_untraced(root)
             result = forward(*args, **kwargs)
         finally:
             if traced:
-                self._leave()
+                _leave(standing)
             else:
-                self._leave_alone()
+                self._leave_untraced()
         return cast_all(result, self.output_dtype)
 
     @compiler.untraced(_PYTHON)
-    def _enter_alone(self, root: nn.Module) -> None:
+    def _enter_untraced(self, root: nn.Module) -> None:
+        """As `_enter`. Of forwards that are one inside another, or in two threads, the first one casts for all."""
         with _lock:
-            self._enter(root)
-            for each in self._standing:
-                if torch.is_grad_enabled() and each.original.requires_grad and not each.cast.requires_grad:
+            self.depth += 1
+            if self.depth == 1:
+                self._standing = []
+                self._enter(root, self._standing)
+            for each in self._standing if torch.is_grad_enabled() else ():
+                if each.original.requires_grad and not each.cast.requires_grad:
                     raise ModuleError(
                         f"a forward with gradients began while one without was under way, of the module that has "
                         f"{each.name}. With a mixed precision policy they use the same casts: run one after the other."
                     )
 
     @compiler.untraced(_PYTHON)
-    def _leave_alone(self) -> None:
+    def _leave_untraced(self) -> None:
         with _lock:
-            changed = self._changed_in_place() if self.depth == 1 else None
-            if self.depth == 1 and torch.is_grad_enabled():
-                self._kept, self._awaited = list(self._standing), self._awaited + 1
+            self.depth -= 1
+            if self.depth:
+                return
+            standing, self._standing = self._standing, []
+            _leave(standing)
+            if torch.is_grad_enabled() and standing:
+                self._kept, self._awaited = standing, self._awaited + 1
                 _recomputed.add(self)
-            self._leave()
+        changed = _changed_in_place(standing)
         if changed is not None:
             raise ModuleError(
                 f"the forward changed its parameter {changed} in place, which mixed precision would lose: it is a cast "
                 f"to {self.param_dtype} there. Name its module in full_precision_modules."
             )
 
-    def _changed_in_place(self) -> str | None:
-        for each in self._standing:
-            if not each.is_buffer and not each.cast.is_inference() and autograd.version_of(each.cast):
-                return each.name
-        return None
-
-    def _enter(self, root: nn.Module) -> None:
-        self.depth += 1
-        if self.depth > 1:
-            return
-        self._standing = []
+    def _enter(self, root: nn.Module, standing: list[_Standing]) -> None:
+        """Let casts stand where parameters and buffers stood, and note them in `standing`."""
         for places in self.parameters:
-            self._stand(root, places, self.param_dtype, is_buffer=False)
+            _stand(root, places, self.param_dtype, standing, is_buffer=False)
         for places in self.buffers:
-            self._stand(root, places, self.buffer_dtype, is_buffer=True)
-
-    def _stand(self, root: nn.Module, places: Sequence[Place], dtype: torch.dtype | None, *, is_buffer: bool) -> None:
-        """Let the cast of one parameter stand in all its places."""
-        seen: torch.Tensor | None = None
-        cast: torch.Tensor | None = None
-        for path, known, name in places:
-            owner: nn.Module | None = root
-            for part in path:
-                owner = None if owner is None else owner._modules.get(part)
-            owner = known if owner is None else owner
-            assert owner is not None
-            container: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-            tensor: torch.Tensor | None = container.get(name)
-            if tensor is None or tensor.dtype == dtype or not tensor.is_floating_point():
-                continue
-            if tensor is not seen:  # the user may have untied it
-                seen, cast = tensor, tensor.to(dtype)
-            assert cast is not None
-            self._standing.append(_Standing(container, name, tensor, cast, is_buffer))
-            container[name] = cast
-
-    def _leave(self) -> None:
-        self.depth -= 1
-        if self.depth:
-            return
-        for each in self._standing:
-            now = each.container.get(each.name)
-            if now is each.cast:
-                each.container[each.name] = each.original
-                if each.is_buffer:
-                    _write_back(each)
-            elif each.is_buffer and now is not None:  # the forward put another one there
-                each.container[each.name] = now.to(each.original.dtype)
-        self._standing = []
+            _stand(root, places, self.buffer_dtype, standing, is_buffer=True)
 
     # --- recomputation
 
@@ -226,14 +192,54 @@ _recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
 @contextlib.contextmanager
 def recomputing() -> Iterator[None]:
     """Inside, modules compute as in their last forward: a part of it may be called again, by a checkpoint."""
-    there = list(_recomputed)
-    for each in there:
-        each.stand_again()
-    try:
+    with contextlib.ExitStack() as stack:
+        for each in list(_recomputed):
+            stack.callback(each.step_back)
+            each.stand_again()
         yield
-    finally:
-        for each in there:
-            each.step_back()
+
+
+def _stand(
+    root: nn.Module, places: Sequence[Place], dtype: torch.dtype | None, standing: list[_Standing], *, is_buffer: bool
+) -> None:
+    """Let the cast of one tensor stand in all its places."""
+    seen: torch.Tensor | None = None
+    cast: torch.Tensor | None = None
+    for path, known, name in places:
+        owner: nn.Module | None = root
+        for part in path:
+            owner = None if owner is None else owner._modules.get(part)
+        owner = known if owner is None else owner
+        assert owner is not None
+        container: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
+        tensor: torch.Tensor | None = container.get(name)
+        if tensor is None or tensor.dtype == dtype or not tensor.is_floating_point():
+            continue
+        if tensor is not seen:  # the user may have untied it
+            seen, cast = tensor, tensor.to(dtype)
+        assert cast is not None
+        standing.append(_Standing(container, name, tensor, cast, is_buffer))
+        container[name] = cast
+
+
+def _leave(standing: Sequence[_Standing]) -> None:
+    """Put back what the casts stood for."""
+    for each in standing:
+        now = each.container.get(each.name)
+        if now is each.cast:
+            each.container[each.name] = each.original
+            if each.is_buffer:
+                _write_back(each)
+        elif each.is_buffer and now is not None:  # the forward put another one there
+            each.container[each.name] = now.to(each.original.dtype)
+
+
+def _changed_in_place(standing: Sequence[_Standing]) -> str | None:
+    """A parameter whose cast the forward changed, as far as torch keeps count."""
+    for each in standing:
+        if not each.is_buffer and not each.cast.is_inference() and autograd.version_of(each.cast):
+            return each.name
+    return None
 
 
 def _write_back(each: _Standing) -> None:

@@ -25,7 +25,8 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
-from dp_compile.engine.replica import Replica, real_view
+from dp_compile.engine.gradients import real_view
+from dp_compile.engine.replica import Replica
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 
 

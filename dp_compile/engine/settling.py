@@ -2,7 +2,8 @@
 
 | revision        | when                                   | from                                           |
 |-----------------|----------------------------------------|------------------------------------------------|
-| `FROM_GRAPH`    | in the first synchronised backward     | the first rank's captured graph, if it has one |
+| `FROM_GRAPH`    | in the first synchronised backward,    | the first rank's captured graph, if it has one |
+|                 | before anything of it is traced        |                                                |
 | `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP         |
 | `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
 
@@ -23,7 +24,8 @@ import torch.distributed as dist
 from dp_compile._torch import distributed
 from dp_compile.engine.agreement import Table, agree, collect, decide
 from dp_compile.engine.calibration import calibrate
-from dp_compile.engine.replica import Group, Replica, Revision
+from dp_compile.engine.group import Group
+from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import (
@@ -127,7 +129,7 @@ def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
     Raises:
         DesyncError: a rank has not come to this backward within the group's time-out.
     """
-    own = (compiled, bool(replica.used_without_sync) and replica.config.unused != "error")
+    own = (compiled, bool(replica.local.used) and replica.config.unused != "error")
     said, table, topic = [own], table_in_backward(replica), meeting(replica, "hooks")
     if table is not None:
         said = decide(table, topic, collect(table, topic, own))
@@ -137,7 +139,7 @@ def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
 
 def _has_measured_enough(replica: Replica) -> bool:
     wanted = (replica.config.replan_after or 0) + 1  # the first one is compiled
-    return replica.synced_backwards >= replica.settled_after + wanted
+    return replica.synced_backwards >= replica.revisions.settled_after + wanted
 
 
 def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
@@ -146,12 +148,12 @@ def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | No
     Raises:
         DesyncError: on every rank, the plan of some rank is another one. All keep the one they have.
     """
-    occasion, replica.revisions = replica.revisions[0], replica.revisions[1:]
-    replica.settled_after = replica.synced_backwards
+    occasion, replica.revisions.due = replica.revisions.due[0], replica.revisions.due[1:]
+    replica.revisions.settled_after = replica.synced_backwards
     if times is None:
         return
-    assert replica.revise is not None
-    before, planned = len(replica.plan.buckets), replica.revise(times, cost)
+    assert replica.revisions.revise is not None
+    before, planned = len(replica.plan.buckets), replica.revisions.revise(times, cost)
     table, topic = table_in_backward(replica), meeting(replica, "new plan")
     if table is not None:
         # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would
@@ -174,7 +176,7 @@ def describe_plan(replica: Replica) -> str:
 
 
 def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
-    arrivals, table, topic = list(replica.arrivals), table_in_backward(replica), meeting(replica, "arrivals")
+    arrivals, table, topic = list(replica.revisions.arrivals), table_in_backward(replica), meeting(replica, "arrivals")
     if table is not None:
         arrivals = decide(table, topic, arrivals)
     if not arrivals:
@@ -185,7 +187,7 @@ def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
 
 def _measured(replica: Replica) -> ReadyTimes | None:
     """What the slowest rank saw; `None` if some rank could not measure."""
-    own = asdict(typical(replica.seen_launches)) if replica.seen_launches else None
+    own = asdict(typical(replica.revisions.launches)) if replica.revisions.launches else None
     said, table, topic = [own], table_in_backward(replica), meeting(replica, "launches")
     if table is not None:
         said = collect(table, topic, own)

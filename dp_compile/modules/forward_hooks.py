@@ -13,8 +13,9 @@ from torch import nn
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import class_name, fully_qualified
-from dp_compile.engine.replica import Group, Replica
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 
 

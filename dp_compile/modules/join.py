@@ -28,7 +28,8 @@ from dp_compile._torch import distributed
 from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
-from dp_compile.engine.replica import Replica, owners
+from dp_compile.engine.owners import owners
+from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ConfigError, DesyncError
 from dp_compile.modules.replicated_module import replica_of

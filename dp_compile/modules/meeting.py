@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import Statement, agree
-from dp_compile.engine.replica import Group
+from dp_compile.engine.group import Group
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import ConfigError, DPCompileError
 from dp_compile.plan.reduction import Averaging, Levels

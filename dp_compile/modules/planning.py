@@ -15,7 +15,8 @@ from torch import nn
 
 from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.replica import Group, Revision
+from dp_compile.engine.group import Group
+from dp_compile.engine.replica import Revision
 from dp_compile.errors import ConfigError
 from dp_compile.modules.selection import Selection
 from dp_compile.modules.units import BucketPolicy, units_of

@@ -22,11 +22,13 @@ from dp_compile.config import ReplicateConfig, has_address
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.hooks import install_hooks, reduce_as_planned
 from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import unwatch, watch
-from dp_compile.engine.replica import Reducer, Replica, Revision, gradient_specs, owners
+from dp_compile.engine.owners import owners
+from dp_compile.engine.replica import Reducer, Replica, Revision, Revisions
 from dp_compile.engine.settling import describe_plan
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import (
@@ -373,8 +375,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         ready=planning.ready,
         strategy=planning.strategy,
         outline=target.outline(),
-        revise=planning.revise,
-        revisions=planning.revisions,
+        revisions=Revisions(planning.revise, planning.revisions),
         passes=order.passes,
         beside_shards=target.sharded,
         comm_hook=comm_hook,
@@ -402,11 +403,11 @@ def _average_by(
     planning = make_plan(module, replica.parameters, gradients, group, request)
     was, replica.group = replica.group.averaging, group
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
-    replica.revise = planning.revise
+    replica.revisions.revise = planning.revise
     if averaging.wire == was.wire:
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
-        replica.revisions = planning.revisions
+        replica.revisions.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)
     if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
         replica.reducer.register_comm_hook(of, reduce_as_planned)

@@ -15,7 +15,8 @@ from torch import nn
 
 from dp_compile._torch import autograd, distributed
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
-from dp_compile.engine.replica import BufferPlace, Outline, ParameterPlace, owners
+from dp_compile.engine.owners import owners
+from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.errors import ConfigError, ModuleError
 
 

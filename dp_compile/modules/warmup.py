@@ -173,16 +173,16 @@ def _without_a_trace(module: nn.Module, replica: Replica) -> Iterator[None]:
 @contextlib.contextmanager
 def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.synced_backwards, replica.backwards.copy()
-    launches, used = list(replica.seen_launches), set(replica.used_without_sync)
-    versions = dict(replica.versions_without_sync)
+    launches, used = list(replica.revisions.launches), set(replica.local.used)
+    versions = dict(replica.local.versions)
     try:
         yield
     finally:
-        replica.versions_without_sync = versions
+        replica.local.versions = versions
         replica.synced_backwards = steps
         replica.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.backwards.update(backwards)
-        replica.seen_launches, replica.used_without_sync = launches, used
+        replica.revisions.launches, replica.local.used = launches, used
 
 
 @contextlib.contextmanager

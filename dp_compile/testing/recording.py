@@ -165,7 +165,7 @@ def _steps(model: nn.Module, batch: Any, training: Training) -> Steps:
     for _ in range(MOST_FIRST_STEPS):
         _first_step(step, model)
         replica = replica_of(model)
-        if not replica.revisions and _captured(replica):
+        if not replica.revisions.due and _captured(replica):
             break
     settled, record = _made(), _latest(replica)
     for _ in range(AGAIN):

@@ -22,7 +22,7 @@ from dp_compile.bench.beds import Link
 from dp_compile.bench.catalogue import mode
 from dp_compile.bench.fabric import Fabric
 from dp_compile.engine.calibration import calibrate
-from dp_compile.engine.replica import Group
+from dp_compile.engine.group import Group
 from dp_compile.errors import ConfigError
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.plan.backends import FABRIC

@@ -14,7 +14,7 @@ from beside import AOT, Block, batch, compile_blocks, not_compiled
 from torch import nn
 
 import dp_compile
-from dp_compile.engine.replica import owners
+from dp_compile.engine.owners import owners
 from dp_compile.errors import ReductionError
 from dp_compile.testing.ranks import Ranks
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile.engine import monitor
-from dp_compile.engine.replica import owners
+from dp_compile.engine.owners import owners
 from dp_compile.testing.ranks import Ranks
 
 STEPS = 2000

@@ -232,7 +232,7 @@ def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[
     config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=replan_after)
     ours = dp_compile.replicate(Backwards(3), config=config)
     replica = replica_of(ours)
-    make, armed = replica.revise, replan_after is None
+    make, armed = replica.revisions.revise, replan_after is None
     assert make is not None
 
     def revise(times: ReadyTimes, cost: Any) -> Any:
@@ -241,7 +241,7 @@ def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[
             times = dataclasses.replace(times, shares={**times.shares, **swapped})
         return make(times, cost)
 
-    replica.revise = revise
+    replica.revisions.revise = revise
     compiled, errors = torch.compile(ours, backend="aot_eager"), []
     for number in range(backwards):
         if number == 1:
@@ -457,4 +457,4 @@ def test_a_graph_that_does_not_say_when_gradients_are_ready() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
         step(torch.compile(model, backend="aot_eager"), torch.randn(8, 24))
     assert replica_of(model).plan == before
-    assert not replica_of(model).revisions
+    assert not replica_of(model).revisions.due

@@ -66,7 +66,7 @@ def test_trains_as_torch_ddp(ranks2: Ranks) -> None:
     [
         ({"dim": 1}, "dim must be 0, got 1"),
         ({"init_sync": False}, "init_sync=False is not supported"),
-        ({"mixed_precision": object()}, "mixed_precision is not supported; use torch.autocast"),
+        ({"mixed_precision": object()}, "mixed_precision is not supported; use mp_policy"),
         ({"device_ids": [0, 1]}, "device_ids must hold one device"),
         ({"device_ids": [0]}, "0.weight is on cpu, device_ids says cuda:0"),
         ({"output_device": 0}, "device_ids must hold one device"),

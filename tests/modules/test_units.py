@@ -21,6 +21,8 @@ import dp_compile
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.modules.units import units_of
 
+SIZES = (1, 100, 300, 1000, 3000, 10**6)
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -62,11 +64,11 @@ def wrapped_by_torch(policy: Any, ignored: set[nn.Module], model: nn.Module) -> 
     [
         partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
         partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, nn.Linear)),
-        *(partial(size_based_auto_wrap_policy, min_num_params=count) for count in (1, 100, 300, 1000, 3000, 10**6)),
+        *(partial(size_based_auto_wrap_policy, min_num_params=count) for count in SIZES),
         partial(size_based_auto_wrap_policy, min_num_params=200, exclude_wrap_modules={Block}),
         ModuleWrapPolicy({Block, nn.Embedding}),
     ],
-    ids=str,
+    ids=["transformer", "lambda", *(f"size-{count}" for count in SIZES), "size-without-blocks", "classes"],
 )
 def test_units_are_what_fsdp_wraps(policy: Any, ignores: bool) -> None:
     model = Model()

@@ -141,12 +141,12 @@ def test_measured_backwards_are_those_of_training() -> None:
     model, loss = build(config=dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2))
     replica = replica_of(model)
     dp_compile.warmup(model, [tokens(4, 9)], loss)
-    assert not replica.seen_launches
-    assert len(replica.revisions) == 1  # the plan is settled, and will be made anew from launches
+    assert not replica.revisions.launches
+    assert len(replica.revisions.due) == 1  # the plan is settled, and will be made anew from launches
     for _ in range(4):
         model.zero_grad()
         loss(tokens(4, 9)).backward()
-    assert replica.revisions == ()
+    assert replica.revisions.due == ()
 
 
 @pytest.mark.usefixtures("fake_group")

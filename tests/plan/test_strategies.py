@@ -17,7 +17,8 @@ from torch import nn
 import dp_compile
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
-from dp_compile.engine.replica import Group, gradient_specs
+from dp_compile.engine.gradients import gradient_specs
+from dp_compile.engine.group import Group
 from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost, CostFit

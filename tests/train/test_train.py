@@ -150,7 +150,7 @@ def test_step_times_leave_out_compilation() -> None:
     [(0.0, True), (CHECK_TOLERANCE, True), (1.1 * CHECK_TOLERANCE, False), (float("inf"), False)],
 )
 def test_the_check_passes_up_to_its_tolerance(difference: float, passed: bool) -> None:
-    verdict = Verdict("norm.bias", difference, 1.0, 25, None)
+    verdict = Verdict("norm.bias", difference, 1.0, 25, CHECK_TOLERANCE)
     assert verdict.passed is passed
     assert str(verdict).startswith("check passed" if passed else "check FAILED")
     assert "in norm.bias" in str(verdict)

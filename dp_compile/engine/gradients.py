@@ -1,0 +1,49 @@
+"""The gradients of a module as they are reduced: shapes, dtypes, the memory that `.grad` has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from dp_compile.engine.group import Group
+from dp_compile.passes.reduction import dtype_of
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec
+from dp_compile.plan.flags import MORE
+
+
+def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group) -> tuple[GradientSpec, ...]:
+    """The gradients of a module in the order in which they are expected: last parameter first, flags at the end."""
+    specs = []
+    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        dtype, shape, stride = parameter.dtype, tuple(parameter.shape), dense_strides(parameter)
+        if parameter.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
+            dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
+        reduction = group.reduction(parameter.dtype)
+        itemsize = (dtype if reduction.wire is None else dtype_of(reduction.wire)).itemsize
+        key = BucketKey(reduction, str(dtype).removeprefix("torch."), parameter.device.type)
+        specs.append(GradientSpec(index, name, shape, stride, itemsize, key))
+    first, length = specs[0], len(specs) + MORE
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, first.key)
+    return (*reversed(specs), flags)
+
+
+def real_view(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as it is reduced: itself, or real and imaginary parts of a complex one, in the same memory."""
+    return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The tensor's strides if it fills its memory without gaps or overlaps, otherwise those of a contiguous one.
+
+    Source: the layout that torch gives a `.grad` (AccumulateGrad's gradient layout contract).
+    """
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()

@@ -1,0 +1,80 @@
+"""The guard against steps on gradients that are not reduced: what a rank knows of those, and of changed parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from dp_compile._torch import autograd
+
+
+@dataclass(eq=False, slots=True)
+class LocalGradients:
+    """Of one module.
+
+    Args:
+        parameters: its parameters, in its order.
+        exempt: those that a forward changes itself: weights of an embedding with `max_norm`.
+        checks: whether anybody wants to know of changes.
+    """
+
+    parameters: Sequence[nn.Parameter]
+    exempt: frozenset[int]
+    checks: bool
+    used: set[int] = field(default_factory=set)
+    """Parameters that got a gradient in a backward without synchronisation since the last one with it."""
+    versions: dict[int, int] = field(default_factory=dict)
+    """Of the parameters with a gradient that is not reduced yet: how often each had been changed by then."""
+    stepped: set[int] = field(default_factory=set)
+    """Parameters that were changed although they had a gradient that was not reduced."""
+    moved: bool = False
+    """Parameters were changed after a backward without synchronisation, whose gradients were then dropped."""
+    _at_start: tuple[int, ...] = ()
+    """How often the parameters had been changed when the synchronised backward began; nothing if nobody looked."""
+
+    def backward_ended(self) -> None:
+        """A backward without synchronisation has ended."""
+        self._note_changes()
+        if self.checks:
+            self.versions = {
+                index: autograd.version_of(parameter)
+                for index, parameter in enumerate(self.parameters)
+                if parameter.grad is not None and index not in self.exempt
+            }
+
+    def begin(self) -> None:
+        """A synchronised backward begins."""
+        self._note_changes()
+        self.versions.clear()
+        self._at_start = self._versions_now() if self.checks else ()
+
+    def forget_start(self) -> None:
+        """What changed before the backward cannot be told from what changed in it."""
+        self._at_start = ()
+
+    def note_steps(self) -> None:
+        """Nobody may have changed parameters since the backward began, as an optimizer in a hook does."""
+        if self._at_start:
+            versions = zip(self._at_start, self._versions_now(), strict=True)
+            changed = {index for index, (before, now) in enumerate(versions) if before != now}
+            self.stepped |= changed - self.exempt
+            self._at_start = ()
+
+    def _note_changes(self) -> None:
+        """Which parameters changed since a local backward.
+
+        It is an error if the local gradient is still there. If it was dropped or zeroed the local backward may only
+        have been there to find a direction, as the first one of SAM is; then every rank has to have moved.
+        """
+        for index, version in self.versions.items():
+            if version != autograd.version_of(self.parameters[index]):
+                grad = self.parameters[index].grad
+                if grad is not None and bool(grad.any()):
+                    self.stepped.add(index)
+                else:
+                    self.moved = True
+
+    def _versions_now(self) -> tuple[int, ...]:
+        return tuple(map(autograd.version_of, self.parameters))
