@@ -112,7 +112,7 @@ def check_gradients(ours: nn.Module, theirs: nn.Module, plain: nn.Module, wire: 
 
 
 def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
-    """Two steps beside torch's DDP, the second with an accumulation."""
+    """A step beside torch's DDP; if ranks use other parameters, another one with an accumulation."""
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())  # replicate() has to undo this
     model = Net(uneven, broken=way == "pieces")
@@ -129,7 +129,7 @@ def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
         (plain, nullcontext, plain),
     ]
     by_hooks = way == "hooks" or (way == "hooks on some ranks" and dist.get_rank() in (0, 3))
-    for step in range(2):
+    for step in range(2 if uneven else 1):
         for call, no_sync, module in sides:
             module.zero_grad()
             for micro in range(2 if step == 1 else 1):
@@ -163,7 +163,7 @@ def test_as_torch_s_ddp(ranks4: Ranks, way: str, uneven: bool, wire: torch.dtype
     names = {"hooks": "eager hooks", "not compiled": "eager hooks"}
     for rank, report in enumerate(ranks4.run(run_beside, way, uneven, wire)):
         expected = "eager hooks" if way == "hooks on some ranks" and rank in (0, 3) else names.get(way, "captured")
-        assert report.backwards[expected] == 2
+        assert report.backwards[expected] == (2 if uneven else 1)
         assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
         assert len(report.plan.buckets) > 2
         for record in report.captures if way not in ("pieces", "no passes") else ():
@@ -394,10 +394,10 @@ def run_measured() -> tuple[str, str]:
     config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
     model = dp_compile.replicate(mlp(7), device_mesh=mesh, config=config)
     run = torch.compile(model, backend="aot_eager")
-    for number in range(5):
+    for number in range(4):
         run(batch(number)).square().mean().backward()
     with dp_compile.measure(model) as measured:
-        for number in range(3):
+        for number in range(2):
             run(batch(number)).square().mean().backward()
     assert measured.step is not None, str(measured)
     assert len(measured.step.buckets) == len(dp_compile.report(model).plan.buckets)
