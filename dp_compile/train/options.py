@@ -89,7 +89,8 @@ class TrainOptions:
     @property
     def tolerance(self) -> float:
         """Largest absolute difference of a parameter that passes `--check`."""
-        return CHECK_TOLERANCES[self.reduce_dtype]
+        wire = self.replicate_config().wire_dtype
+        return CHECK_TOLERANCES[None if wire is None else str(wire).removeprefix("torch.")]
 
     def replicate_config(self) -> ReplicateConfig:
         """How the model of this run is replicated."""
