@@ -103,10 +103,9 @@ def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
     ("way", "policy"),
     [
         ("captured", MixedPrecisionPolicy(BF16)),
-        ("captured", MixedPrecisionPolicy(BF16, F32, F32)),
         ("inductor", MixedPrecisionPolicy(BF16)),
         ("in parts", MixedPrecisionPolicy(BF16)),
-        ("eager hooks", MixedPrecisionPolicy(BF16)),
+        ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
         ("torch's reducer", MixedPrecisionPolicy(BF16)),
         ("torch's reducer", MixedPrecisionPolicy(BF16, F32)),
     ],
@@ -191,8 +190,9 @@ class TestForward:
         assert model(X).dtype == F32
         assert not hasattr(model, "_dp_compile_precision")
 
-    @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(
+        ("error", "compiled"), [(ValueError, False), (KeyboardInterrupt, False), (KeyboardInterrupt, True)]
+    )
     def test_parameters_are_back_after_an_error(self, error: type[BaseException], compiled: bool) -> None:
         class Fails(Net):
             fails = False
@@ -287,8 +287,9 @@ class TestForward:
                 assert model(X).dtype == expected
             dp_compile.unreplicate(model)
 
-    @pytest.mark.parametrize("given", [(nn.LayerNorm,), ("norm",), ["norm", nn.BatchNorm1d]])
-    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(
+        ("given", "compiled"), [((nn.LayerNorm,), True), (("norm",), False), (["norm", nn.BatchNorm1d], False)]
+    )
     def test_exceptions(self, given: Any, compiled: bool) -> None:
         torch.manual_seed(0)
         model = Net()
@@ -382,10 +383,17 @@ def with_compiled_block(model: nn.Module) -> nn.Module:
 
 @pytest.mark.usefixtures("fake_group")
 class TestModules:
-    @pytest.mark.parametrize("how", [plainly, checkpointed, reentrantly])
     @pytest.mark.parametrize(
-        "prepare",
-        [not_compiled, wrapped, offloaded, with_compiled_block, compile_whole],
+        ("prepare", "how"),
+        [
+            (not_compiled, checkpointed),
+            (not_compiled, reentrantly),
+            (wrapped, plainly),
+            (offloaded, plainly),
+            (with_compiled_block, checkpointed),
+            (with_compiled_block, reentrantly),
+            (compile_whole, reentrantly),
+        ],
         ids=lambda each: each.__name__,
     )
     def test_recomputation(self, how: Callable[..., Any], prepare: Callable[[nn.Module], Any]) -> None:

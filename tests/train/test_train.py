@@ -91,6 +91,8 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--lr", "nan"), "--lr must be a number > 0, got nan"),
         (("--seed", "-1"), "--seed must be between 0 and 2**63 - 1, got -1"),
         (("--timeout-s", "inf"), "--timeout-s must be a number > 0 and finite, got inf"),
+        (("--reduce-dtype", "bf16"), "--reduce-dtype must be one of float16, bfloat16, got 'bf16'"),
+        (("--mp", "bfloat16"), "--mp must be one of bf16, fp16, got 'bfloat16'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -188,6 +190,21 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
     assert "check passed" in out
     step = Step.from_json(saved.read_text())
     assert (step.world_size, len(step.plan.buckets)) == (2, int(plan[1]))
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "beside"),
+    [("--reduce-dtype", "bfloat16", "eager"), ("--mp", "bf16", "compiled, with casts of its parameters")],
+)
+def test_other_dtypes_end_where_torch_does(option: str, name: str, beside: str) -> None:
+    process = start("--steps", "8", "--check", option, name)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert f"check passed: parameters after 8 steps, beside torch's DistributedDataParallel ({beside})" in out
+    assert "backwards: 8 captured" in out
+    assert "sum in bfloat16" in out
+    wire = TrainOptions(**{option[2:].replace("-", "_"): name}).replicate_config().wire_dtype
+    assert wire == torch.bfloat16
 
 
 def children(parent: int) -> list[int]:
