@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from dp_compile.errors import ConfigError
@@ -31,6 +31,7 @@ from dp_compile.plan.buckets import (
     BucketPlan,
     GradientSpec,
     Layout,
+    Member,
     Rows,
     covers,
     plan_buckets,
@@ -152,21 +153,45 @@ WITH_OPTIONS: Final = (Fixed, Optimal, Coalesced)
 
 
 def check_complete(plan: BucketPlan, wanted: Wanted, strategy: str) -> None:
-    """Whether a plan is one of the gradients that were given.
+    """Whether a plan is one of the gradients that were given, each in a place of its own.
 
     Raises:
-        ConfigError: it is not: a gradient is missing, there twice, or unknown, or a bucket mixes keys.
+        ConfigError: it is not: a gradient is missing, there twice, another one or unknown, pieces of one do not make it
+            up, or a bucket is empty, mixes keys, or has two members in one place.
     """
-    given = Counter(gradient.name for gradient in wanted.gradients)
-    planned = Counter(member.gradient.name for bucket in plan.buckets for member in bucket.members if not member.rows)
-    mixed = [bucket for bucket in plan.buckets if any(member.gradient.key != bucket.key for member in bucket.members)]
-    pieces = {member.gradient.name for bucket in plan.buckets for member in bucket.members if member.rows}
-    missing, extra = [*(given - planned - Counter(pieces))], [*(planned - given), *pieces & planned.keys()]
-    if missing or extra or mixed:
-        said = [f"misses {', '.join(missing[:5])}"] if missing else []
-        said += [f"has {', '.join(extra[:5])} too often"] if extra else []
-        said += [f"mixes keys in a bucket of {mixed[0].members[0].gradient.name}"] if mixed else []
+    said = list(_wrong_in(plan, wanted))
+    if said:
         raise ConfigError(f"the plan of strategy '{strategy}' {' and '.join(said)}. Each gradient is in it once.")
+
+
+def _wrong_in(plan: BucketPlan, wanted: Wanted) -> Iterator[str]:
+    given = {gradient.name: gradient for gradient in wanted.gradients}
+    planned: dict[str, list[Member]] = {}
+    for member in (member for bucket in plan.buckets for member in bucket.members):
+        planned.setdefault(member.gradient.name, []).append(member)
+    if missing := [name for name in given if name not in planned]:
+        yield f"misses {', '.join(missing[:5])}"
+    whole = [name for name, members in planned.items() if any(member.rows is None for member in members)]
+    if extra := [name for name in planned if name not in given or (name in whole and len(planned[name]) > 1)]:
+        yield f"has {', '.join(extra[:5])} too often"
+    if other := [name for name in planned if any(each.gradient != given.get(name) for each in planned[name])]:
+        yield f"has another shape, dtype or key for {', '.join(other[:5])}"
+    for name in planned.keys() & given.keys() - set(whole):
+        if not covers([member.rows for member in planned[name] if member.rows], given[name].shape[0]):
+            yield f"has pieces of {name} that overlap or miss rows"
+    yield from _wrong_in_buckets(plan)
+
+
+def _wrong_in_buckets(plan: BucketPlan) -> Iterator[str]:
+    for number, bucket in enumerate(plan.buckets):
+        if not bucket.members:
+            yield f"has an empty bucket, {number}"
+        elif any(member.gradient.key != bucket.key for member in bucket.members):
+            yield f"mixes keys in a bucket of {bucket.members[0].gradient.name}"
+        flat = sorted((each.offset, each.numel, each.label) for each in bucket.members if each.offset is not None)
+        for (start, numel, first), (following, _, second) in pairwise(flat):
+            if start + numel > following:
+                yield f"has {first} and {second} in the same place of a bucket"
 
 
 def plan_fixed(gradients: Sequence[GradientSpec], caps_mb: tuple[float, float], layout: Layout) -> Planned:

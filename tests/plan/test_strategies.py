@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
@@ -338,6 +338,45 @@ def test_a_strategy_of_ones_own() -> None:
         ReplicateConfig(strategy=type("Its", (), {"name": "a", "plans_anew": False, "plan": print})())
     with pytest.raises(dp_compile.ConfigError, match="cost is given beside strategy=Optimal"):
         ReplicateConfig(strategy=Optimal(), cost=AllReduceCost(1.0, 1.0), replan_after=1)
+
+
+@dataclass(frozen=True)
+class Spoilt:
+    """One bucket, of which one thing is not as it has to be."""
+
+    what: str
+    name: ClassVar[str] = "spoilt"
+    plans_anew: ClassVar[bool] = False
+
+    def plan(self, wanted: Wanted) -> Planned:
+        gradients = list(wanted.gradients)
+        bucket = wanted.layout.bucket(gradients[0].key, gradients, "all")
+        first, second, *rest = bucket.members
+        if self.what == "place":
+            second = replace(second, offset=first.offset)
+        elif self.what == "gradient":
+            first = replace(first, gradient=replace(first.gradient, itemsize=2))
+        elif self.what == "rows":
+            second = replace(second, rows=(0, 1))
+        elif self.what == "key":
+            bucket = replace(bucket, key=bucket.key._replace(dtype="float64"))
+        buckets = [replace(bucket, members=(first, second, *rest))]
+        return Planned(BucketPlan((*buckets, *([replace(bucket, members=())] if self.what == "empty" else []))))
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("place", r"has head\.bias and head\.weight in the same place of a bucket"),
+        ("gradient", r"has another shape, dtype or key for head\.bias"),
+        ("rows", r"has pieces of head\.weight that overlap or miss rows"),
+        ("key", r"mixes keys in a bucket of head\.bias"),
+        ("empty", "has an empty bucket, 1"),
+    ],
+)
+def test_buckets_of_a_strategy_that_would_add_up_what_does_not_belong_together(what: str, said: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=f"the plan of strategy 'spoilt' {said}"):
+        plan_of(config=ReplicateConfig(strategy=Spoilt(what)))
 
 
 @dataclass(frozen=True)
