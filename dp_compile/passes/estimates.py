@@ -111,7 +111,8 @@ def _flops(node: fx.Node, values: Values) -> float:
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        yield value
+        if value.layout is torch.strided:  # a sparse one has no memory of its own, and is refused later
+            yield value
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors(each)

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dp_compile
 from dp_compile.insight.report import Report
 from dp_compile.modules.replicated_module import replica_of
-from dp_compile.passes.reduction import EagerOps
+from dp_compile.passes.reduction import EagerOps, Launched
 from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.plan.reduction import Stage
 from dp_compile.testing.ranks import Ranks
@@ -241,7 +241,7 @@ class LateWork:
 
 @pytest.mark.usefixtures("fake_group")
 def test_eager_hooks_wait_for_their_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(EagerOps, "launch", lambda ops, stage, tensors: (tensors, LateWork(tensors)))
+    monkeypatch.setattr(EagerOps, "launch", lambda ops, stage, tensors: Launched(tensors, LateWork(tensors)))
     model = dp_compile.replicate(MLP(), bucket_cap_mb=1e-6, check_reductions=False)
     replica_of(model).by_hooks = True
     model(*vectors(0, 0)).square().mean().backward()
@@ -255,9 +255,9 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
     """As captured code does on another rank: the last module first, whatever gradients arrive first."""
     launched: list[int] = []
 
-    def launch(ops: EagerOps, stage: Stage, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], LateWork]:
+    def launch(ops: EagerOps, stage: Stage, tensors: list[torch.Tensor]) -> Launched:
         launched.append(tensors[0].numel())
-        return tensors, LateWork(tensors)
+        return Launched(tensors, LateWork(tensors))
 
     monkeypatch.setattr(EagerOps, "launch", launch)
     first, last = nn.Linear(2, 2), nn.Linear(3, 3)

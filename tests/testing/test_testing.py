@@ -138,7 +138,7 @@ def test_nothing_of_the_training_is_left_behind(seen: testing.SeenBackward) -> N
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    owners = sys.modules["dp_compile.engine.replica"].owners
+    owners = sys.modules["dp_compile.engine.owners"].owners
     before = set(owners)  # of other tests of this process, which Python has not collected yet
     look_at(TRAINING)
     assert torch.equal(torch.rand(1), expected)

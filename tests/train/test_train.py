@@ -192,6 +192,7 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
     assert (step.world_size, len(step.plan.buckets)) == (2, int(plan[1]))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("option", "name", "beside"),
     [("--reduce-dtype", "bfloat16", "eager"), ("--mp", "bf16", "compiled, with casts of its parameters")],
