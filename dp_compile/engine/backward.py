@@ -20,7 +20,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -139,9 +139,9 @@ def _enter(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
     if not len(owners):
         autograd.unwatch_engine()
         return call.run()
-    _scope.outermost = outermost = _Outermost()
+    _scope.outermost = outermost = _Outermost(call)
     try:
-        return outermost.run(call)
+        return outermost.run()
     finally:
         _scope.outermost = None
 
@@ -150,16 +150,19 @@ def _enter(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
 class _Outermost:
     """A backward that is not inside another one, with all that are inside it."""
 
+    call: _Call
     late: dict[Replica, ReductionRound] = field(default_factory=dict)
     """Modules that only inner backwards reach."""
+    _nodes: set[Any] = field(default_factory=set)
+    """What is between its tensors and its leaves, once an inner backward asked."""
 
-    def run(self, call: _Call) -> tuple[torch.Tensor, ...]:
+    def run(self) -> tuple[torch.Tensor, ...]:
         # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
-        found = _search(call) if call.accumulate_grad else _NOTHING
+        found = _search(self.call) if self.call.accumulate_grad else _NOTHING
         try:
             if found.replicas:
-                return _reduce(found, call, self)
-            result = call.run()
+                return _reduce(found, self.call, self)
+            result = self.call.run()
             self.finish()
             return result
         finally:
@@ -168,7 +171,10 @@ class _Outermost:
 
     def run_inner(self, call: _Call) -> tuple[torch.Tensor, ...]:
         """Run a backward that began inside this one, in the same thread."""
-        for replica in _search(call).replicas if call.accumulate_grad else ():
+        replicas = _search(call).replicas if call.accumulate_grad else ()
+        if replicas and current() is not None:
+            self._refuse_shared_nodes(call, replicas)
+        for replica in replicas:
             self._take_in(replica)
         return call.run()
 
@@ -178,6 +184,23 @@ class _Outermost:
                 self.late[replica] = replica.arrivals_in = round_of_inner_backwards(replica)
         else:
             _expect_more(replica)
+
+    def _refuse_shared_nodes(self, inner: _Call, replicas: Sequence[Replica]) -> None:
+        """torch 2.13 loses what an inner backward adds to a parameter behind a node that a captured one shares.
+
+        A cast is such a node, by a mixed precision policy or by hand, if it is made once and used inside of a reentrant
+        checkpoint and outside of it.
+        """
+        self._nodes = self._nodes or {node for node in _nodes(self.call.tensors) if not hasattr(node, "variable")}
+        shared = self._nodes & _nodes(inner.tensors)
+        found = sorted(replica.names[index] for replica in replicas for index in _reached(shared, replica))
+        if found:
+            raise ReductionError(
+                f"a backward inside a captured backward, as of reentrant checkpointing, reaches the parameter "
+                f"{found[0]} through {min(node.name() for node in shared)}, which the captured one goes through too: "
+                "gradients would be lost. Use checkpoint(..., use_reentrant=False), or compile the whole forward, or "
+                "none of it."
+            )
 
     def finish(self) -> None:
         """Reduce what only inner backwards reached: the last of them has ended."""
@@ -207,13 +230,6 @@ def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
 def _expect_more(replica: Replica) -> None:
     """An inner backward is about to add gradients to those of a backward that is under way."""
     arrivals = replica.arrivals_in
-    if replica.precision is not None and replica.precision.param_dtype is not None and current() is not None:
-        # torch 2.13 drops what an inner backward adds to a parameter that is captured behind a cast.
-        raise ReductionError(
-            f"a backward inside a captured backward, as of reentrant checkpointing, reaches the module of "
-            f"{replica.names[0]}, which computes in {replica.precision.param_dtype}: gradients would be lost. Use "
-            "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
-        )
     if isinstance(arrivals, ReductionRound):
         arrivals.is_held = True
     if isinstance(arrivals, NotedArrivals) and replica.config.unused == "find" and not replica.config.static_graph:
@@ -445,30 +461,29 @@ def _search(call: _Call) -> _Found:
     return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
 
 
-def _reached(tensors: Sequence[Any], replica: Replica) -> set[int]:
-    """The parameters of a module that are in the graph of a backward."""
-    found: set[int] = set()
+def _reached(outputs: Iterable[Any], replica: Replica) -> set[int]:
+    """The parameters of a module that are in the graph of a backward from these."""
+    variables = (getattr(node, "variable", None) for node in _nodes(outputs))
+    places = (owners.find(variable) for variable in variables if variable is not None)
+    return {place[1] for place in places if place is not None and place[0] is replica}
+
+
+def _nodes(outputs: Iterable[Any]) -> set[Any]:
+    """All nodes of the graph of a backward from these tensors, edges or nodes."""
     seen: set[Any] = set()
-    stack = list(map(_node_of, tensors))
+    stack = list(map(_node_of, outputs))
     while stack:
         node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            owner = owners.find(variable)
-            if owner is not None and owner[0] is replica:
-                found.add(owner[1])
-            continue
-        stack.extend(following for following, _ in node.next_functions)
-    return found
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(following for following, _ in getattr(node, "next_functions", ()))
+    return seen
 
 
 def _node_of(output: Any) -> Any:
     """Where a backward from an output starts; a leaf has no function, its gradient is accumulated at once."""
     if not isinstance(output, torch.Tensor):
-        return output.node
+        return getattr(output, "node", output)
     return output.grad_fn if output.grad_fn is not None or not output.requires_grad else _Leaf(output)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -121,6 +122,50 @@ def run_entry(entry: str, way: str) -> dict[str, int]:
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_backward_that_does_not_come_from_torch_autograd(ranks: Ranks, entry: str, way: str) -> None:
     ranks.run(run_entry, entry, way)
+
+
+# --- a node of both -------------------------------------------------------------------------------------------------
+
+
+class Shares(nn.Module):
+    """What it computes from its parameter is used inside of a reentrant checkpoint, and outside."""
+
+    def __init__(self, function: Any, outside: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.function, self.outside = function, outside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.function(self.weight)
+        product = torch.compile(lambda x, weight: torch.tanh(x @ weight.float()), backend="aot_eager")
+        y = checkpoint(lambda x: product(x, weight), self.first(x), use_reentrant=True)
+        result: torch.Tensor = self.last(product(y, weight) if self.outside else y)
+        return result
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("function", [torch.Tensor.double, torch.neg, lambda weight: weight])
+def test_a_node_that_a_checkpoint_and_the_captured_backward_share(function: Any, outside: bool) -> None:
+    """torch 2.13 loses gradients behind it, without this package too."""
+    torch.manual_seed(0)
+    model = Shares(function, outside)
+    twin, x = copy.deepcopy(model), torch.randn(3, 4)
+    twin(x).square().sum().backward()
+    dp_compile.replicate(model, config=AOT)
+    loss = model(x).square().sum()
+    with dp_compile.compiled_backward():
+        if outside and function(x) is not x:
+            with pytest.raises(ReductionError, match=r"reaches the parameter weight through (Neg|ToCopy)Backward0, "):
+                loss.backward()
+        else:
+            loss.backward()
+            assert dp_compile.report(model).backwards["captured"] == 1
+            for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+                assert ours.grad is not None
+                torch.testing.assert_close(2 * ours.grad, theirs.grad)  # the other rank of the fake group gives zeros
+    dp_compile.unreplicate(model)
 
 
 # --- two at a time --------------------------------------------------------------------------------------------------
