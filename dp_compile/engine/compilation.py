@@ -23,7 +23,7 @@ from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.owners import owners
 from dp_compile.engine.record import CaptureRecord, Placement
-from dp_compile.engine.reduced_graph import CapturedGraph, Wanted, reductions_in, with_reductions, without_hooks
+from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce, reductions_in, with_reductions, without_hooks
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 from dp_compile.passes.lowering import Written, observing
@@ -176,7 +176,7 @@ class CompiledBackward:
     # --- making the graph
 
     def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
-        module = with_reductions(self._captured, replicas, Wanted(self._synced, self._unused, self._deferred))
+        module = with_reductions(self._captured, replicas, ToReduce(self._synced, self._unused, self._deferred))
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
         return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
 

@@ -29,7 +29,7 @@ ATTRIBUTE: Final = "_dp_compile_precision"
 
 _PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
 
-Place = tuple[tuple[str, ...], nn.Module | None, str]
+CastSite = tuple[tuple[str, ...], nn.Module | None, str]
 """The names of the modules from the root to a submodule; that one, `None` if it is the root itself; the name of one of
 its own tensors. By the names, graphs get the names that users know; they lead nowhere once a wrapper was put around."""
 
@@ -62,8 +62,8 @@ class Precision:
     output_dtype: torch.dtype | None
     cast_inputs: bool
     full_in_eval: bool
-    parameters: tuple[tuple[Place, ...], ...]
-    buffers: tuple[tuple[Place, ...], ...]
+    parameters: tuple[tuple[CastSite, ...], ...]
+    buffers: tuple[tuple[CastSite, ...], ...]
     full: tuple[nn.Module, ...] = ()
     """Modules in full precision, until their hooks are installed."""
     hooks: list[Any] = field(default_factory=list)
@@ -189,9 +189,13 @@ _recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
 """Those with a forward that may be recomputed."""
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
+def recomputing() -> contextlib.AbstractContextManager[None]:
     """Inside, modules compute as in their last forward: a part of it may be called again, by a checkpoint."""
+    return _recomputing() if _recomputed else contextlib.nullcontext()  # every backward of the process asks
+
+
+@contextlib.contextmanager
+def _recomputing() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for each in list(_recomputed):
             stack.callback(each.step_back)
@@ -200,7 +204,12 @@ def recomputing() -> Iterator[None]:
 
 
 def _stand(
-    root: nn.Module, places: Sequence[Place], dtype: torch.dtype | None, standing: list[_Standing], *, is_buffer: bool
+    root: nn.Module,
+    places: Sequence[CastSite],
+    dtype: torch.dtype | None,
+    standing: list[_Standing],
+    *,
+    is_buffer: bool,
 ) -> None:
     """Let the cast of one tensor stand in all its places."""
     seen: torch.Tensor | None = None

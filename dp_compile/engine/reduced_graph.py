@@ -41,7 +41,7 @@ class CapturedGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ToReduce:
     """What is reduced: the modules in `synced`, by position, with what each of them did not use in this backward.
 
     `deferred`: all reductions stand at the end.
@@ -103,7 +103,7 @@ def given_or_zeros(
     return torch.zeros(shape, dtype=dtype, device=device) if value is None else value
 
 
-def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted: Wanted) -> fx.GraphModule:
+def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> fx.GraphModule:
     """A copy of the graph that also reduces. It returns its outputs, and the reduced flags and missing gradients."""
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(captured.graph_module.graph, nodes)
@@ -123,7 +123,7 @@ def _place_reductions(
     copied: Mapping[str, fx.Node],
     captured: CapturedGraph,
     replicas: Sequence[Replica],
-    wanted: Wanted,
+    wanted: ToReduce,
 ) -> dict[Place, tuple[fx.Node, bool]]:
     """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
 
@@ -164,7 +164,7 @@ def _add_completion(
     binding: Binding,
     hooked: Mapping[Place, tuple[fx.Node, bool]],
     replicas: Sequence[Replica],
-    wanted: Wanted,
+    wanted: ToReduce,
 ) -> list[fx.Node]:
     """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end.
 

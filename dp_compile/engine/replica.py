@@ -126,7 +126,7 @@ class Replica:
     certificate: Certificate | None = None
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
-    revisions: Revisions = field(default_factory=lambda: Revisions())
+    revisions: Revisions = field(default_factory=Revisions)
     synced_backwards: int = 0
     by_hooks: bool | None = None
     """Whether hooks reduce, or torch's reducer; the same on every rank, not decided before the first backward."""

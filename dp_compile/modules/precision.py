@@ -11,7 +11,7 @@ from torch import nn
 from dp_compile._torch import autograd
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name, fully_qualified
-from dp_compile.engine.precision import ATTRIBUTE, Place, Precision, cast_all
+from dp_compile.engine.precision import ATTRIBUTE, CastSite, Precision, cast_all
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.selection import Selection
@@ -150,9 +150,9 @@ class _Places:
             if id(owner) not in kept | left_alone
         ]
 
-    def of(self, chosen: set[int], *, buffers: bool) -> tuple[tuple[Place, ...], ...]:
+    def of(self, chosen: set[int], *, buffers: bool) -> tuple[tuple[CastSite, ...], ...]:
         """The places of floating tensors among the chosen, those of one tensor together."""
-        found: dict[int, list[Place]] = {}
+        found: dict[int, list[CastSite]] = {}
         for path, owner in self.owners:
             for name, tensor in _own(owner, buffers=buffers):
                 if id(tensor) in chosen and tensor.is_floating_point() and _is_plain(tensor):
@@ -183,7 +183,7 @@ def _check_not_renormalised(owner: nn.Module, path: tuple[str, ...], name: str) 
 
 
 def _check_something_to_cast(
-    target: Selection, parameters: tuple[tuple[Place, ...], ...], config: ReplicateConfig
+    target: Selection, parameters: tuple[tuple[CastSite, ...], ...], config: ReplicateConfig
 ) -> None:
     if parameters:
         return

@@ -66,13 +66,18 @@ class Ranks:
             RankError: it raised, hung or died on some rank; with traceback, stack or exit code of each. The pool is
                 stopped, the next call starts a new one.
         """
-        results = self.outcomes(function, *args, timeout_s=timeout_s)
-        if all(ok for ok, _ in results):
-            return [value for _, value in results]
-        raise RankError(self._describe_and_stop(dict(enumerate(results))))
+        results = self._outcomes(function, args, timeout_s)
+        if all(ok for ok, _ in results.values()):
+            return [results[rank][1] for rank in range(self.world_size)]
+        raise RankError(self._describe_and_stop(results))
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[tuple[bool, Any]]:
         """Call `function(*args)` on every rank; by rank whether it returned, and its result, traceback or death."""
+        results = self._outcomes(function, args, timeout_s)
+        return [results[rank] for rank in range(self.world_size)]
+
+    def _outcomes(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
+        """As `outcomes`, in the order in which ranks ended."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -86,7 +91,7 @@ class Ranks:
                     if not results[rank][0]:
                         deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
         if len(results) == self.world_size:
-            return [results[rank] for rank in range(self.world_size)]
+            return results
         raise RankError(self._describe_and_stop(results))
 
     def _start(self) -> None:
@@ -102,20 +107,30 @@ class Ranks:
             self._connections.append(ours)
 
     def _describe_and_stop(self, results: dict[int, tuple[bool, Any]]) -> str:
+        """What each rank did: a line for each, then all that is known, in the order in which ranks ended.
+
+        The first one to fail is usually the cause; what the others say follows from it.
+        """
         assert self._directory is not None
-        lines = []
-        for rank, process in enumerate(self._processes):
-            if rank in results:
-                ok, value = results[rank]
-                lines.append(f"--- rank {rank}: {'finished' if ok else value}")
-            elif process.is_alive():
+        lines, details = [], []
+        for rank in [*results, *(rank for rank in range(self.world_size) if rank not in results)]:
+            process = self._processes[rank]
+            process.join(0.1)
+            if not process.is_alive():
+                said = detail = f"died with exit code {process.exitcode}"
+            elif rank not in results:
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.3)
-                lines.append(f"--- rank {rank} hangs:\n{Path(self._directory.name, f'stack{rank}').read_text()}")
+                said, detail = "hangs", f"hangs:\n{Path(self._directory.name, f'stack{rank}').read_text()}"
+            elif results[rank][0]:
+                said = detail = "finished"
             else:
-                lines.append(f"--- rank {rank} died with exit code {process.exitcode}")
+                detail = results[rank][1]
+                said = detail.strip().splitlines()[-1]
+            lines.append(f"rank {rank}: {said}")
+            details.append(f"--- rank {rank}: {detail}")
         self.stop()
-        return "\n".join(lines)
+        return "\n".join(["in the order in which they ended:", *lines, *details])
 
     def stop(self) -> None:
         """Kill the processes. A later call starts new ones."""

@@ -574,7 +574,8 @@ def test_ranks_that_raise_or_hang_are_shown(ranks2: testing.Ranks) -> None:
     said = str(failed.value)
     assert "--- rank 0: Traceback" in said
     assert "ValueError: no more data on this rank" in said
-    assert "--- rank 1 hangs:" in said
+    assert "\nrank 0: ValueError: no more data on this rank\nrank 1: hangs\n" in said
+    assert "--- rank 1: hangs:" in said
     assert "in batch_or_trouble" in said
 
 
