@@ -36,6 +36,19 @@ class Block(nn.Module):
         return result
 
 
+class Untraceable(torch.autograd.Function):
+    """The identity. Its backward cannot be captured as one graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return grad.clone()
+
+
 def batch(number: int, rows: int = 3) -> torch.Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -15,7 +15,7 @@ from dp_compile.fx.edit import provenance_of
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import emit, executing
-from dp_compile.passes.result import PassRecord
+from dp_compile.passes.result import PassRecord, PassResult
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
@@ -122,3 +122,16 @@ def launches(graph: fx.Graph) -> list[str]:
     """The buckets in the order in which a graph launches them: `replica.number`."""
     found = [provenance_of(node) for node in graph.nodes if is_all_reduce(node)]
     return [provenance.unit for provenance in found if provenance is not None]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A pass that changes a graph and keeps its notes as they are."""
+
+    edit: Callable[[fx.Graph], Any]
+    name: ClassVar[str] = "users-pass"
+    realises_plan: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[Any]) -> PassResult:
+        self.edit(graph)
+        return PassResult(changed=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from beside import Untraceable
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -455,19 +456,6 @@ def test_exception_in_the_middle_of_a_backward() -> None:
         expect_half(model, plain)
 
 
-class Unfriendly(torch.autograd.Function):
-    """The identity, with a backward that Dynamo cannot capture."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return grad.clone()
-
-
 def test_broken_backward_reduces_everything_at_its_end() -> None:
     model = nn.Sequential(Block(), Block())
     plain = copy.deepcopy(model)
@@ -476,7 +464,7 @@ def test_broken_backward_reduces_everything_at_its_end() -> None:
     for _ in range(2):
         model.zero_grad()
         plain.zero_grad()
-        model[1](Unfriendly.apply(model[0](batch()))).square().sum().backward()
+        model[1](Untraceable.apply(model[0](batch()))).square().sum().backward()
         plain(batch()).square().sum().backward()
         expect_half(model, plain)
     (record,) = dp_compile.report(model).captures

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, mlp
+from beside import AOT, Untraceable, batch, mlp
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -33,19 +33,6 @@ from dp_compile.testing.ranks import Ranks
 BF16 = torch.bfloat16
 NODES = ("between", "inside")
 TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
-
-
-class Untraceable(torch.autograd.Function):
-    """The identity. Its backward cannot be captured as one graph."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.graph_break()
-        return grad.clone()
 
 
 class Net(nn.Module):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from graphs import Grad, plan_for, run_passes, trace
+from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError
@@ -17,26 +16,12 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Layout
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 aten, prims = torch.ops.aten, torch.ops.prims
 
 GRADS = [Grad(index=0), Grad(index=1), Grad(index=2, shape=(2, 3)), Grad(index=3, shape=(2, 3), order=(1, 0))]
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A pass that changes a graph and keeps its notes as they are."""
-
-    edit: Callable[[fx.Graph], Any]
-    name: ClassVar[str] = "users-pass"
-    realises_plan: ClassVar[bool] = False
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[Any]) -> PassResult:
-        self.edit(graph)
-        return PassResult(changed=True)
 
 
 def backward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Grad, plan_for, run_passes, trace
+from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError
@@ -26,7 +25,6 @@ from dp_compile.fx.collectives import (
 from dp_compile.fx.printer import short
 from dp_compile.insight.graph_names import collectives_of, node_names
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
-from dp_compile.passes.result import PassResult
 from dp_compile.plan.reduction import Levels
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -141,19 +139,6 @@ def test_compute_that_does_not_move_is_not_held_back_either() -> None:
 
 
 # --- the check reads the stages from the graph ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Changed:
-    """A pass that changes a graph and keeps its notes as they are."""
-
-    edit: Callable[[fx.Graph], Any]
-    name: ClassVar[str] = "users-pass"
-    realises_plan: ClassVar[bool] = False
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[Any]) -> PassResult:
-        self.edit(graph)
-        return PassResult(changed=True)
 
 
 def between_nodes(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
