@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -83,9 +83,8 @@ def compiled_backward() -> Iterator[None]:
 # --- the door ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A call of the engine, by its own names of the arguments."""
+class _Call(NamedTuple):
+    """A call of the engine, by its own names of the arguments. A tuple: every backward of the process makes one."""
 
     tensors: Sequence[Any]
     grad_tensors: Sequence[Any]
@@ -102,8 +101,7 @@ class _Call:
             NotImplementedError: the backward is inside a capture of its own thread.
             ReductionError: torch's own compiled autograd is on, and a module of ours is reduced by torch's reducer.
         """
-        deadline = time.monotonic() + _CAPTURE_PATIENCE_S
-        depth, _scope.depth = getattr(_scope, "depth", 0), getattr(_scope, "depth", 0) + 1
+        deadline: float | None = None
         arguments = (self.tensors, self.grad_tensors, self.keep_graph, self.create_graph, self.inputs)
         try:
             while True:
@@ -111,7 +109,8 @@ class _Call:
                     with recomputing():
                         return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
                 except NotImplementedError as error:
-                    if depth or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
+                    deadline = deadline or time.monotonic() + _CAPTURE_PATIENCE_S
+                    if self._is_inner() or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
                         raise
                     time.sleep(0.002)
         except RuntimeError as error:
@@ -123,8 +122,12 @@ class _Call:
                 "which torch's C++ reducer therefore reduces. Switch torch's off and put the backward into "
                 "`with dp_compile.compiled_backward():`, or compile the forward."
             ) from error
-        finally:
-            _scope.depth = depth
+
+    def _is_inner(self) -> bool:
+        """Whether it began inside another backward of its thread."""
+        outermost: _Outermost | None = getattr(_scope, "outermost", None)
+        inside = outermost is not None and outermost.call is not self
+        return inside or autograd.graph_task() != autograd.NO_GRAPH_TASK
 
 
 @compiler.untraced("dp_compile decides at each backward how it is reduced")
@@ -433,7 +436,7 @@ def _search(call: _Call) -> _Found:
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
-    compiled = bool(getattr(_scope, "forced", False)) or not any(map(_may_capture, owners))
+    compiled = False
     seen: set[Any] = set()
     stack = list(map(_node_of, call.tensors))
     all_replicas = len(owners)
@@ -446,17 +449,21 @@ def _search(call: _Call) -> _Found:
         if variable is not None:
             owner = owners.find(variable)
             if owner is not None:
+                if not replicas:  # asked late: a backward of other modules need not know
+                    compiled = compiled or getattr(_scope, "forced", False) or not any(map(_may_capture, owners))
                 replicas.add(owner[0])
             elif isinstance(variable, torch.nn.Parameter):
                 strangers.append(variable)
             continue
         compiled = compiled or autograd.is_aot_backward(node)
-        stack.extend(following for following, _ in node.next_functions)
+        stack += [following for following, _ in node.next_functions]
+    if not replicas:
+        if not call.inputs:
+            _refuse_unreduced(strangers)
+        return _NOTHING
     if call.inputs:  # nothing else is accumulated
         leaves = [leaf for leaf in map(_leaf_of, call.inputs) if leaf is not None]
         replicas &= {owner[0] for owner in map(owners.find, leaves) if owner is not None}
-    elif not replicas:
-        _refuse_unreduced(strangers)
     # The last module is usually the first whose gradients are ready. Any rule serves that is the same on all ranks.
     return _Found(tuple(sorted(replicas, key=lambda replica: -replica.number)), compiled)
 

@@ -59,10 +59,6 @@ class _Others:
     look: _Look | None = None
     look_again_at: float = 0.0
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        ref = self.known.get(id(tensor))
-        return ref is not None and ref() is tensor
-
     def add(self, tensors: Collection[torch.Tensor]) -> None:
         self.known = {key: ref for key, ref in self.known.items() if ref() is not None}
         self.known.update((id(tensor), weakref.ref(tensor)) for tensor in tensors)
@@ -145,8 +141,9 @@ def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) ->
         ReductionError: one of them was frozen when the module was replicated, or replaced a parameter since, or was
             added since.
     """
-    others = _others.setdefault(replica, _Others())
-    new, start_s = [tensor for tensor in accumulated if not others.has(tensor)], time.monotonic()
+    others = _others.get(replica) or _others.setdefault(replica, _Others())
+    known, start_s = others.known, time.monotonic()
+    new = [tensor for tensor in accumulated if (ref := known.get(id(tensor))) is None or ref() is not tensor]
     if not new and start_s < others.look_again_at:
         return
     look = _look(replica, _modules(replica))
