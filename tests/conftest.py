@@ -57,6 +57,12 @@ def ranks4() -> Iterator[Ranks]:
     yield from _pool(4, "forkserver")
 
 
+@pytest.fixture
+def own_ranks(ranks: Ranks) -> Iterator[Ranks]:
+    """As many as `ranks`, for one test, which may leave them out of step."""
+    yield from _pool(ranks.world_size, "forkserver")
+
+
 def _pool(world_size: int, method: str = "spawn") -> Iterator[Ranks]:
     ranks = Ranks(world_size, method)
     yield ranks
