@@ -140,7 +140,12 @@ def run_optimizer_in_hook(way: str, clears: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("way", "clears"), [*((way, False) for way in WAYS), ("captured in parts", True), ("eager hooks", True)]
+    ("way", "clears"),
+    [
+        *((way, False) for way in WAYS),
+        pytest.param("captured in parts", True, marks=pytest.mark.nightly),
+        ("eager hooks", True),
+    ],
 )
 def test_an_optimizer_in_a_hook_is_an_error_that_names_the_parameter(ranks: Ranks, way: str, clears: bool) -> None:
     first = "first.layers.0.weight" if way == "captured in parts" else "0.weight"
