@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 from collections.abc import Iterator
 
@@ -20,6 +21,9 @@ settings.register_profile(
 settings.load_profile("dp_compile")
 # torch's structured traces would fill the report of each failed test with thousands of lines without text.
 logging.getLogger("torch.__trace").propagate = False
+# A rank that is a copy of a process with all of this loaded starts at once; loading it takes a core five seconds. But
+# copies order their sets of texts alike, so the two ranks of most tests are none, and they end without `atexit`.
+multiprocessing.set_forkserver_preload(["dp_compile.bench.modes", "torch._dynamo", "torch._inductor.compile_fx"])
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +54,16 @@ def ranks2(ranks: Ranks) -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four real processes in one gloo group."""
-    yield from _pool(4)
+    yield from _pool(4, "forkserver")
 
 
-def _pool(world_size: int) -> Iterator[Ranks]:
-    ranks = Ranks(world_size)
+@pytest.fixture
+def own_ranks(ranks: Ranks) -> Iterator[Ranks]:
+    """As many as `ranks`, for one test, which may leave them out of step."""
+    yield from _pool(ranks.world_size, "forkserver")
+
+
+def _pool(world_size: int, method: str = "spawn") -> Iterator[Ranks]:
+    ranks = Ranks(world_size, method)
     yield ranks
     ranks.stop()

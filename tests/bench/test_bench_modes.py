@@ -1,7 +1,7 @@
 """The benchmark's modes on two gloo ranks: the gradients of torch's DDP, before and after some steps; the bounds run.
 
-Every mode has processes of its own: Dynamo, Inductor and DDP keep too much state for two in one. They are copies of
-one that has torch loaded. Where the compiler does not matter to what is tested, nothing generates code.
+Every mode has processes of its own: Dynamo, Inductor and DDP keep too much state for two in one. Where the compiler
+does not matter to what is tested, nothing generates code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import importlib
 import math
-import multiprocessing
 import os
 from collections.abc import Iterator
 from functools import cache
@@ -36,15 +35,15 @@ STEPS = 5
 BOUNDS = ("compute", "comm", "oracle")
 # Which all of them run, with caps that make several buckets of a tiny workload.
 WITHOUT_CODE = (
-    "ddp:0.01",
-    "ours",
     "ours:fixed:0.01",
-    "ours:ddp:0.01",
     "ours:coalesced",
     # Each takes two new processes. What others do, and what is tested without processes too, can wait.
     *(
         pytest.param(name, marks=pytest.mark.nightly)
         for name in (
+            "ddp:0.01",
+            "ours",
+            "ours:ddp:0.01",
             "ddp_tuned",
             "ddp_compiled",
             "ddp_compiled_whole:0.01",
@@ -61,7 +60,6 @@ Gradients = dict[str, Any]
 
 @contextlib.contextmanager
 def fresh_ranks() -> Iterator[Ranks]:
-    multiprocessing.set_forkserver_preload(["dp_compile.bench.modes", "torch._dynamo", "torch._inductor.compile_fx"])
     ranks = Ranks(2, "forkserver")
     try:
         yield ranks

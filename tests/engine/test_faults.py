@@ -163,7 +163,7 @@ def is_store(connection: socket.socket) -> bool:
 
 @pytest.fixture(scope="module")
 def survivors() -> Iterator[Ranks]:
-    ranks = Ranks(2)
+    ranks = Ranks(2, "forkserver")
     yield ranks
     ranks.stop()
 

@@ -116,8 +116,15 @@ def train(others: Sequence[Sequence[int]], cap_mb: float) -> Outcome:
     return Outcome(compiler.captures() - before, reports, parameters)
 
 
-@pytest.mark.parametrize(("cap_mb", "of_each"), [(1e-4, 4), (25, 2)])
-@pytest.mark.parametrize("others", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize(
+    ("others", "cap_mb", "of_each"),
+    [
+        pytest.param(OTHERS["pairs and all"], 1e-4, 4, id="pairs and all, small buckets"),
+        pytest.param(OTHERS["pairs across pairs"], 25, 2, id="pairs across pairs, large buckets"),
+        pytest.param(OTHERS["pairs and all"], 25, 2, id="pairs and all", marks=pytest.mark.nightly),
+        pytest.param(OTHERS["pairs across pairs"], 1e-4, 4, id="pairs across pairs", marks=pytest.mark.nightly),
+    ],
+)
 def test_two_groups_two_dtypes_tied_and_repeated_parameters(
     ranks4: Ranks, others: tuple[tuple[int, ...], ...], cap_mb: float, of_each: int
 ) -> None:

@@ -135,17 +135,10 @@ def run_case(kind: str, variant: str, **changes: Any) -> Report:
 
 EVERY_DAY: dict[str, set[str]] = {
     "mlp": set(VARIANTS),
-    "gpt with tied weights": {
-        "compiled",
-        "gradients kept",
-        "accumulation",
-        "bf16 autocast",
-        "small buckets",
-        "coalesced",
-    },
-    "convnet in channels_last": {"compiled", "gradients kept", "no passes", "coalesced", "torch's reducer"},
-    "parameter used twice": {"compiled", "accumulation", "small buckets"},
-    "frozen parameter": {"compiled", "gradients kept", "no passes"},
+    "gpt with tied weights": {"bf16 autocast", "small buckets"},
+    "convnet in channels_last": {"gradients kept", "no passes", "torch's reducer"},
+    "parameter used twice": {"accumulation"},
+    "frozen parameter": {"compiled"},
 }
 """The other pairs can wait: each kind and each variant is here."""
 
@@ -171,8 +164,7 @@ def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "variants"),
     [
-        ("mlp", ("small buckets", "accumulation", "coalesced", "not compiled")),
-        ("gpt with tied weights", ("small buckets",)),
+        ("mlp", ("small buckets", "accumulation")),
         ("convnet in channels_last", ("coalesced",)),
         *(pytest.param(kind, tuple(VARIANTS), marks=pytest.mark.nightly, id=f"{kind}-all") for kind in KINDS),
     ],
@@ -185,10 +177,11 @@ def test_four_ranks(ranks4: Ranks, kind: str, variants: tuple[str, ...]) -> None
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [
-        ("gpt with tied weights", "small buckets"),
+        ("convnet in channels_last", "small buckets"),
         pytest.param("convnet in channels_last", "coalesced", marks=pytest.mark.nightly),
+        # `dp-compile train --check` does this with a transformer.
         pytest.param("gpt with tied weights", "coalesced", marks=pytest.mark.nightly),
-        pytest.param("convnet in channels_last", "small buckets", marks=pytest.mark.nightly),
+        pytest.param("gpt with tied weights", "small buckets", marks=pytest.mark.nightly),
     ],
 )
 def test_inductor(ranks: Ranks, kind: str, variant: str) -> None:

@@ -93,8 +93,19 @@ def run_hooks(way: str, hook: str, early: bool, buckets: dict[str, Any]) -> dict
     return dict(beside(with_hooks, hooked, compile_model=compile_model, **buckets).backwards)
 
 
-@pytest.mark.parametrize(("hook", "early"), [("clip", False), ("clip", True), ("replace", False), ("drop", True)])
-@pytest.mark.parametrize("way", WAYS)
+SET = (("clip", False), ("clip", True), ("replace", False), ("drop", True))
+EVERY_DAY = {"captured in parts": {("clip", False), ("drop", True)}, "one rank falls back once": {("replace", False)}}
+"""Of the ways that are like two of the others in one: each of those has all hooks."""
+
+
+@pytest.mark.parametrize(
+    ("way", "hook", "early"),
+    [
+        pytest.param(way, *each, marks=() if each in EVERY_DAY.get(way, SET) else pytest.mark.nightly)
+        for way in WAYS
+        for each in SET
+    ],
+)
 def test_hooks_see_local_gradients(ranks: Ranks, way: str, hook: str, early: bool) -> None:
     counts = ranks.run(run_hooks, way, hook, early, {"bucket_cap_mb": 1e-4} if hook == "clip" else {})
     expected = {"captured": "captured", "captured in parts": "captured", "eager hooks": "eager hooks"}
@@ -129,7 +140,12 @@ def run_optimizer_in_hook(way: str, clears: bool) -> str:
 
 
 @pytest.mark.parametrize(
-    ("way", "clears"), [*((way, False) for way in WAYS), ("captured in parts", True), ("eager hooks", True)]
+    ("way", "clears"),
+    [
+        *((way, False) for way in WAYS),
+        pytest.param("captured in parts", True, marks=pytest.mark.nightly),
+        ("eager hooks", True),
+    ],
 )
 def test_an_optimizer_in_a_hook_is_an_error_that_names_the_parameter(ranks: Ranks, way: str, clears: bool) -> None:
     first = "first.layers.0.weight" if way == "captured in parts" else "0.weight"

@@ -142,7 +142,7 @@ def test_a_wait_that_returns_at_once_says_nothing_about_the_finish() -> None:
         ("aot_eager", {}),
         ("aot_eager", {"strategy": "coalesced"}),
         ("inductor", {"bucket_cap_mb": 0.0004}),
-        ("inductor", {"strategy": "coalesced"}),
+        pytest.param("inductor", {"strategy": "coalesced"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_is_measured(backend: Any, options: dict[str, Any]) -> None:

@@ -105,8 +105,17 @@ def run_uneven(counts: Sequence[int], compiled: bool, settings: dict[str, Any], 
     return sum(number for way, number in backwards.items() if "torch" in way)
 
 
-@pytest.mark.parametrize("divide", [True, False])
-@pytest.mark.parametrize("counts", [(2, 5), (0, 3), (3, 3)])
+@pytest.mark.parametrize(
+    ("counts", "divide"),
+    [
+        ((2, 5), True),
+        ((2, 5), False),
+        ((0, 3), True),
+        pytest.param((0, 3), False, marks=pytest.mark.nightly),
+        pytest.param((3, 3), True, marks=pytest.mark.nightly),
+        ((3, 3), False),
+    ],
+)
 def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool) -> None:
     ranks2.run(run_uneven, counts, True, {"divide_by_initial_world_size": divide}, {})
 
@@ -121,12 +130,12 @@ def test_a_forward_that_is_not_compiled(ranks2: Ranks) -> None:
     assert ranks2.run(run_uneven, (2, 4), False, {}, {}) == [0, 0]
 
 
-@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("divide", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_accumulation(ranks2: Ranks, divide: bool) -> None:
     ranks2.run(run_uneven, (1, 3), True, {"micro_steps": 3, "divide_by_initial_world_size": divide}, {})
 
 
-@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize("divide", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_unused_parameters(ranks2: Ranks, divide: bool) -> None:
     ranks2.run(run_uneven, (2, 5), True, {"divide_by_initial_world_size": divide}, {"find_unused_parameters": True})
 

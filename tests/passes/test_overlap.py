@@ -290,26 +290,33 @@ class Chain(nn.Module):
         return out
 
 
-def compile_backward(schedule: ScheduleCollectives, plan: BucketPlan | None) -> tuple[GeneratedBackward, BucketPlan]:
+def plan_in_order() -> BucketPlan:
+    torch._dynamo.reset()
+    config = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.001)
+    model = dp_compile.replicate(Chain(), config=config)
+    torch.compile(model, backend="aot_eager")(torch.randn(8, 48)).square().mean().backward()
+    return dp_compile.report(model).plan
+
+
+def compile_backward(schedule: ScheduleCollectives, plan: BucketPlan) -> GeneratedBackward:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Chain()
-    options: dict[str, Any] = {"bucket_cap_mb": 0.001} if plan is None else {"plan": plan}
-    dp_compile.replicate(model, passes=(BucketReductions(), schedule), **options)
+    dp_compile.replicate(model, passes=(BucketReductions(), schedule), plan=plan)
     loss = torch.compile(model)(torch.randn(8, 48)).square().mean()
     with inductor_config.patch(fx_graph_cache=False):
         _, codes = run_and_get_code(loss.backward)
     (code,) = (code for code in codes if "all_reduce" in code)
-    return GeneratedBackward(code), dp_compile.report(model).plan
+    return GeneratedBackward(code)
 
 
 def test_moved_compute_is_where_it_was_put_in_the_generated_code_and_costs_no_kernel() -> None:
     """The plan asks for the third layer's gradients first: the fifth's and fourth's are computed after their launch."""
-    _, given = compile_backward(ScheduleCollectives(), None)
+    given = plan_in_order()
     last = given.buckets[-1]
     turned = BucketPlan((given.buckets[2], given.buckets[0], given.buckets[1], *given.buckets[3:-1], last))
-    moved, _ = compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), turned)
-    stayed, _ = compile_backward(ScheduleCollectives(memory_bound_nbytes=0), turned)
+    moved = compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), turned)
+    stayed = compile_backward(ScheduleCollectives(memory_bound_nbytes=0), turned)
     assert moved.kernels <= stayed.kernels
     before, after = (code.order.split("A")[0].count("k") for code in (moved, stayed))
     assert before <= after - 2

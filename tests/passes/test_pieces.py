@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -255,9 +256,28 @@ def train_in_pieces(buckets: Listed, backend: str, kept: bool, one_rank_eagerly:
     return train_both(case)
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["gradients None", "gradients kept"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("buckets", [HEAD_IN_TWO, MIXED], ids=["head in two", "mixed"])
+EVERY_DAY = {
+    ("two", "aot_eager", True),
+    ("two", "inductor", False),
+    ("mixed", "aot_eager", False),
+    ("mixed", "inductor", True),
+}
+"""Every two of the options together."""
+
+
+@pytest.mark.parametrize(
+    ("buckets", "backend", "kept"),
+    [
+        pytest.param(
+            {"two": HEAD_IN_TWO, "mixed": MIXED}[buckets],
+            backend,
+            kept,
+            id=f"{buckets}-{backend}-gradients {'kept' if kept else 'None'}",
+            marks=() if (buckets, backend, kept) in EVERY_DAY else pytest.mark.nightly,
+        )
+        for buckets, backend, kept in itertools.product(("two", "mixed"), ("aot_eager", "inductor"), (False, True))
+    ],
+)
 def test_parity(ranks: Ranks, buckets: Listed, backend: str, kept: bool) -> None:
     for report in ranks.run(train_in_pieces, buckets, backend, kept, False):
         assert report.backwards == {"captured": 4}

@@ -139,10 +139,11 @@ def groups(fake_group: dist.ProcessGroup) -> tuple[str, ...]:
     return ("0", *(distributed.group_name(dist.new_group([0, 1])) for _ in range(2)))
 
 
-def test_everything_holds_on_every_graph(groups: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
+def test_everything_holds_on_every_graph(groups: tuple[str, ...], examples: int) -> None:
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=EXAMPLES)
+    @settings(max_examples=examples)
     @given(random_backwards(groups))
     def holds(case: RandomBackward) -> None:
         check(case, groups)
@@ -150,7 +151,7 @@ def test_everything_holds_on_every_graph(groups: tuple[str, ...]) -> None:
         seen["examples"] += 1
 
     holds()
-    assert seen["examples"] >= EXAMPLES
+    assert seen["examples"] >= examples
     assert not [trait for trait in TRAITS if not seen[trait]], seen
 
 

@@ -568,9 +568,9 @@ def test_a_training_that_is_not_captured_is_no_proof(ranks2: testing.Ranks) -> N
     assert "torch's C++ reducer" in said
 
 
-def test_ranks_that_raise_or_hang_are_shown(ranks2: testing.Ranks) -> None:
+def test_ranks_that_raise_or_hang_are_shown(own_ranks: testing.Ranks) -> None:
     with pytest.raises(testing.RankError) as failed:
-        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_trouble), ranks=ranks2, timeout_s=10)
+        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_trouble), ranks=own_ranks, timeout_s=10)
     said = str(failed.value)
     assert "--- rank 0: Traceback" in said
     assert "ValueError: no more data on this rank" in said
