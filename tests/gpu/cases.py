@@ -143,6 +143,7 @@ class Case:
         flash: attention by the flash kernel, which no CPU has.
         nodes: on two levels of network, the ranks in so many nodes; 1: one level.
         hook: a communication hook of torch's, registered as with its DDP.
+        cut: a weight that is reduced in two pieces, each in a bucket of its own.
     """
 
     make: Callable[[], Subject]
@@ -158,6 +159,7 @@ class Case:
     flash: bool = False
     nodes: int = 1
     hook: Callable[..., Any] | None = None
+    cut: str = ""
 
 
 def _capped(nbytes: int) -> dict[str, Any]:
@@ -185,7 +187,9 @@ SMALL = MappingProxyType(
         "two-keys-bf16": Case(two_keys),
         "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
         "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
+        "policy-bf16": Case(mlp, config={**_capped(15_000), "param_dtype": torch.bfloat16}),
         "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook),
+        "pieces": Case(mlp, cut="6.weight"),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2, plants=True),
         "two-level-hook-bf16": Case(odd, config=_capped(200), nodes=2, hook=default_hooks.bf16_compress_hook),
         "padded": Case(padded, settings=PADDED),

@@ -154,7 +154,7 @@ def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None
         assert not named
 
 
-@the("mlp", "sum", "bf16", "odd", "coalesced", "cast-bf16", "two-level")
+@the("mlp", "sum", "bf16", "odd", "coalesced", "cast-bf16", "policy-bf16", "pieces", "two-level")
 def test_every_weight_is_a_product_into_its_bucket(result: dict[str, Any]) -> None:
     """Also with a factor, which the product takes, `alpha`; and what was computed in the dtype of the wire."""
     code = read_code(result["codes"][0])
