@@ -49,5 +49,10 @@ def test_memory(seen: testing.SeenBackward) -> None:
     testing.assert_peak_below(seen)  # not more than torch's DDP
 
 
+def test_generated_code_leaves_alone_what_the_network_has() -> None:
+    seen = testing.backward_of(SMALL, link="infiniband-ndr", ranks=8, device="h100-sxm", backend="inductor")
+    testing.assert_untouched_in_flight(seen)
+
+
 def test_trains_as_with_ddp(dp_ranks: testing.Ranks) -> None:
     testing.assert_same_training(SMALL, ranks=dp_ranks, steps=4)

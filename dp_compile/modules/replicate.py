@@ -184,6 +184,7 @@ def replicate_without_values(
     module: ModuleT,
     config: ReplicateConfig,
     *,
+    device_mesh: DeviceMesh | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     plan: BucketPlan | str | os.PathLike[str] | None = None,
@@ -197,7 +198,7 @@ def replicate_without_values(
         ConfigError, ModuleError: as in `replicate`.
     """
     chosen, request = _requested(config, bucket_policy, plan, passes)
-    meeting = Meeting.of_this_call(resolve_group(None, None))
+    meeting = Meeting.of_this_call(resolve_group(None, device_mesh))
     order = _Order(meeting, request, chosen, frozenset(), None, needs_values=False)
     check_not_managed(module, order.ignored)
     _start(module, order)

@@ -155,8 +155,8 @@ class Bucket:
         return apart if len(apart) == len(self.members) else (self.numel, *apart)
 
     def _evenly(self, numel: int) -> int:
-        parts = self.key.reduction.parts
-        return -(-numel // parts) * parts
+        multiple_of = self.key.reduction.multiple_of
+        return -(-numel // multiple_of) * multiple_of
 
     def places(self) -> Iterator[Place]:
         """Where each member lies among `tensor_numels`, in the order of the members."""

@@ -98,8 +98,16 @@ class Reduction:
 
     @property
     def parts(self) -> int:
-        """What the elements of a tensor have to be a multiple of."""
+        """Into how many equal parts a tensor is cut at most."""
         return math.lcm(*(stage.parts for stage in self.stages))
+
+    @property
+    def multiple_of(self) -> int:
+        """What the elements of a tensor are a multiple of: each part starts at 16 bytes then, whatever is sent.
+
+        NCCL takes longer for parts that do not (pytorch#195450).
+        """
+        return 1 if self.parts == 1 else 16 * self.parts
 
     def numels(self, numel: int) -> Iterator[int]:
         """How many elements of a tensor with `numel` each stage is given."""

@@ -4,6 +4,7 @@
     extern_kernels.mm(a, b, out=buf1)                        reads a and b, writes there
     torch.ops._c10d_functional.all_reduce_.default(buf7, ..) from here on the network reads and writes buf7
     torch.ops._c10d_functional.wait_tensor.default(buf7)     up to here
+    buf8 = torch.ops.(..).reduce_scatter_tensor.default(..)  here it reads what it is given, and writes other memory
     del buf7                                                 nobody has it any more
 
 From launch to wait nobody may write or free what the network reads, nor read what it writes. The text says so for the
@@ -24,6 +25,8 @@ WAIT: Final = "wait"
 KERNEL: Final = "kernel"
 LIBRARY: Final = "library"
 _NETWORK: Final = "torch.ops._c10d_functional."
+_REDUCE_SCATTER: Final = "reduce_scatter_tensor"
+_ALL_GATHER: Final = "all_gather_into_tensor"
 _UNKNOWN: Final = 2**62
 """The end of memory whose size the text does not say."""
 _VIEWS: Final = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
@@ -234,7 +237,7 @@ class _Reader:
         named = {each.arg: self._value(each.value, name) for each in node.keywords}
         owner = self._value(node.func.value, name) if isinstance(node.func, ast.Attribute) else ()
         if function.startswith(_NETWORK):
-            return self._network(function.removeprefix(_NETWORK).split(".")[0], node.lineno, given, named, name)
+            return self._network(function.removeprefix(_NETWORK).split(".")[0], node, given, named, name)
         reads = tuple(span for spans in (owner, *given, *named.values()) for span in spans)
         writes = self._written(function, given, named, owner)
         if reads or writes:
@@ -266,18 +269,17 @@ class _Reader:
             changed.append(owner)
         return tuple(span for spans in changed for span in spans)
 
-    @staticmethod
-    def _result(function: str, reads: Spans, writes: Spans, name: str) -> Spans:
+    def _result(self, function: str, reads: Spans, writes: Spans, name: str) -> Spans:
         if function.startswith("torch.ops.") and function.split(".")[3] in _VIEWS:
             return reads[:1] and (Span(reads[0].storage),)
-        return writes or (Span(name),)
+        return writes or (Span(self._allocated(name)),)
 
     # --- the network
 
     def _network(
-        self, operator: str, line: int, given: Sequence[Spans], named: Mapping[str | None, Spans], name: str
+        self, operator: str, node: ast.Call, given: Sequence[Spans], named: Mapping[str | None, Spans], name: str
     ) -> Spans:
-        tensors = given[0] if given else ()
+        tensors, line = given[0] if given else (), node.lineno
         if operator == "wait_tensor":
             self._wait(Call(WAIT, operator, line, tensors, ()))
             return tensors
@@ -285,8 +287,9 @@ class _Reader:
         if operator.endswith("_"):
             written = tensors
         elif not written:
-            results = len(tensors) if "coalesced" in operator else 1
-            written = (Span(name),) if results == 1 else tuple(Span(f"{name}[{each}]") for each in range(results))
+            results, made = len(tensors) if "coalesced" in operator else 1, self._allocated(name)
+            several = tuple(Span(f"{made}[{each}]") for each in range(results))
+            written = (Span(made, 0, _numel_behind(operator, node, tensors)),) if results == 1 else several
         launch = Call(LAUNCH, operator, line, tensors, written)
         self._note(launch)
         self.flights.append(_Flight(launch, list(written)))
@@ -317,6 +320,14 @@ class _Reader:
     def _fault(self, line: int, what: str, flight: _Flight) -> None:
         launch = flight.launch
         self.faults.append(f"line {line}: {what} while {launch.name} of line {launch.line} is under way")
+
+
+def _numel_behind(operator: str, node: ast.Call, tensors: Spans) -> int:
+    """How many elements the result of a collective has, if the text says so: of two, the ranks are an argument."""
+    if operator not in (_REDUCE_SCATTER, _ALL_GATHER) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
+        return _UNKNOWN
+    numel, ranks = tensors[0].end - tensors[0].start, int(ast.literal_eval(node.args[-2]))
+    return numel * ranks if operator == _ALL_GATHER else numel // ranks
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:

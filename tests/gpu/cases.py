@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
 from dp_compile.plan.cost import AllReduceCost
@@ -140,6 +141,9 @@ class Case:
         plants: whether faults are planted in the code, each of which has to be found.
         mix_order_reduction: torch's default, which our compile switches off.
         flash: attention by the flash kernel, which no CPU has.
+        nodes: on two levels of network, the ranks in so many nodes; 1: one level.
+        hook: a communication hook of torch's, registered as with its DDP.
+        cut: a weight that is reduced in two pieces, each in a bucket of its own.
     """
 
     make: Callable[[], Subject]
@@ -153,6 +157,9 @@ class Case:
     plants: bool = False
     mix_order_reduction: bool = False
     flash: bool = False
+    nodes: int = 1
+    hook: Callable[..., Any] | None = None
+    cut: str = ""
 
 
 def _capped(nbytes: int) -> dict[str, Any]:
@@ -180,6 +187,11 @@ SMALL = MappingProxyType(
         "two-keys-bf16": Case(two_keys),
         "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
         "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
+        "policy-bf16": Case(mlp, config={**_capped(15_000), "param_dtype": torch.bfloat16}),
+        "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook),
+        "pieces": Case(mlp, cut="6.weight"),
+        "two-level": Case(mlp, config=_capped(31_457), nodes=2, plants=True),
+        "two-level-hook-bf16": Case(odd, config=_capped(200), nodes=2, hook=default_hooks.bf16_compress_hook),
         "padded": Case(padded, settings=PADDED),
         "mixed": Case(norms, runs=False, mix_order_reduction=True),
         "not-mixed": Case(norms, runs=False),
@@ -190,7 +202,9 @@ LARGE = MappingProxyType(
         "gpt": Case(gpt, config=_capped(60_000)),
         "gpt-flash": Case(gpt, config=_capped(60_000), runs=False, flash=True),
         "gpt-flash-bf16": Case(gpt, dtype=torch.bfloat16, config=_capped(30_000), runs=False, flash=True),
+        "gpt-two-level": Case(gpt, config=_capped(60_000), nodes=2),
         "residual": Case(residual),
+        "residual-two-level": Case(residual, nodes=2),
         "residual-coalesced": Case(residual, config=COALESCED),
     }
 )

@@ -16,10 +16,12 @@ if __name__ == "__main__":
     played.load()
 
 import contextlib
+import itertools
 import json
 import math
 import re
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -33,12 +35,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 import dp_compile
-from dp_compile._torch import inductor
+from dp_compile._torch import distributed, inductor
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
+from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS, row_blocks
 from dp_compile.plan.reduction import Averaging, mean
 
 RANKS = 8
@@ -77,7 +81,7 @@ class Run:
         """What stands for a compiled graph: fake tensors through the graph, real ones through the code."""
         self.codes.append(code)
         self.graph_orders.append(graph_order(graph.graph))
-        network = interpreted.Network(RANKS)
+        network = interpreted.Network(ranks_of)
         run = interpreted.load(code, network) if self.case.runs else None
 
         def call(arguments: list[Any]) -> list[Any]:
@@ -107,23 +111,41 @@ def graph_order(graph: torch.fx.Graph) -> str:
     return "".join("A" if node in launches else waits.get(node, "") for node in graph.nodes)
 
 
+def ranks_of(group: str) -> int:
+    return distributed.group_of_name(group).size()
+
+
+_SPOILT = ("freed", "{} = empty_strided_cuda((1, ), (1, ), torch.float32)"), ("written", "{}.zero_()")
+_LAUNCH = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(all_\w+|reduce_\w+)\.default\((\w+)")
+
+
 def planted(code: str) -> dict[str, str]:
-    """The code with a fault in what it does with its first bucket."""
+    """The code with a fault in what it does with its first bucket, in each stage of its reduction."""
     lines = code.splitlines()
-    launch = next(number for number, line in enumerate(lines) if "_c10d_functional.all_reduce_." in line)
-    bucket = re.search(r"default\((\w+)", lines[launch])[1]
-    wait = next(number for number, line in enumerate(lines) if "wait_tensor" in line and f"({bucket})" in line)
+    launch = next(number for number, line in enumerate(lines) if _LAUNCH.search(line))
+    bucket = _LAUNCH.search(lines[launch])[3]
     product = max(number for number in range(launch) if "extern_kernels" in lines[number])
-    made = next(line for line in lines if re.match(rf"\s*{bucket} = empty_strided", line))
-    other = next(number for number in range(launch, wait) if re.match(r"\s*\w+ = empty_strided", lines[number]))
+    other = next(number for number in range(launch, len(lines)) if re.match(r"\s*\w+ = empty_strided", lines[number]))
     size = re.search(r"= empty_strided\w*\((\(.*?\)), (\(.*?\)), torch", lines[other])
     above = re.sub(r"= empty.*", f"= reinterpret_tensor({bucket}, {size[1]}, {size[2]}, 0)", lines[other])
-    return {
+    faults = {
         "early launch": _joined([*lines[:product], lines[launch], *lines[product:launch], *lines[launch + 1 :]]),
         "a buffer over a bucket in flight": _joined([*lines[:other], above, *lines[other + 1 :]]),
-        "missing wait": _joined([*lines[:wait], *lines[wait + 1 :]]),
-        "early free": _joined([*lines[: launch + 1], made, *lines[launch + 1 :]]),
     }
+    memory: str | None = bucket
+    for number, line in enumerate(lines):
+        found = _LAUNCH.search(line)
+        if found is None or found[3] != memory:
+            continue
+        memory, indent = found[1] or found[3], line[: len(line) - len(line.lstrip())]
+        wait = next(at for at in range(number, len(lines)) if f"wait_tensor.default({memory})" in lines[at])
+        behind = next(at for at in range(number + 1, len(lines)) if "assert_" not in lines[at])
+        faults[f"missing wait for {found[2]}"] = _joined([*lines[:wait], *lines[wait + 1 :]])
+        named = {found[3]: "is given", memory: "returns"}
+        for (name, of), (what, done) in itertools.product(named.items(), _SPOILT):
+            text = [*lines[:behind], indent + done.format(name), *lines[behind:]]
+            faults[f"what {found[2]} {of} is {what} in flight"] = _joined(text)
+    return faults
 
 
 def _joined(lines: list[str]) -> str:
@@ -134,7 +156,7 @@ def tried(code: str, arguments: list[Any]) -> str:
     """What running a faulty code is stopped by; nothing if nothing stops it."""
     copies = [each.clone() if isinstance(each, torch.Tensor) else each for each in arguments]
     try:
-        outputs = interpreted.load(code, interpreted.Network(RANKS))(copies)
+        outputs = interpreted.load(code, interpreted.Network(ranks_of))(copies)
     except interpreted.FlightError as error:
         return str(error)
     found = any(isinstance(each, torch.Tensor) and bool(each.isnan().any()) for each in outputs)
@@ -159,6 +181,25 @@ def settings_of(case: cases.Case) -> Iterator[None]:
         if case.flash:
             stack.enter_context(flash_attention())
         yield
+
+
+def mesh_of(case: cases.Case) -> DeviceMesh | None:
+    """Of the type of a device that is there: a mesh of CUDA devices would ask them for more than is played."""
+    return None if case.nodes == 1 else init_device_mesh("cpu", (case.nodes, RANKS // case.nodes))
+
+
+def plan_of(case: cases.Case, model: nn.Module, folder: str) -> Path | None:
+    """A plan file."""
+    if not case.cut:
+        return None
+    rows = model.get_parameter(case.cut).shape[0]
+    pieces = [[{"gradient": {"name": case.cut}, "offset": 0, "rows": each}] for each in row_blocks(rows, 2)]
+    names = [UNUSED_FLAGS, *(name for name, _ in model.named_parameters() if name != case.cut)]
+    rest = [{"gradient": {"name": name}, "offset": 0} for name in reversed(names)]
+    plan = {"version": PLAN_VERSION, "buckets": [{"members": each} for each in (*pieces, rest)]}
+    path = Path(folder) / "plan.json"
+    path.write_text(json.dumps(plan))
+    return path
 
 
 @contextlib.contextmanager
@@ -187,8 +228,11 @@ def result_of(case: cases.Case) -> dict[str, Any]:
         run.values.put(tensor, real_model.state_dict(keep_vars=True)[name].detach().clone())
     run.values.put(x, real_x)
     options = {"check_reductions": False, "monitor_after_s": None, **case.config}
-    with settings_of(case):
-        replicate_without_values(model, dp_compile.ReplicateConfig(**options))
+    with settings_of(case), tempfile.TemporaryDirectory() as folder:
+        config, plan = dp_compile.ReplicateConfig(**options), plan_of(case, model, folder)
+        replicate_without_values(model, config, device_mesh=mesh_of(case), plan=plan)
+        if case.hook is not None:
+            model.register_comm_hook(None, case.hook)
         compiled = torch.compile(Squared(model))
         for _ in range(case.backwards):
             if not case.keeps:
@@ -205,7 +249,8 @@ def result_of(case: cases.Case) -> dict[str, Any]:
         "planted_texts": planted(backwards[-1]) if case.plants else {},
         "buckets": [
             {
-                "tensor_numels": bucket.tensor_numels,
+                "stages": [stage.op for stage in bucket.key.reduction.stages],
+                "numels": list(zip(*map(bucket.key.reduction.numels, bucket.tensor_numels), strict=True)),
                 "members": {each.label: [each.offset, each.numel] for each in bucket.members},
             }
             for bucket in record.plan.buckets

@@ -1,7 +1,8 @@
 """The generated GPU code run on the CPU: kernels in Triton's interpreter, products by CPU torch.
 
 Real tensors go beside the fake ones. What is on its way through the network is poisoned: from launch to wait a bucket
-holds NaN, so whoever reads it too early, writes it in flight, or lives in its memory is found.
+holds NaN, so whoever reads it too early, writes it in flight, or lives in its memory is found. What is only sent, as
+the first of two levels does with a bucket, is compared with itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,49 +94,114 @@ def install() -> None:
     torch._C._cuda_getCurrentRawStream = lambda _: 0
 
 
-class Network:
-    """All ranks hold what this one holds, so an average changes nothing and a sum multiplies by the ranks."""
+@dataclass(frozen=True)
+class _Flight:
+    """A collective on its way: what it leaves behind, what it was given, and the memory that it needs until then."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks, self.order = ranks, ""
-        self._flying: dict[tuple[int, int], tuple[torch.Tensor, StorageWeakRef]] = {}
+    result: torch.Tensor
+    sent: torch.Tensor
+    sent_from: _Memory
+    into: _Memory
+
+
+class _Memory:
+    """Where a tensor lies, without keeping it alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._storage = StorageWeakRef(tensor.untyped_storage())
+        self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self._dtype = tensor.dtype
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._storage.expired()
+
+    def holds(self, values: torch.Tensor) -> bool:
+        """Whether these bits lie there; there may be NaN among them."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        there = torch.empty(0, dtype=self._dtype).set_(storage, *self._where)
+        return torch.equal(there.view(torch.uint8), values.view(torch.uint8))
+
+
+class Network:
+    """All ranks hold what this one holds, so an average changes nothing and a sum multiplies by the ranks.
+
+    This is the first rank of each group: of what is scattered it has the first part, and what it gathers is what all
+    the others did to theirs.
+
+    Args:
+        ranks_of: how many ranks a group has, by its name.
+    """
+
+    def __init__(self, ranks_of: Callable[[str], int]) -> None:
+        self._ranks_of, self.order = ranks_of, ""
+        self._flying: dict[_Place, _Flight] = {}
+        self._scattered: dict[_Place, torch.Tensor] = {}
 
     def all_reduce_(self, bucket: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
-        self._check_alive()
-        result = bucket.clone() * (1 if reduce_op == "avg" else self._ranks)
-        self._flying[_place(bucket)] = result, StorageWeakRef(bucket.untyped_storage())
-        bucket.fill_(math.nan)
-        self.order += "A"
-        return bucket
+        whole = self._scattered.get(_place(bucket))
+        if whole is not None:
+            self._scattered[_place(bucket)] = self._reduced(whole, reduce_op, group)
+        return self._launch(bucket, bucket, self._reduced(bucket, reduce_op, group))
 
     def all_reduce_coalesced_(self, buckets: Sequence[torch.Tensor], reduce_op: str, group: str) -> list[torch.Tensor]:
         made = [self.all_reduce_(bucket, reduce_op, group) for bucket in buckets]
         self.order = self.order[: len(self.order) - len(made)] + "A"
         return made
 
-    def wait_tensor(self, bucket: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter_tensor(self, bucket: torch.Tensor, reduce_op: str, parts: int, group: str) -> torch.Tensor:
+        whole = self._reduced(bucket, reduce_op, group)
+        result = whole[: bucket.numel() // parts]
+        shard = self._launch(bucket, torch.empty_like(result), result)
+        self._scattered[_place(shard)] = whole
+        return shard
+
+    def all_gather_into_tensor(self, shard: torch.Tensor, parts: int, group: str) -> torch.Tensor:
+        whole = self._scattered.pop(_place(shard), None)
+        if whole is None or whole.numel() != parts * shard.numel():
+            raise FlightError("gathered is another tensor than was scattered")
+        return self._launch(shard, torch.empty_like(whole), whole)
+
+    def wait_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         self._check_alive()
-        if _place(bucket) not in self._flying:
+        if _place(tensor) not in self._flying:
             raise FlightError("waited for what is not on its way")
-        result, _ = self._flying.pop(_place(bucket))
-        if not bool(bucket.isnan().all()):
+        flight = self._flying.pop(_place(tensor))
+        if not bool(tensor.isnan().all()):
             raise FlightError("a bucket was written while it was in flight")
-        bucket.copy_(result)
+        if not flight.sent_from.holds(flight.sent):
+            raise FlightError("a bucket was written while it was being sent")
+        tensor.copy_(flight.result)
         self.order += "W"
-        return bucket
+        return tensor
 
     def end(self) -> None:
         self._check_alive()
         if self._flying:
             raise FlightError("a bucket was never waited for")
 
+    def _reduced(self, tensor: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
+        return tensor.clone() * (1 if reduce_op == "avg" else self._ranks_of(group))
+
+    def _launch(self, given: torch.Tensor, into: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+        self._check_alive()
+        if _place(given) in self._flying:
+            raise FlightError("launched with what is still on its way")
+        into.fill_(math.nan)
+        self._flying[_place(into)] = _Flight(result, given.clone(), _Memory(given), _Memory(into))
+        self.order += "A"
+        return into
+
     def _check_alive(self) -> None:
-        if any(alive.expired() for _, alive in self._flying.values()):
+        if not all(flight.sent_from.is_alive and flight.into.is_alive for flight in self._flying.values()):
             raise FlightError("a bucket was freed while it was in flight")
 
 
-def _place(bucket: torch.Tensor) -> tuple[int, int]:
-    return bucket.untyped_storage()._cdata, bucket.storage_offset()
+_Place = tuple[int, int]
+
+
+def _place(tensor: torch.Tensor) -> _Place:
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _empty(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -148,9 +215,12 @@ def _convolution_backward(*arguments: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(None if each is None else each.contiguous() for each in results)
 
 
+_OPERATORS = ("all_reduce_coalesced_", "all_reduce_", "reduce_scatter_tensor", "all_gather_into_tensor", "wait_tensor")
+
+
 def load(code: str, network: Network) -> Callable[[list[Any]], Sequence[Any]]:
     """The wrapper's `call`, on CPU tensors."""
-    for operator in ("all_reduce_coalesced_", "all_reduce_", "wait_tensor"):
+    for operator in _OPERATORS:
         code = code.replace(f"torch.ops._c10d_functional.{operator}.default", f"network.{operator}")
     code = code.replace("torch.ops.aten.convolution_backward.default", "convolution_backward")
     code = code.replace("torch.cuda._DeviceGuard(0)", "nullcontext()").replace("torch.cuda.set_device(0)", "pass")

@@ -59,7 +59,7 @@ def test_the_stages_of_a_bucket() -> None:
         """\
 a_1: float32[3]
 sin = aten.sin(a_1)
-flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 32)
 reduce_scatter_tensor_default = _c10d_functional.reduce_scatter_tensor(flat_bucket_default, sum, 2, in)
 wait_tensor_default = _c10d_functional.wait_tensor(reduce_scatter_tensor_default)
 all_reduce_default = _c10d_functional.all_reduce(wait_tensor_default, sum, out)
@@ -74,9 +74,9 @@ return as_strided_default""",
         "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
     ]  # fmt: skip
     assert collectives_of(module.graph, [plan_for([grad])]) == (
-        "reduce_scatter_tensor sum float32[4] bucket 0: p0",
-        "all_reduce sum float32[2] bucket 0",
-        "all_gather_into_tensor float32[2] bucket 0",
+        "reduce_scatter_tensor sum float32[32] bucket 0: p0",
+        "all_reduce sum float32[16] bucket 0",
+        "all_gather_into_tensor float32[16] bucket 0",
     )
 
 
@@ -86,10 +86,10 @@ def test_gloo_exchanges_parts_and_adds_them_up() -> None:
     assert_expected_inline(
         "\n".join(short(module.graph).splitlines()[2:-1]),
         """\
-flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 4)
-all_to_all_single_default = _c10d_functional.all_to_all_single(flat_bucket_default, [2, 2], [2, 2], in)
+flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 32)
+all_to_all_single_default = _c10d_functional.all_to_all_single(flat_bucket_default, [16, 16], [16, 16], in)
 wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
-view_default = aten.view(wait_tensor_default, [2, 2])
+view_default = aten.view(wait_tensor_default, [2, 16])
 sum_dim_int_list = aten.sum.dim_IntList(view_default, [0])
 all_reduce_default = _c10d_functional.all_reduce(sum_dim_int_list, sum, out)
 wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default)
@@ -211,9 +211,9 @@ WRONG: list[tuple[Callable[[fx.Graph], None], str]] = [
 
 
 def add_up_the_wrong_parts(graph: fx.Graph) -> None:
-    """Elements that belong to other ranks: `(2, 2)` is added up along its rows."""
-    node = first(graph, aten.sum.dim_IntList)
-    node.args = (node.args[0], [1])
+    """Elements that belong to other ranks: those that lie side by side."""
+    node, view = first(graph, aten.sum.dim_IntList), first(graph, aten.view.default)
+    view.args, node.args = (view.args[0], [16, 2]), (view, [1])
 
 
 def take_the_first_part(graph: fx.Graph) -> None:
@@ -227,7 +227,7 @@ def exchange_with_others(graph: fx.Graph) -> None:
 
 def exchange_other_sizes(graph: fx.Graph) -> None:
     node = first(graph, ALL_TO_ALL)
-    node.args = (node.args[0], [1, 3], [1, 3], node.args[3])
+    node.args = (node.args[0], [8, 24], [8, 24], node.args[3])
 
 
 EXCHANGES = [add_up_the_wrong_parts, take_the_first_part, exchange_with_others, exchange_other_sizes]

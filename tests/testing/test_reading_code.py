@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dp_compile.testing.generated_code import Span, kernel_arguments, read_code, triton_sources
+from dp_compile.testing.generated_code import LAUNCH, Span, kernel_arguments, read_code, triton_sources
 
 WRAPPER = """
 cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''...''')
@@ -119,6 +119,65 @@ def test_what_is_sent_may_be_read_but_not_written() -> None:
     assert not read_code(apart.replace("pass\n            torch", "cpp_fused_0(buf9, buf0)\n            torch")).faults
     (fault,) = read_code(apart.replace("pass\n            torch", "cpp_fused_0(buf0, buf9)\n            torch")).faults
     assert "cpp_fused_0 writes buf9[0:48], which is being sent" in fault
+
+
+TWO_LEVELS = """
+            buf3 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf9, 'avg', 8, '0')
+            {1}
+            torch.ops._c10d_functional.wait_tensor.default(buf3)
+            torch.ops._c10d_functional.all_reduce_.default(buf3, 'avg', '1')
+            {2}
+            torch.ops._c10d_functional.wait_tensor.default(buf3)
+            buf4 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf3, 8, '0')
+            {3}
+            torch.ops._c10d_functional.wait_tensor.default(buf4)
+"""
+ANEW = "{} = empty_strided_cuda((6, ), (1, ), torch.float32)"
+
+
+def two_levels(stage: int = 0, in_flight: str = "") -> str:
+    text = TWO_LEVELS
+    for number in (1, 2, 3):
+        text = text.replace(f"{{{number}}}", in_flight if number == stage else NOTHING_ELSE)
+    before, rest = code().split("            torch.ops._c10d_functional.all_reduce_", 1)
+    return before + text + rest[rest.index("            del buf0") :]
+
+
+def test_stages_have_memory_of_their_own() -> None:
+    found = read_code(two_levels())
+    assert not found.faults
+    whole, part, gathered = Span("buf9", 0, 48), Span("buf3", 0, 6), Span("buf4", 0, 48)
+    launches = [(call.reads, call.writes) for call in found.calls if call.kind == LAUNCH]
+    assert launches == [((whole,), (part,)), ((part,), (part,)), ((part,), (gathered,))]
+
+
+@pytest.mark.parametrize(
+    ("stage", "in_flight", "fault"),
+    [
+        (1, ANEW.format("buf3"), "frees buf3[0:6] while reduce_scatter_tensor"),
+        (1, "del buf9", "frees buf9[0:48] while reduce_scatter_tensor"),
+        (2, ANEW.format("buf3"), "frees buf3[0:6] while all_reduce_"),
+        (2, "cpp_fused_0(arg0_1, buf3)", "cpp_fused_0 writes buf3[0:6] while all_reduce_"),
+        (3, ANEW.format("buf3"), "frees buf3[0:6] while all_gather_into_tensor"),
+        (3, ANEW.format("buf4"), "frees buf4[0:48] while all_gather_into_tensor"),
+        (3, "cpp_fused_0(arg0_1, buf3)", "cpp_fused_0 writes buf3[0:6], which is being sent"),
+        (3, "cpp_fused_0(buf4, buf0)", "cpp_fused_0 reads buf4[0:48] while all_gather_into_tensor"),
+    ],
+)
+def test_faults_between_stages(stage: int, in_flight: str, fault: str) -> None:
+    faults = read_code(two_levels(stage, in_flight)).faults
+    assert any(fault in each for each in faults), faults
+
+
+def test_a_stage_that_does_not_wait_for_the_one_before() -> None:
+    first, second, third = (at for at, line in enumerate(two_levels().splitlines()) if "wait_tensor" in line)
+    for at, fault in (
+        (first, "all_reduce_ writes buf3[0:6] while reduce_scatter_tensor"),
+        (second, "all_gather_into_tensor reads buf3[0:6] while all_reduce_"),
+        (third, "nobody waited for buf4[0:48] while all_gather_into_tensor"),
+    ):
+        lines = two_levels().splitlines()
+        assert any(fault in each for each in read_code("\n".join([*lines[:at], *lines[at + 1 :]])).faults)
 
 
 def test_what_is_no_code() -> None:
