@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -19,11 +19,19 @@ settings.register_profile(
     "dp_compile", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("dp_compile")
-# torch's structured traces would fill the report of each failed test with thousands of lines without text.
-logging.getLogger("torch.__trace").propagate = False
+# More threads than cores wait for each other by spinning: two workers beside each other took 25 times the CPU time.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
 # A rank that is a copy of a process with all of this loaded starts at once; loading it takes a core five seconds. But
 # copies order their sets of texts alike, so the two ranks of most tests are none, and they end without `atexit`.
 multiprocessing.set_forkserver_preload(["dp_compile.bench.modes", "torch._dynamo", "torch._inductor.compile_fx"])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """torch's structured traces would fill the report of each failed test with thousands of lines without text."""
+    capture = config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (capture.caplog_handler, capture.report_handler) if capture is not None else ():
+        handler.addFilter(lambda record: record.name != "torch.__trace")
 
 
 @pytest.fixture(scope="session")
