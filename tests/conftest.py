@@ -27,9 +27,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
 multiprocessing.set_forkserver_preload(["dp_compile.bench.modes", "torch._dynamo", "torch._inductor.compile_fx"])
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """torch's structured traces would fill the report of each failed test with thousands of lines without text."""
-    capture = config.pluginmanager.get_plugin("logging-plugin")
+    capture = session.config.pluginmanager.get_plugin("logging-plugin")
     for handler in (capture.caplog_handler, capture.report_handler) if capture is not None else ():
         handler.addFilter(lambda record: record.name != "torch.__trace")
 
