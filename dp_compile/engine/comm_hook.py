@@ -12,10 +12,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 from dp_compile._torch.distributed import GradBucket
+from dp_compile.engine.hook_state import HookState, Remembering
 from dp_compile.errors import ConfigError
+from dp_compile.passes.functional_hook import FunctionalHook, register
 from dp_compile.plan.reduction import Averaging
 
-HookFunction = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+TorchHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+HookFunction = TorchHook | FunctionalHook
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +32,11 @@ class CommHook:
     state: Any
     function: HookFunction
     averaging: Averaging | None = None
-    """What the hook does, if that is known: then nobody calls it, and backwards are captured."""
+    """What the hook does, if that is known: then torch's reducer does not call it, and backwards are captured."""
+    functional: FunctionalHook | None = None
+    """A hook that is called here, in every way that a backward goes; plans know it by name, and hold it by this."""
+    memory: Remembering | None = None
+    """What it remembers."""
 
     @property
     def name(self) -> str:
@@ -38,7 +45,8 @@ class CommHook:
     @property
     def said(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
-        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}"
+        memory = "" if self.memory is None else f", {self.memory.said}"
+        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: str) -> CommHook:
@@ -51,6 +59,8 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
         ConfigError: not callable, not two parameters, annotated as something else, or bf16 compression on a backend
             that torch does not offer it for.
     """
+    if isinstance(function, FunctionalHook):
+        return _functional(state, function)
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
     hook = CommHook(state, function, _averaging_of(state, function, group))
@@ -72,7 +82,17 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     return hook
 
 
-def _averaging_of(state: Any, function: HookFunction, group: dist.ProcessGroup) -> Averaging | None:
+def _functional(state: Any, hook: FunctionalHook) -> CommHook:
+    if not isinstance(state, HookState):
+        raise ConfigError(
+            f"functional comm hook {hook!r} needs a state that lasts, got {type(state).__name__}. Call "
+            "register_comm_hook(dp_compile.HookState(), hook)."
+        )
+    key, hook = register(hook)
+    return CommHook(state, hook, Averaging(hook=key, rounds=hook.rounds), hook, state.made_for(hook))
+
+
+def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> Averaging | None:
     """What torch's own hooks do that average in another dtype; `None` of any other, or over another group.
 
     Their state is the group over which they average, and `None` the default group, whatever the module's is.

@@ -43,6 +43,8 @@ from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
 from dp_compile.modules.replicated_module import (
     behind,
+    bind_memory,
+    check_functional,
     forget_state,
     has_lost_its_wrapper,
     is_of_a_module_that_is_gone,
@@ -65,6 +67,7 @@ from dp_compile.modules.selection import (
 )
 from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.functional_hook import FunctionalHook
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import Averaging
@@ -340,6 +343,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
         replica.precision = precision
         statement = _statement(target, replica)
+        bind_memory(replica)
     replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
     _broadcast(replica)
     if pending is None:
@@ -379,10 +383,13 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         passes=order.passes,
         beside_shards=target.sharded,
         comm_hook=comm_hook,
-        by_hooks=None if levels is None else True,  # torch's reducer has one level
+        # torch's reducer has one level, and calls hooks of its own kind.
+        by_hooks=None if levels is None and (comm_hook is None or comm_hook.functional is None) else True,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
+    if comm_hook is not None and comm_hook.functional is not None:
+        check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
@@ -404,7 +411,7 @@ def _average_by(
     was, replica.group = replica.group.averaging, group
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
     replica.revisions.revise = planning.revise
-    if averaging.wire == was.wire:
+    if (averaging.wire, averaging.hook) == (was.wire, was.hook):
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
         replica.revisions.due = planning.revisions
@@ -434,6 +441,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         static_graph=replica.config.static_graph,
     )
     if replica.called_hook is not None:
+        assert not isinstance(replica.called_hook.function, FunctionalHook)
         reducer.register_comm_hook(replica.called_hook.state, replica.called_hook.function)
     elif not replica.group.averaging.is_plain:
         reducer.register_comm_hook(of, reduce_as_planned)
@@ -507,6 +515,8 @@ def _release(replica: Replica) -> None:
     if replica.reducer is not None:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
+    if replica.comm_hook is not None and replica.comm_hook.memory is not None:
+        replica.comm_hook.memory.unbind()
     root = replica.outline.root()
     if root is not None:
         take_precision_off(root)
