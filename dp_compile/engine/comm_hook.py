@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine.hook_state import HookState, Remembering
+from dp_compile.engine.power_sgd import PLAIN, PowerSGDMemory
 from dp_compile.errors import ConfigError
 from dp_compile.passes.functional_hook import FunctionalHook, register
 from dp_compile.plan.reduction import Averaging
@@ -39,6 +41,15 @@ class CommHook:
     """What it remembers."""
 
     @property
+    def is_torchs(self) -> bool:
+        """Whether torch's reducer could call it as well."""
+        return not isinstance(self.function, FunctionalHook)
+
+    def called_by_torch(self) -> CommHook:
+        """The same, as one of which nothing is known."""
+        return CommHook(self.state, self.function)
+
+    @property
     def name(self) -> str:
         return str(getattr(self.function, "__qualname__", type(self.function).__name__))
 
@@ -61,6 +72,9 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     """
     if isinstance(function, FunctionalHook):
         return _functional(state, function)
+    if function is powerSGD_hook and type(state) is PowerSGDState and _is_of(state.process_group, group):
+        memory = PowerSGDMemory(state)
+        return CommHook(state, function, PLAIN, memory.hook, memory)
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
     hook = CommHook(state, function, _averaging_of(state, function, group))
@@ -100,7 +114,7 @@ def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> 
     They cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if
     the number of ranks is a power of two, else one rounding less.
     """
-    if (dist.group.WORLD if state is None else state) is not group:
+    if not _is_of(state, group):
         return None
     wires = (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper))
     for wire, wrapper in wires:
@@ -111,6 +125,10 @@ def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> 
     plain = (None, hooks.allreduce_hook), ("float16", hooks.fp16_compress_hook), ("bfloat16", hooks.bf16_compress_hook)
     found = [wire for wire, hook in plain if function is hook]
     return Averaging(found[0], in_collective=False, all_before=True) if found else None
+
+
+def _is_of(given: Any, group: dist.ProcessGroup) -> bool:
+    return (dist.group.WORLD if given is None else given) is group
 
 
 def _says_otherwise(annotation: Any, expected: Any) -> bool:

@@ -13,6 +13,9 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes.functional_hook import FunctionalHook, State
 from dp_compile.plan.reduction import Averaging
 
+Agree = Callable[[str, str], None]
+"""Compare a text with what all ranks say in a call."""
+
 
 class Remembering(Protocol):
     """What the engine asks of a hook's memory. Each is called at the same backward on every rank."""
@@ -21,8 +24,8 @@ class Remembering(Protocol):
     def said(self) -> str:
         """What ranks compare when the hook is registered."""
 
-    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Callable[[str], None]) -> None:
-        """Belong to a module from now on; `agree`: compare a text with what all ranks say."""
+    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree) -> None:
+        """Belong to a module from now on."""
 
     def unbind(self) -> None:
         """The module is not replicated any more."""
@@ -54,7 +57,7 @@ class HookState:
         """Synchronised backwards so far."""
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._names: tuple[str, ...] = ()
-        self._agree: Callable[[str], None] | None = None
+        self._agree: Agree | None = None
         self._hook: weakref.ref[FunctionalHook] | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,8 +82,8 @@ class HookState:
         if self._agree is None:
             self._tensors = {name: {key: each.clone() for key, each in state.items()} for name, state in found.items()}
         else:
-            _check_alike(found, self._tensors)
-            self._agree(f"after {backwards} backwards")
+            check_alike(found, self._tensors)
+            self._agree(f"after {backwards} backwards", "load_state_dict()")
             for name, state in self._tensors.items():
                 for key, tensor in state.items():
                     tensor.copy_(found[name][key])
@@ -110,7 +113,7 @@ class HookState:
     def said(self) -> str:
         return f"after {self.backwards} backwards"
 
-    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Callable[[str], None]) -> None:
+    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree) -> None:
         hook = None if self._hook is None else self._hook()
         assert hook is not None
         fresh: dict[str, dict[str, torch.Tensor]] = {}
@@ -118,7 +121,7 @@ class HookState:
             if not parameter.is_complex():
                 fresh[name] = _initial(hook, name, parameter)
         if self._tensors:
-            _check_alike(self._tensors, fresh)
+            check_alike(self._tensors, fresh)
             for name, state in fresh.items():
                 for key, tensor in state.items():
                     tensor.copy_(self._tensors[name][key])
@@ -128,7 +131,7 @@ class HookState:
         self._agree = None
 
     def of(self, index: int) -> State:
-        return self._tensors.get(self._names[index], {}) if index < len(self._names) else {}
+        return self._tensors.get(self._names[index], {})
 
     def begin(self) -> Averaging | None:
         return None
@@ -160,7 +163,12 @@ def _initial(hook: FunctionalHook, name: str, parameter: nn.Parameter) -> dict[s
     return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
 
 
-def _check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
+def check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
+    """Whether a state that is loaded has the tensors that a hook has.
+
+    Raises:
+        ConfigError: it has not; the text names a parameter.
+    """
     for name in sorted({*given, *wanted}):
         kinds = [
             None if state is None else {key: (tuple(each.shape), each.dtype) for key, each in sorted(state.items())}

@@ -198,9 +198,9 @@ class Replica:
         return None if self.comm_hook is None or self.comm_hook.averaging is not None else self.comm_hook
 
     def state_of_hook(self, index: int) -> State:
-        """What a functional hook remembers of a gradient."""
+        """What a functional hook remembers of a gradient; of the flags nothing."""
         memory = None if self.comm_hook is None else self.comm_hook.memory
-        return {} if memory is None else memory.of(index)
+        return {} if memory is None or index == len(self.parameters) else memory.of(index)
 
     def count_synced(self) -> None:
         """A synchronised backward has ended."""

@@ -69,7 +69,7 @@ from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import FunctionalHook
 from dp_compile.passes.result import GraphPass
-from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.strategies import Planned
 from dp_compile.plan.words import BYTES_PER_MB
@@ -411,13 +411,22 @@ def _average_by(
     was, replica.group = replica.group.averaging, group
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
     replica.revisions.revise = planning.revise
-    if (averaging.wire, averaging.hook) == (was.wire, was.hook):
+    if averaging.wire == was.wire and _keep_together(replica.plan, gradients):
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
         replica.revisions.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)
     if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
         replica.reducer.register_comm_hook(of, reduce_as_planned)
+
+
+def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
+    """Whether the buckets of a plan can stay what they are when gradients are reduced in another way."""
+    keys = {gradient.index: gradient.key for gradient in gradients}
+    in_one_piece = all(member.rows is None for bucket in plan.buckets for member in bucket.members)
+    by_hook = any(key.reduction.hook is not None for key in keys.values())
+    together = ({keys[member.gradient.index] for member in bucket.members} for bucket in plan.buckets)
+    return all(len(found) == 1 for found in together) and (in_one_piece or not by_hook)
 
 
 def _averaging(config: ReplicateConfig) -> Averaging:

@@ -26,7 +26,7 @@ from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import meeting, table_of
+from dp_compile.engine.settling import meeting, table_in_backward, table_of
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 
@@ -297,13 +297,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
     made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
+    if made.functional is not None and isinstance(owner, Replica):
+        made = _feasible(owner, made)
     if made.averaging is None and owner.group.levels is not None:
         raise ConfigError(
             f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
             f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
         )
-    if made.functional is not None and isinstance(owner, Replica):
-        check_functional(owner, made.name)
     given = {"reduce_dtype", "gradient_divide_factor", "gradient_predivide_factor"}
     if said := [option for option in sorted(given) if getattr(owner.config, option) is not None]:
         raise ConfigError(
@@ -339,18 +339,31 @@ def _take(replica: Replica, hook: CommHook) -> None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
 
 
+def _feasible(replica: Replica, hook: CommHook) -> CommHook:
+    """The hook; if it cannot run here, and torch's reducer could call it, one that torch's reducer calls."""
+    if hook.is_torchs and (obstacles := _obstacles(replica)):
+        logger.info("comm hook %s is left to torch's C++ reducer: %s", hook.name, " and ".join(obstacles))
+        return hook.called_by_torch()
+    check_functional(replica, hook.name)
+    return hook
+
+
+def _obstacles(replica: Replica) -> list[str]:
+    obstacles = {
+        "the device_mesh has two dimensions": replica.group.levels is not None,
+        "with ddp_python_hook=False torch's C++ reducer reduces": not replica.python_hook,
+        "no pass makes buckets": replica.strategy == "single",
+    }
+    return [obstacle for obstacle, stands in obstacles.items() if stands]
+
+
 def check_functional(replica: Replica, name: str) -> None:
     """Whether a functional hook can reduce every backward of a module.
 
     Raises:
         ConfigError: it cannot, for an option says otherwise.
     """
-    obstacles = {
-        "the device_mesh has two dimensions": replica.group.levels is not None,
-        "with ddp_python_hook=False torch's C++ reducer reduces": not replica.python_hook,
-        "no pass makes buckets": replica.strategy == "single",
-    }
-    if said := [obstacle for obstacle, stands in obstacles.items() if stands]:
+    if said := _obstacles(replica):
         raise ConfigError(
             f"comm hook {name} reduces the buckets of a plan, over all ranks at once: {' and '.join(said)}. Leave that "
             "option as it is by default, or use another hook."
@@ -364,10 +377,12 @@ def bind_memory(replica: Replica) -> None:
         # Not the replica: the user holds the memory.
         of = weakref.ref(replica)
 
-        def compare(said: str) -> None:
+        def compare(said: str, call: str) -> None:
             owner = of()
             assert owner is not None
-            _agree(owner, {"state of the comm hook": said}, "load_state_dict()")
+            table = table_in_backward(owner)
+            if table is not None:
+                agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
 
         hook.memory.bind(replica.names, replica.parameters, compare)
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -175,18 +175,18 @@ class HookRun:
             kinds = [[(tuple(each.shape), each.dtype) for each in some] for some in (before, after)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {kinds[0]}, got {kinds[1]}.")
-        return [*reduced, *self._kept([each for some in now[1:] for each in some], reduced)]
+        return [*reduced, *self._kept(states, reduced)]
 
-    def _kept(self, new: Sequence[torch.Tensor], reduced: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The new state; the old one, if the result is of no use: it would be of no use in all steps that follow.
+    def _kept(self, states: Sequence[State], reduced: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The new state; of a gradient that is of no use the old one: else all that follow would be of no use.
 
-        All ranks have the same result, and come to the same here.
+        All ranks have the same gradient, and come to the same here.
         """
-        if not new:
-            return []
-        old = [each for state in self.bucket.state for each in state.values()]
-        is_of_use = torch.stack([each.isfinite().all() for each in reduced]).all()
-        return [torch.where(is_of_use, after, before) for after, before in zip(new, old, strict=True)]
+        for before, after, gradient in zip(self.bucket.state, states, reduced, strict=True):
+            if before:
+                is_of_use = gradient.isfinite().all()
+                for name, tensor in before.items():
+                    yield torch.where(is_of_use, after[name], tensor)
 
 
 def _wrote(hook: str) -> ConfigError:

@@ -240,8 +240,12 @@ class _Walk:
     ) -> None:
         self.sources, self._written_by = sources, writes
         self._planned = [{each.index: each.key.reduction for each in plan.gradients} for plan in plans]
-        of_hooks = (each for planned in self._planned for each in planned.values() if each.hook is not None)
-        self._rounds = {str(each.hook): len(each.stages) for each in of_hooks}
+        self._rounds = {
+            (str(replica), each.hook): tuple(stage.group for stage in each.stages)
+            for replica, planned in enumerate(self._planned)
+            for each in planned.values()
+        }
+        """By replica and functional hook the group of each round."""
         self._by_hook: dict[tuple[int, int], _ByHook] = {}
         """By replica and index."""
         self.numel: Counter[int] = Counter()
@@ -508,17 +512,21 @@ class _Walk:
 
     def step_of_hook(self, node: fx.Node) -> Any:
         """What a hook hands out is as it is; the end counts if all before it was added up as it has to be."""
-        gradients, state, received, names, hook, ranks, _ = node.args
+        gradients, state, received, names, hook, ranks, unit = node.args
+        planned = self._rounds.get((str(unit).partition(".")[0], str(hook)), ())
         given = [self.elements_of(each) for each in _sequence(gradients)]
         known = tuple(each for each in given if each is not None)
-        if len(known) < len(given):
+        if len(known) < len(given) or not planned:
             return None
         states = [self.of(each) for each in _sequence(state)]
         kinds, values = tuple(map(str, _sequence(names))), node.meta["val"]
         sent = _Sent(known, tuple(states), kinds, str(hook), int(str(ranks)), len(_sequence(received)))
-        groups = []
+        groups: list[str] = []
         for step, argument in enumerate(_sequence(received)):
             found, numel = self.elements_of(argument), _node(argument).meta["val"].numel()
+            if not numel:  # nothing was sent
+                groups += planned[step : step + 1]
+                continue
             key = self.sources.key(found[0].source) if found and len(found) == 1 else None
             if not isinstance(key, _Reduced) or found != elements.whole(self.sources.number(key), numel):
                 return None
@@ -526,7 +534,7 @@ class _Walk:
             if key != _Reduced(before, 1.0, key.group, "sum", dtype):
                 return None
             groups.append(key.group)
-        if len(groups) < self._rounds.get(str(hook), 0):
+        if len(groups) < len(planned):
             return (elements.whole(self.sources.number(sent), values[0].numel()),)
         reduced: list[Elements] = []
         remembered: list[Elements] = []

@@ -169,6 +169,7 @@ WRONG: Mapping[str, Callable[[fx.Graph], None]] = {
     "the rounds in another order": given(2, 2, turned(2)),
     "one round twice": given(2, 2, same_sum_twice),
     "another hook": given(2, 4, lambda _: "another"),
+    "another hook's rounds": given(2, 6, lambda _: "1.0"),
     "other ranks": given(2, 5, lambda _: 3),
 }
 
