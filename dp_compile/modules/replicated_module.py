@@ -273,11 +273,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
-    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
-    wrappers around the first do is known: backwards are captured as before, and gradients travel in that dtype. Any
+    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook`, the two wrappers
+    around the first and `powerSGD_hook` do is known: backwards are captured as before, and gradients travel so. Any
     other is called by torch's C++ reducer, which from then on reduces every backward of the module; what torch compiled
-    is used as before, but no backward is captured. A `FunctionalHook` runs in the captured graph, and
-    in every other way that a backward goes. Every rank registers the same hook: they compare them here.
+    is used as before, but no backward is captured. A `FunctionalHook` runs in the captured graph, and in every other
+    way that a backward goes. Every rank registers the same hook: they compare them here.
 
     Args:
         state: handed to the hook as its first argument; of a functional hook a `HookState`.
