@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from dp_compile.config import ReplicateConfig as ReplicateConfig
     from dp_compile.engine.backward import compiled_backward as compiled_backward
     from dp_compile.engine.calibration import calibrate as calibrate
+    from dp_compile.engine.hook_state import HookState as HookState
     from dp_compile.errors import CommunicationError as CommunicationError
     from dp_compile.errors import ConfigError as ConfigError
     from dp_compile.errors import DesyncError as DesyncError
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from dp_compile.modules.replicated_module import no_sync as no_sync
     from dp_compile.modules.warmup import WarmupRecord as WarmupRecord
     from dp_compile.modules.warmup import warmup as warmup
+    from dp_compile.passes.functional_hook import FunctionalHook as FunctionalHook
+    from dp_compile.passes.functional_hook import HookBucket as HookBucket
 
 # Where each name lives. A file is loaded when one of its names is first asked for: torch alone takes seconds to import,
 # its compilers as long again, and a process that only reads a plan file needs neither.
@@ -43,6 +46,9 @@ _HOME = {
     "DPCompileError": "errors",
     "DesyncError": "errors",
     "DistributedDataParallel": "modules.distributed",
+    "FunctionalHook": "passes.functional_hook",
+    "HookBucket": "passes.functional_hook",
+    "HookState": "engine.hook_state",
     "InvalidGraphError": "errors",
     "Measurement": "insight.measuring",
     "ModuleError": "errors",

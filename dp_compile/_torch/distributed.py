@@ -19,6 +19,10 @@ from dp_compile.errors import ConfigError
 with named():
     from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import Store as Store
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+        _orthogonalize,
+        _should_compress,
+    )
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_store,
         _get_process_group_name,
@@ -33,6 +37,16 @@ with named():
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
+
+
+def orthogonalize(matrices: torch.Tensor, epsilon: float) -> None:
+    """Make the columns of each matrix of a batch orthonormal, in place, as torch's PowerSGD does."""
+    cast(Callable[..., None], _orthogonalize)(matrices, epsilon)
+
+
+def should_compress(rows: int, columns: int, rank: int, min_compression_rate: float) -> tuple[bool, int, int]:
+    """Whether torch's PowerSGD compresses a matrix, and its elements before and after."""
+    return cast(Any, _should_compress)(rows, columns, rank, min_compression_rate)  # type: ignore[no-any-return]
 
 
 def group_name(group: dist.ProcessGroup) -> str:

@@ -420,7 +420,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     if replica.config.broadcast_buffers:
         source = 0 if replica.uneven is None else replica.uneven.source
         distributed.broadcast(replica.buffers, replica.group.process_group, BROADCAST_BYTES, source)
-    replica.synced_backwards += 1
+    replica.count_synced()
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
     drift.check(replica)

@@ -46,7 +46,7 @@ class BucketEvents(autograd.TorchDispatchMode):
     def _launch(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         number = self._launched
         expected = self._expected[number] if number < len(self._expected) else None
-        if expected is None or [each.numel() for each in _listed(args[0])] != expected.numels:
+        if expected is None or expected.numels not in (None, [each.numel() for each in _listed(args[0])]):
             return func(*args, **kwargs)
         self._launched += 1
         with self._audience.launching(*expected.place) if expected.is_first else contextlib.nullcontext():
@@ -56,10 +56,13 @@ class BucketEvents(autograd.TorchDispatchMode):
 
 
 class _Expected(NamedTuple):
-    """A launch: of which module's bucket, how large its tensors are, and whether it is the bucket's first."""
+    """A launch: of which module's bucket, how large its tensors are, and whether it is the bucket's first.
+
+    What a functional hook sends may have any size.
+    """
 
     place: tuple[int, int]
-    numels: list[int]
+    numels: list[int] | None
     is_first: bool
 
 
@@ -68,7 +71,8 @@ def _launches(module: int, plan: BucketPlan) -> Iterator[_Expected]:
     numels = [[bucket.key.reduction.numels(numel) for numel in bucket.tensor_numels] for bucket in plan.buckets]
     given = [list(zip(*each, strict=True)) for each in numels]
     for bucket, stage in launch_order(stages):
-        yield _Expected((module, bucket), list(given[bucket][stage]), stage == 0)
+        by_hook = plan.buckets[bucket].key.reduction.hook is not None
+        yield _Expected((module, bucket), None if by_hook else list(given[bucket][stage]), stage == 0)
 
 
 def _listed(value: Any) -> Sequence[torch.Tensor]:

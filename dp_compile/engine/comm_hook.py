@@ -10,12 +10,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dp_compile._torch.distributed import GradBucket
+from dp_compile.engine.hook_state import HookState, Remembering
+from dp_compile.engine.power_sgd import PLAIN, PowerSGDMemory
 from dp_compile.errors import ConfigError
+from dp_compile.passes.functional_hook import FunctionalHook, register
 from dp_compile.plan.reduction import Averaging
 
-HookFunction = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+TorchHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+HookFunction = TorchHook | FunctionalHook
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,20 @@ class CommHook:
     state: Any
     function: HookFunction
     averaging: Averaging | None = None
-    """What the hook does, if that is known: then nobody calls it, and backwards are captured."""
+    """What the hook does, if that is known: then torch's reducer does not call it, and backwards are captured."""
+    functional: FunctionalHook | None = None
+    """A hook that is called here, in every way that a backward goes; plans know it by name, and hold it by this."""
+    memory: Remembering | None = None
+    """What it remembers."""
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether torch's reducer could call it as well."""
+        return not isinstance(self.function, FunctionalHook)
+
+    def called_by_torch(self) -> CommHook:
+        """The same, as one of which nothing is known."""
+        return CommHook(self.state, self.function)
 
     @property
     def name(self) -> str:
@@ -38,7 +56,8 @@ class CommHook:
     @property
     def said(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
-        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}"
+        memory = "" if self.memory is None else f", {self.memory.said}"
+        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: str) -> CommHook:
@@ -51,6 +70,11 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
         ConfigError: not callable, not two parameters, annotated as something else, or bf16 compression on a backend
             that torch does not offer it for.
     """
+    if isinstance(function, FunctionalHook):
+        return _functional(state, function)
+    if function is powerSGD_hook and type(state) is PowerSGDState and _is_of(state.process_group, group):
+        memory = PowerSGDMemory(state)
+        return CommHook(state, function, PLAIN, memory.hook, memory)
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
     hook = CommHook(state, function, _averaging_of(state, function, group))
@@ -72,7 +96,17 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     return hook
 
 
-def _averaging_of(state: Any, function: HookFunction, group: dist.ProcessGroup) -> Averaging | None:
+def _functional(state: Any, hook: FunctionalHook) -> CommHook:
+    if not isinstance(state, HookState):
+        raise ConfigError(
+            f"functional comm hook {hook!r} needs a state that lasts, got {type(state).__name__}. Call "
+            "register_comm_hook(dp_compile.HookState(), hook)."
+        )
+    key, hook = register(hook)
+    return CommHook(state, hook, Averaging(hook=key, rounds=hook.rounds), hook, state.made_for(hook))
+
+
+def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> Averaging | None:
     """What torch's own hooks do that average in another dtype; `None` of any other, or over another group.
 
     Their state is the group over which they average, and `None` the default group, whatever the module's is.
@@ -80,7 +114,7 @@ def _averaging_of(state: Any, function: HookFunction, group: dist.ProcessGroup) 
     They cast, divide by the number of ranks, add up and cast back. We divide first and round once: the same numbers if
     the number of ranks is a power of two, else one rounding less.
     """
-    if (dist.group.WORLD if state is None else state) is not group:
+    if not _is_of(state, group):
         return None
     wires = (("float16", hooks.fp16_compress_wrapper), ("bfloat16", hooks.bf16_compress_wrapper))
     for wire, wrapper in wires:
@@ -91,6 +125,10 @@ def _averaging_of(state: Any, function: HookFunction, group: dist.ProcessGroup) 
     plain = (None, hooks.allreduce_hook), ("float16", hooks.fp16_compress_hook), ("bfloat16", hooks.bf16_compress_hook)
     found = [wire for wire, hook in plain if function is hook]
     return Averaging(found[0], in_collective=False, all_before=True) if found else None
+
+
+def _is_of(given: Any, group: dist.ProcessGroup) -> bool:
+    return (dist.group.WORLD if given is None else given) is group
 
 
 def _says_otherwise(annotation: Any, expected: Any) -> bool:

@@ -117,7 +117,7 @@ class CompiledBackward:
         return BucketEvents(plans, audience) if audience and any(plan.buckets for plan in plans) else None
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """In the order of `_add_completion`: per replica the flags, then old gradients of unused parameters."""
+        """In the order of `_add_completion`: per replica the flags, old gradients of unused parameters, state."""
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             used = sorted({*self._used[ordinal], *replica.local.used})
@@ -127,6 +127,8 @@ class CompiledBackward:
                     grad = replica.parameters[index].grad
                     assert grad is not None
                     yield grad
+            for index in range(len(replica.parameters)):
+                yield from replica.state_of_hook(index).values()
 
     def _break(self, replicas: Sequence[Replica], error: BaseException) -> None:
         warn_once(

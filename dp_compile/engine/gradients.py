@@ -25,7 +25,8 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
         key = BucketKey(reduction, str(dtype).removeprefix("torch."), parameter.device.type)
         specs.append(GradientSpec(index, name, shape, stride, itemsize, key))
     first, length = specs[0], len(specs) + MORE
-    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, first.key)
+    key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype))
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, key)
     return (*reversed(specs), flags)
 
 

@@ -25,9 +25,13 @@ class Group:
 
     def reduction(self, dtype: torch.dtype) -> Reduction:
         """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""
-        averaging = replace(self.averaging, wire=None) if dtype.is_complex else self.averaging
+        averaging = replace(self.averaging, wire=None, hook=None) if dtype.is_complex else self.averaging
         name = str(dtype.to_real()).removeprefix("torch.")
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
+
+    def reduction_of_flags(self, dtype: torch.dtype) -> Reduction:
+        """As that of the gradients of this dtype, but never by a hook, which may lose some of them."""
+        return replace(self, averaging=replace(self.averaging, hook=None)).reduction(dtype)
 
     @property
     def ranks_inside(self) -> int | None:

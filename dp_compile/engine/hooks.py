@@ -143,6 +143,7 @@ class _Flight:
     """A bucket on its way."""
 
     bucket: Bucket
+    ops: EagerOps
     reducing: Generator[None, None, list[torch.Tensor]]
 
 
@@ -236,6 +237,8 @@ class ReductionRound:
                 places = zip(flight.bucket.members, flight.bucket.places(), strict=True)
                 reduced += [(member, view_of(member, tensors[place.tensor], place.offset)) for member, place in places]
             self.averages = _whole(reduced)
+            for flight in self.flights:
+                flight.ops.remember()
             for index in self.arrived:
                 # In place if the gradient is still there: a hook of the user's may have dropped it.
                 grad = replica.parameters[index].grad
@@ -251,7 +254,7 @@ class ReductionRound:
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
-                replica.synced_backwards += 1
+                replica.count_synced()
                 replica.arrivals_in = None
 
     def is_launched(self) -> bool:
@@ -268,8 +271,9 @@ class ReductionRound:
             self.replica.device,
             partial(self.audience.launching, self.module, number),
             partial(self.audience.waiting, self.module, number),
+            state=[self.replica.state_of_hook(member.gradient.index) for member in bucket.members],
         )
-        self.flights.append(_Flight(bucket, reduce_bucket(bucket, ops)))
+        self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
         if self.due is None:
             self.due = deque(self._order())
         while self._launch_stage() != (number, 0):

@@ -27,6 +27,7 @@ from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
+from dp_compile.passes.functional_hook import HOOK_STATE
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 
 
@@ -195,7 +196,22 @@ def _add_completion(
                 after = graph.call_function(reduce_accumulated, (parameter, existing, index, ordinal, after))
             after = after if wanted.deferred else None
         results += [done[index] for index in sources]
+        for index in range(len(replica.parameters)):
+            names = list(replica.state_of_hook(index))
+            with graph.inserting_before(start):
+                state = [
+                    graph.call_function(operator.getitem, (tensors, position + each)) for each in range(len(names))
+                ]
+            position += len(names)
+            if names:
+                graph.call_function(remember, (state, names, index, ordinal))
     return results
+
+
+def remember(state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int) -> None:
+    """Traced at the end: the state of a hook becomes what the hook says, in place."""
+    for tensor, value in zip(state, HOOK_STATE(state, names, index, replica), strict=True):
+        tensor.copy_(value)
 
 
 def reduce_accumulated(

@@ -23,6 +23,7 @@ from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
+from dp_compile.passes.functional_hook import State
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
 from dp_compile.plan.buckets import BucketPlan
@@ -145,7 +146,7 @@ class Replica:
     sync: bool = True
     precision: Precision | None = None
     comm_hook: CommHook | None = None
-    """The user's own reduction of a bucket. Only torch's reducer can call it, so it reduces every backward then."""
+    """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
     average_by: Callable[[Averaging], None] | None = None
     """Lets gradients be averaged in another way from now on. Only between backwards, on every rank."""
     hooks: Removable | None = None
@@ -195,6 +196,17 @@ class Replica:
     def called_hook(self) -> CommHook | None:
         """The comm hook that torch's reducer has to call, as nobody here knows what it does."""
         return None if self.comm_hook is None or self.comm_hook.averaging is not None else self.comm_hook
+
+    def state_of_hook(self, index: int) -> State:
+        """What a functional hook remembers of a gradient; of the flags nothing."""
+        memory = None if self.comm_hook is None else self.comm_hook.memory
+        return {} if memory is None or index == len(self.parameters) else memory.of(index)
+
+    def count_synced(self) -> None:
+        """A synchronised backward has ended."""
+        self.synced_backwards += 1
+        if self.comm_hook is not None and self.comm_hook.memory is not None:
+            self.comm_hook.memory.ended()
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""

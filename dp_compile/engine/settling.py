@@ -101,11 +101,17 @@ def settle(replicas: Sequence[Replica], shares: Mapping[Replica, Shares] | None 
 
 
 def revise_if_due(replica: Replica) -> None:
-    """Make the plan anew if enough has been seen. Called before each synchronised backward, on every rank.
+    """Make the plan anew if enough has been seen, or if a comm hook now reduces in another way.
+
+    Called before each synchronised backward, on every rank.
 
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
+    memory = None if replica.comm_hook is None else replica.comm_hook.memory
+    if memory is not None and (averaging := memory.begin()) is not None:
+        assert replica.average_by is not None
+        replica.average_by(averaging)
     if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards == 1:
         _revise(replica, _in_order_of_arrival(replica), None)
     elif replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):

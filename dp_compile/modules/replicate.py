@@ -43,6 +43,8 @@ from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
 from dp_compile.modules.replicated_module import (
     behind,
+    bind_memory,
+    check_functional,
     forget_state,
     has_lost_its_wrapper,
     is_of_a_module_that_is_gone,
@@ -65,8 +67,9 @@ from dp_compile.modules.selection import (
 )
 from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.functional_hook import FunctionalHook
 from dp_compile.passes.result import GraphPass
-from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.strategies import Planned
 from dp_compile.plan.words import BYTES_PER_MB
@@ -341,6 +344,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
         replica.precision = precision
         statement = _statement(target, replica)
+        bind_memory(replica)
     replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
     _broadcast(replica)
     if pending is None:
@@ -380,10 +384,13 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         passes=order.passes,
         beside_shards=target.sharded,
         comm_hook=comm_hook,
-        by_hooks=None if levels is None else True,  # torch's reducer has one level
+        # torch's reducer has one level, and calls hooks of its own kind.
+        by_hooks=None if levels is None and (comm_hook is None or comm_hook.functional is None) else True,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
+    if comm_hook is not None and comm_hook.functional is not None:
+        check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
@@ -405,13 +412,22 @@ def _average_by(
     was, replica.group = replica.group.averaging, group
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
     replica.revisions.revise = planning.revise
-    if averaging.wire == was.wire:
+    if averaging.wire == was.wire and _keep_together(replica.plan, gradients):
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
         replica.revisions.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)
     if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
         replica.reducer.register_comm_hook(of, reduce_as_planned)
+
+
+def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
+    """Whether the buckets of a plan can stay what they are when gradients are reduced in another way."""
+    keys = {gradient.index: gradient.key for gradient in gradients}
+    in_one_piece = all(member.rows is None for bucket in plan.buckets for member in bucket.members)
+    by_hook = any(key.reduction.hook is not None for key in keys.values())
+    together = ({keys[member.gradient.index] for member in bucket.members} for bucket in plan.buckets)
+    return all(len(found) == 1 for found in together) and (in_one_piece or not by_hook)
 
 
 def _averaging(config: ReplicateConfig) -> Averaging:
@@ -435,6 +451,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         static_graph=replica.config.static_graph,
     )
     if replica.called_hook is not None:
+        assert not isinstance(replica.called_hook.function, FunctionalHook)
         reducer.register_comm_hook(replica.called_hook.state, replica.called_hook.function)
     elif not replica.group.averaging.is_plain:
         reducer.register_comm_hook(of, reduce_as_planned)
@@ -508,6 +525,8 @@ def _release(replica: Replica) -> None:
     if replica.reducer is not None:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
+    if replica.comm_hook is not None and replica.comm_hook.memory is not None:
+        replica.comm_hook.memory.unbind()
     root = replica.outline.root()
     if root is not None:
         take_precision_off(root)

@@ -22,11 +22,11 @@ from typing import Any, ClassVar, Final, NoReturn, SupportsIndex
 from torch import nn
 
 from dp_compile.engine.agreement import Statement, agree
-from dp_compile.engine.comm_hook import HookFunction, make_comm_hook
+from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import meeting, table_of
+from dp_compile.engine.settling import meeting, table_in_backward, table_of
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 
@@ -273,15 +273,16 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
-    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
-    wrappers around the first do is known: backwards are captured as before, and gradients travel in that dtype. Any
+    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook`, the two wrappers
+    around the first and `powerSGD_hook` do is known: backwards are captured as before, and gradients travel so. Any
     other is called by torch's C++ reducer, which from then on reduces every backward of the module; what torch compiled
-    is used as before, but no backward is captured. Every rank registers the same hook: they compare them here.
+    is used as before, but no backward is captured. A `FunctionalHook` runs in the captured graph, and in every other
+    way that a backward goes. Every rank registers the same hook: they compare them here.
 
     Args:
-        state: handed to the hook as its first argument.
+        state: handed to the hook as its first argument; of a functional hook a `HookState`.
         hook: `hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`, as in
-            `torch.distributed.algorithms.ddp_comm_hooks`.
+            `torch.distributed.algorithms.ddp_comm_hooks`; or a `FunctionalHook`.
 
     Raises:
         ModuleError: the module is not replicated, has a hook already, or has run a backward already.
@@ -296,6 +297,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
     made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
+    if made.functional is not None and isinstance(owner, Replica):
+        made = _feasible(owner, made)
     if made.averaging is None and owner.group.levels is not None:
         raise ConfigError(
             f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
@@ -307,10 +310,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
             f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
         )
     if isinstance(owner, Replica):
-        _agree(owner, {"comm hook": made.said}, "register_comm_hook()")
-        if made.averaging is not None:
-            assert owner.average_by is not None
-            owner.average_by(made.averaging)
+        _take(owner, made)
     owner.comm_hook = made
     if made.averaging is None:
         logger.warning(
@@ -318,6 +318,73 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
             name,
             made.name,
         )
+
+
+def _take(replica: Replica, hook: CommHook) -> None:
+    """Reduce by a hook from now on, if all ranks do."""
+    replica.comm_hook = hook
+    try:
+        said = hook.said
+        bind_memory(replica)
+        _agree(replica, {"comm hook": said}, "register_comm_hook()")
+    except BaseException:
+        replica.comm_hook = None
+        if hook.memory is not None:
+            hook.memory.unbind()
+        raise
+    if hook.averaging is not None:
+        assert replica.average_by is not None
+        replica.average_by(hook.averaging)
+    if hook.functional is not None:
+        replica.by_hooks = True  # torch's reducer calls hooks of its own kind
+
+
+def _feasible(replica: Replica, hook: CommHook) -> CommHook:
+    """The hook; if it cannot run here, and torch's reducer could call it, one that torch's reducer calls."""
+    if hook.is_torchs and (obstacles := _obstacles(replica)):
+        logger.info("comm hook %s is left to torch's C++ reducer: %s", hook.name, " and ".join(obstacles))
+        return hook.called_by_torch()
+    check_functional(replica, hook.name)
+    return hook
+
+
+def _obstacles(replica: Replica) -> list[str]:
+    obstacles = {
+        "the device_mesh has two dimensions": replica.group.levels is not None,
+        "with ddp_python_hook=False torch's C++ reducer reduces": not replica.python_hook,
+        "no pass makes buckets": replica.strategy == "single",
+    }
+    return [obstacle for obstacle, stands in obstacles.items() if stands]
+
+
+def check_functional(replica: Replica, name: str) -> None:
+    """Whether a functional hook can reduce every backward of a module.
+
+    Raises:
+        ConfigError: it cannot, for an option says otherwise.
+    """
+    if said := _obstacles(replica):
+        raise ConfigError(
+            f"comm hook {name} reduces the buckets of a plan, over all ranks at once: {' and '.join(said)}. Leave that "
+            "option as it is by default, or use another hook."
+        )
+
+
+def bind_memory(replica: Replica) -> None:
+    """Let what a functional hook remembers belong to a module that has started."""
+    hook = replica.comm_hook
+    if hook is not None and hook.memory is not None:
+        # Not the replica: the user holds the memory.
+        of = weakref.ref(replica)
+
+        def compare(said: str, call: str) -> None:
+            owner = of()
+            assert owner is not None
+            table = table_in_backward(owner)
+            if table is not None:
+                agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
+
+        hook.memory.bind(replica.names, replica.parameters, compare)
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:

@@ -175,11 +175,15 @@ def _same_counts(replica: Replica) -> Iterator[None]:
     steps, backwards = replica.synced_backwards, replica.backwards.copy()
     launches, used = list(replica.revisions.launches), set(replica.local.used)
     versions = dict(replica.local.versions)
+    memory = None if replica.comm_hook is None else replica.comm_hook.memory
+    remembered = None if memory is None else memory.snapshot()
     try:
         yield
     finally:
         replica.local.versions = versions
         replica.synced_backwards = steps
+        if memory is not None:
+            memory.restore(remembered)
         replica.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.backwards.update(backwards)
         replica.revisions.launches, replica.local.used = launches, used

@@ -39,9 +39,10 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.analysis import MemberMark, analyse
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.functional_hook import HOOK_STEP
 from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_view, without_views
-from dp_compile.passes.reduction import GradReduction, finished, reduce_bucket
+from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, states_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
 from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
@@ -68,13 +69,14 @@ class BucketReductions:
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
         pieces: dict[fx.Node, dict[Rows, fx.Node]] = {}
+        states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             staged: list[list[fx.Node]] = []
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
                 site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps)
-                ops = _GraphOps(site, _parts_of(bucket, members))
+                ops = _GraphOps(site, _parts_of(bucket, members), states, remembered)
                 tensors = finished(reduce_bucket(bucket, ops))
                 staged.append(ops.launches)
                 for part in ops.parts:
@@ -84,7 +86,11 @@ class BucketReductions:
                         node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
                         views[node] = site.view_back(where.node, part.member.gradient, promised, where.offset)
             launches += [staged[bucket][stage] for bucket, stage in launch_order([len(each) for each in staged])]
-        edit.replace_uses(views)
+        edit.replace_uses(views | remembered)
+        for node in remembered:
+            graph.erase_node(node)
+        for state in states.values():
+            graph.erase_node(state.node)
         for node in views:
             _erase(node)
         if launches:
@@ -209,17 +215,47 @@ class _GraphOps:
 
     site: _Site
     parts: list[_Part]
+    states: Mapping[tuple[int, int], StateInGraph]
+    remembered: dict[fx.Node, fx.Node]
+    """What a hook remembers from now on, by the node that stood for it."""
     launches: list[fx.Node] = field(default_factory=list)
 
-    def fill(self, members: Sequence[int], numel: int, scale: float, dtype: torch.dtype | None) -> fx.Node:
+    def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
+        states = [self.states.get((part.reduction.replica, part.reduction.index)) for part in self.parts]
+        state = [tensor for each in states if each is not None for tensor in each.tensors]
+        names = ["" if each is None else ",".join(each.names) for each in states]
+        gradients = [part.reduction.grad for part in self.parts]
+        given = gradients, state, list(received), names, hook, self.parts[0].member.gradient.key.reduction.ranks
+        step = self.site.make(HOOK_STEP, *given, self.site.unit)
+        return [self.site.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
+
+    def keep(self, state: Sequence[fx.Node]) -> None:
+        new = iter(state)
+        for part in self.parts:
+            known = self.states.get((part.reduction.replica, part.reduction.index))
+            for position, _ in enumerate(() if known is None else known.names):
+                value = next(new)
+                if known is not None and position in known.items:
+                    self.remembered[known.items[position]] = value
+
+    def fill(
+        self,
+        members: Sequence[int],
+        numel: int,
+        scale: float,
+        dtype: torch.dtype | None,
+        given: Sequence[fx.Node] | None = None,
+    ) -> fx.Node:
         sources: list[fx.Node] = []
         scales: list[float] = []
         strides: list[int] = []
         parts = [self.parts[number] for number in members]
         provenance = edit.Provenance(BucketReductions.name, self.site.unit)
-        for part in parts:
+        for position, part in enumerate(parts):
             gradient, rows = part.member.gradient, part.member.rows
-            if rows is None:
+            if given is not None:
+                source, stride = given[position], gradient.stride
+            elif rows is None:
                 source, stride = without_views(part.reduction.grad, gradient.stride)
                 if dtype is not None:
                     source, stride = without_views(before_cast(source, dtype), stride)

@@ -25,6 +25,7 @@ from torch import fx
 from dp_compile._torch import distributed
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
+from dp_compile.passes.functional_hook import HOOK_STATE, HookBucket, HookRun, State
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
 from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, Stage
@@ -38,11 +39,25 @@ TensorT = TypeVar("TensorT")
 class Ops(Protocol[TensorT]):
     """What a reduction is made of: nodes in a graph, or tensors at once."""
 
-    def fill(self, members: Sequence[int], numel: int, scale: float, dtype: torch.dtype | None) -> TensorT:
+    def fill(
+        self,
+        members: Sequence[int],
+        numel: int,
+        scale: float,
+        dtype: torch.dtype | None,
+        given: Sequence[TensorT] | None = None,
+    ) -> TensorT:
         """A tensor of `numel` elements with some members of the bucket, by number, at their places, times `scale`.
 
-        In `dtype`, if that is another one than the gradients'.
+        In `dtype`, if that is another one than the gradients'. `given`: what is put there for each of these members;
+        `None`: its gradient.
         """
+
+    def step_of_hook(self, hook: str, received: Sequence[TensorT]) -> list[TensorT]:
+        """What a functional hook sends next, after these sums; at the end all that it returns (`HookRun.step`)."""
+
+    def keep(self, state: Sequence[TensorT]) -> None:
+        """What a hook remembers of the bucket's gradients from now on."""
 
     def launch(self, stage: Stage, tensors: Sequence[TensorT]) -> Any:
         """Start the collective of a stage over all tensors of a bucket; if that has parts there is one tensor only."""
@@ -67,7 +82,10 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
     sharing: list[list[int]] = [[] for _ in bucket.tensor_numels]
     for number, place in enumerate(bucket.places()):
         sharing[place.tensor].append(number)
-    sizes = zip(sharing, bucket.tensor_numels, strict=True)
+    sizes = list(zip(sharing, bucket.tensor_numels, strict=True))
+    if reduction.hook is not None:
+        reduced = yield from _reduced_by_hook(bucket, reduction.hook, ops)
+        return [ops.fill(each, numel, 1.0, None, [reduced[member] for member in each]) for each, numel in sizes]
     tensors = [ops.fill(members, numel, reduction.scale, wire) for members, numel in sizes]
     for stage in reduction.stages:
         launched = ops.launch(stage, tensors)
@@ -78,6 +96,17 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
     if wire is not None or reduction.post_scale != 1.0:
         tensors = [ops.restore(tensor, reduction.post_scale, dtype) for tensor in tensors]
     return tensors
+
+
+def _reduced_by_hook(bucket: Bucket, hook: str, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
+    received: list[TensorT] = []
+    for stage in bucket.key.reduction.stages:
+        launched = ops.launch(stage, ops.step_of_hook(hook, received))
+        yield
+        received += ops.wait(launched)
+    found = ops.step_of_hook(hook, received)
+    ops.keep(found[len(bucket.members) :])
+    return found[: len(bucket.members)]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -110,6 +139,7 @@ class EagerOps:
         bucket: what is reduced.
         sources: the gradient of each member, as it is reduced; a missing one is zeros.
         launching: around each launch; `waiting` around each wait.
+        state: for a functional hook: what it remembers of each member, by name.
     """
 
     bucket: Bucket
@@ -121,14 +151,40 @@ class EagerOps:
     """The collective that was launched last."""
     is_waited_for: bool = False
     """Whether who goes on knows already that it has ended."""
+    state: Sequence[State] = ()
+    _kept: Sequence[torch.Tensor] = ()
+    """What the hook remembers from now on, in the order of `state`."""
+    _run: HookRun | None = None
 
-    def fill(self, members: Sequence[int], numel: int, scale: float, dtype: torch.dtype | None) -> torch.Tensor:
+    def fill(
+        self,
+        members: Sequence[int],
+        numel: int,
+        scale: float,
+        dtype: torch.dtype | None,
+        given: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         places = list(self.bucket.places())
-        given = [self._given(number) for number in members]
+        given = [self._given(number) for number in members] if given is None else given
         strides = [step for number in members for step in self.bucket.members[number].gradient.stride]
         offsets = [places[number].offset for number in members]
         filled: torch.Tensor = FLAT_BUCKET(given, [scale] * len(given), strides, offsets, numel, False, dtype)
         return filled
+
+    def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self._run is None:
+            gradients = tuple(map(self._given, range(len(self.bucket.members))))
+            self._run = HookRun(hook, HookBucket(gradients, self.state, self.bucket.key.reduction.ranks))
+        return self._run.step(received)
+
+    def keep(self, state: Sequence[torch.Tensor]) -> None:
+        self._kept = state
+
+    def remember(self) -> None:
+        """Let what the hook remembers be so from now on. Once all buckets are reduced: all of them, or none."""
+        with torch.no_grad():
+            for tensor, value in zip((each for one in self.state for each in one.values()), self._kept, strict=True):
+                tensor.copy_(value)
 
     def _given(self, number: int) -> torch.Tensor:
         member, source = self.bucket.members[number], self.sources[number]
@@ -256,6 +312,29 @@ def emit(grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | Non
     """Reduce one gradient. Returns a new tensor with the shape, dtype and strides of `grad`."""
     reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, after)
     return reduced
+
+
+@dataclass(frozen=True, slots=True)
+class StateInGraph:
+    """A node that stands for the state of a gradient behind a functional hook.
+
+    `names`: of the state's tensors; `tensors`: what they are before; `items`: by position, who has what they become.
+    """
+
+    node: fx.Node
+    names: tuple[str, ...]
+    tensors: tuple[fx.Node, ...]
+    items: dict[int, fx.Node]
+
+
+def states_in(graph: fx.Graph) -> dict[tuple[int, int], StateInGraph]:
+    """By replica and index of the gradient."""
+    found: dict[tuple[int, int], StateInGraph] = {}
+    for node in graph.find_nodes(op="call_function", target=HOOK_STATE):
+        tensors, names, index, replica = node.args
+        items = {user.args[1]: user for user in node.users}
+        found[replica, index] = StateInGraph(node, tuple(names), tuple(tensors), items)
+    return found
 
 
 def match(node: fx.Node) -> GradReduction | Refusal:

@@ -30,6 +30,7 @@ from dp_compile.fx.elements import Elements, Run
 from dp_compile.fx.printer import op_name
 from dp_compile.fx.storages import Storage, storages_of, written_by
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
+from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, dtype_of, match
 from dp_compile.plan.buckets import BucketPlan
 
@@ -77,6 +78,32 @@ class _Cast(NamedTuple):
     dtype: torch.dtype
 
 
+class _Sent(NamedTuple):
+    """A source: what a functional hook hands out after `step` all-reduces. All else follows from what it is given."""
+
+    gradients: tuple[Elements, ...]
+    state: Any
+    names: tuple[str, ...]
+    hook: str
+    ranks: int
+    step: int
+
+
+class _ByHook(NamedTuple):
+    """A source: what a functional hook makes of a gradient; with a `position`, what it remembers there from now on."""
+
+    gradient: Elements
+    hook: str
+    ranks: int
+    groups: tuple[str, ...]
+    """One for each round."""
+    position: int | None = None
+    state: Any = None
+
+    def __str__(self) -> str:
+        return f"reduced by hook {self.hook} over groups {', '.join(self.groups)}"
+
+
 class _Pairs(NamedTuple):
     """A source: real and imaginary parts of a complex one, side by side; if not `real`, complex numbers of those."""
 
@@ -103,11 +130,15 @@ class Sources:
     def root(self, number: int) -> int:
         """What was reduced at first, before casts and the like."""
         key = self._keys[number]
+        if isinstance(key, _ByHook) and key.gradient:
+            return self.root(key.gradient[0].source)
         return self.root(key.source) if isinstance(key, (_Reduced, _Cast, _Pairs)) else number
 
     def is_reduced(self, number: int) -> bool:
         key = self._keys[number]
-        return isinstance(key, _Reduced) or (isinstance(key, (_Cast, _Pairs)) and self.is_reduced(key.source))
+        return isinstance(key, (_Reduced, _ByHook)) or (
+            isinstance(key, (_Cast, _Pairs)) and self.is_reduced(key.source)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +240,14 @@ class _Walk:
     ) -> None:
         self.sources, self._written_by = sources, writes
         self._planned = [{each.index: each.key.reduction for each in plan.gradients} for plan in plans]
+        self._rounds = {
+            (str(replica), each.hook): tuple(stage.group for stage in each.stages)
+            for replica, planned in enumerate(self._planned)
+            for each in planned.values()
+        }
+        """By replica and functional hook the group of each round."""
+        self._by_hook: dict[tuple[int, int], _ByHook] = {}
+        """By replica and index."""
         self.numel: Counter[int] = Counter()
         self.gradients: dict[int, tuple[int, int]] = {}
         self.unknown: set[str] = set()
@@ -220,7 +259,8 @@ class _Walk:
         self._aliases: dict[Storage, list[fx.Node]] = {}
 
     def visit(self, node: fx.Node) -> None:
-        if any(source in self._reduced for source in node.all_input_nodes) or node.target is REDUCE_GRAD:
+        starts = node.target in (REDUCE_GRAD, HOOK_STATE)
+        if starts or any(source in self._reduced for source in node.all_input_nodes):
             self._reduced.add(node)
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         found = rule(self, node) if rule is not None else None
@@ -442,6 +482,10 @@ class _Walk:
             return None
         for run in given:
             self.gradients.setdefault(self.sources.root(run.source), (found.replica, found.index))
+        if planned.hook is not None:
+            groups = tuple(stage.group for stage in planned.stages)
+            self._by_hook[found.replica, found.index] = _ByHook(given, planned.hook, planned.ranks, groups)
+            return self._hooked(self._by_hook[found.replica, found.index])
         dtype = node.meta["val"].dtype
         wire = dtype if planned.wire is None else dtype_of(planned.wire)
         reduced = self._as_dtype(tuple(run.times(planned.scale) for run in given), dtype, wire)
@@ -449,6 +493,62 @@ class _Walk:
             if stage.reduce_op:  # else parts are put together that were cut apart
                 reduced = self._reduce(reduced, stage.group, stage.reduce_op, wire)
         return tuple(run.times(planned.post_scale) for run in self._as_dtype(reduced, wire, dtype))
+
+    def _hooked(self, what: _ByHook) -> Elements:
+        number, numel = self.sources.number(what), elements.numel_of(what.gradient)
+        self.numel[number] += numel
+        return elements.whole(number, numel)
+
+    def _remembered(self, what: _ByHook, state: Sequence[Any], values: Sequence[torch.Tensor]) -> tuple[Elements, ...]:
+        keys = (what._replace(position=position, state=tuple(state)) for position in range(len(state)))
+        pairs = zip(keys, values, strict=True)
+        return tuple(elements.whole(self.sources.number(key), value.numel()) for key, value in pairs)
+
+    def state_of_hook(self, node: fx.Node) -> Any:
+        tensors, _, index, replica = node.args
+        what = self._by_hook.get((int(str(replica)), int(str(index))))
+        state = [self.of(each) for each in _sequence(tensors)]
+        return None if what is None else self._remembered(what, state, node.meta["val"])
+
+    def step_of_hook(self, node: fx.Node) -> Any:
+        """What a hook hands out is as it is; the end counts if all before it was added up as it has to be."""
+        gradients, state, received, names, hook, ranks, unit = node.args
+        planned = self._rounds.get((str(unit).partition(".")[0], str(hook)), ())
+        given = [self.elements_of(each) for each in _sequence(gradients)]
+        known = tuple(each for each in given if each is not None)
+        if len(known) < len(given) or not planned:
+            return None
+        states = [self.of(each) for each in _sequence(state)]
+        kinds, values = tuple(map(str, _sequence(names))), node.meta["val"]
+        sent = _Sent(known, tuple(states), kinds, str(hook), int(str(ranks)), len(_sequence(received)))
+        groups: list[str] = []
+        for step, argument in enumerate(_sequence(received)):
+            found, numel = self.elements_of(argument), _node(argument).meta["val"].numel()
+            if not numel:  # nothing was sent
+                groups += planned[step : step + 1]
+                continue
+            key = self.sources.key(found[0].source) if found and len(found) == 1 else None
+            if not isinstance(key, _Reduced) or found != elements.whole(self.sources.number(key), numel):
+                return None
+            dtype, before = _node(argument).meta["val"].dtype, self.sources.number(sent._replace(step=step))
+            if key != _Reduced(before, 1.0, key.group, "sum", dtype):
+                return None
+            groups.append(key.group)
+        if len(groups) < len(planned):
+            return (elements.whole(self.sources.number(sent), values[0].numel()),)
+        reduced: list[Elements] = []
+        remembered: list[Elements] = []
+        left = list(states)
+        for gradient, kind in zip(known, kinds, strict=True):
+            what, count = (
+                _ByHook(gradient, str(hook), int(str(ranks)), tuple(groups)),
+                len(kind.split(",")) if kind else 0,
+            )
+            reduced.append(self._hooked(what))
+            first = len(known) + len(states) - len(left)
+            remembered += self._remembered(what, left[:count], values[first : first + count])
+            del left[:count]
+        return (*reduced, *remembered)
 
     def all_reduce(self, node: fx.Node) -> Any:
         what, reduce_op, group = node.args[:3]
@@ -514,7 +614,8 @@ class _Walk:
         for run in given:
             if run.source != gap:
                 number = self.sources.number(_Reduced(run.source, run.factor, group, reduce_op, dtype))
-                self.numel[number] += run.numel
+                if not isinstance(self.sources.key(run.source), _Sent):  # the gradients count that it is made of
+                    self.numel[number] += run.numel
                 run = replace(run, source=number, factor=1.0)
             reduced.append((run,))
         return elements.joined(reduced)
@@ -677,6 +778,8 @@ def _flat(value: Any) -> Iterator[Any]:
 _COPIES: Final = (aten.copy_.default,)
 _RULES: Final[Mapping[Any, Callable[[_Walk, fx.Node], Any]]] = {
     REDUCE_GRAD: _Walk.reduction,
+    HOOK_STATE: _Walk.state_of_hook,
+    HOOK_STEP: _Walk.step_of_hook,
     FLAT_BUCKET: _Walk.bucket,
     ASSEMBLE: _Walk.concatenation,
     collectives.ALL_REDUCE: _Walk.all_reduce,

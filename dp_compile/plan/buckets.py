@@ -77,6 +77,8 @@ class GradientSpec:
 
     def why_in_one_piece(self) -> str | None:
         """Why it cannot be cut into rows that lie one after the other in memory; `None` if it can."""
+        if self.key.reduction.hook is not None:
+            return "a comm hook reduces it, which needs all of it"
         if len(self.shape) < 2:
             return f"it has {count(len(self.shape), 'dimension')}, only matrices and more are cut"
         step = 1

@@ -83,13 +83,17 @@ class Reduction:
     """Each contribution times `scale` in the dtype `wire`, the stages one after the other, the result times
     `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
 
-    `wire`: name of a floating dtype; `None`: the gradient's own.
+    `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
+    each stage adds up and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
+    `ranks`: how many there are, if a hook has to know.
     """
 
     stages: tuple[Stage, ...]
     scale: float
     post_scale: float = 1.0
     wire: str | None = None
+    hook: str | None = None
+    ranks: int = 0
 
     @property
     def reduce_op(self) -> str:
@@ -110,12 +114,14 @@ class Reduction:
         return 1 if self.parts == 1 else 16 * self.parts
 
     def numels(self, numel: int) -> Iterator[int]:
-        """How many elements of a tensor with `numel` each stage is given."""
+        """How many elements of a tensor with `numel` each stage is given. By a hook: at most, as a rule."""
         for stage in self.stages:
             yield numel
             numel = stage.numel_behind(numel)
 
     def __str__(self) -> str:
+        if self.hook is not None:
+            return f"{self.reduce_op} by {self.hook}"
         levels = f", two levels with {self.parts} ranks in a node" if len(self.stages) > 1 else ""
         return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels
 
@@ -125,9 +131,10 @@ class Reduction:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data. What is as it mostly is is left out: plans without it keep their signature."""
-        more = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
-        wire = {"wire": self.wire} if self.wire is not None else {}
-        return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more, **wire}
+        more: dict[str, Any] = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
+        more |= {"wire": self.wire} if self.wire is not None else {}
+        more |= {"hook": self.hook, "ranks": self.ranks} if self.hook is not None else {}
+        return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more}
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> Reduction:
@@ -145,6 +152,7 @@ class Averaging:
             `None`: everything before, or in a collective that averages; for float16 see `before_the_sum`.
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
+        hook: key of the functional comm hook that reduces instead, in `rounds` all-reduces.
     """
 
     wire: str | None = None
@@ -152,11 +160,13 @@ class Averaging:
     predivide_by: float | None = None
     in_collective: bool = True
     all_before: bool = False
+    hook: str | None = None
+    rounds: int = 1
 
     @property
     def is_plain(self) -> bool:
         """Whether this is what torch's reducer does: the average, in the gradients' own dtype."""
-        return self.wire is None and self.divide_by is None and self.predivide_by is None
+        return self.wire is None and self.divide_by is None and self.predivide_by is None and self.hook is None
 
     def reduction(
         self, group: str, backend: str, world_size: int, dtype: str, levels: Levels | None = None
@@ -169,6 +179,9 @@ class Averaging:
         Raises:
             ConfigError: in float16 a flag that travels with the gradients would be divided down to nothing.
         """
+        if self.hook is not None:
+            rounds = tuple(Stage(ALL_REDUCE, group, "sum") for _ in range(self.rounds))
+            return Reduction(rounds, 1.0, hook=self.hook, ranks=world_size)
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor = self.predivide_by

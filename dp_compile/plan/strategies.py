@@ -327,7 +327,8 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
     Raises:
         ConfigError: the plan has some, and the backend reduces one tensor at a time, or there are two levels.
     """
-    grouped = [bucket for bucket in plan.buckets if len(bucket.tensor_numels) > 1]
+    # A hook sends tensors of its own.
+    grouped = [each for each in plan.buckets if len(each.tensor_numels) > 1 and each.key.reduction.hook is None]
     if any(len(bucket.key.reduction.stages) > 1 for bucket in grouped):
         raise ConfigError(
             "the plan reduces several tensors in one collective, which is not supported on two levels of network. Use "

@@ -1,0 +1,181 @@
+"""What a functional comm hook remembers from one backward to the next: tensors for each gradient, by parameter name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.passes.functional_hook import FunctionalHook, State
+from dp_compile.plan.reduction import Averaging
+
+Agree = Callable[[str, str], None]
+"""Compare a text with what all ranks say in a call."""
+
+
+class Remembering(Protocol):
+    """What the engine asks of a hook's memory. Each is called at the same backward on every rank."""
+
+    @property
+    def said(self) -> str:
+        """What ranks compare when the hook is registered."""
+
+    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree) -> None:
+        """Belong to a module from now on."""
+
+    def unbind(self) -> None:
+        """The module is not replicated any more."""
+
+    def of(self, index: int) -> State:
+        """The tensors of a gradient, always the same ones; nothing if there is no state of it now."""
+
+    def begin(self) -> Averaging | None:
+        """A synchronised backward is about to start. How gradients are reduced from now on, if that changes."""
+
+    def ended(self) -> None:
+        """A synchronised backward has ended well."""
+
+    def snapshot(self) -> Any:
+        """What `restore` needs to bring everything back as it is."""
+
+    def restore(self, snapshot: Any) -> None: ...
+
+
+class HookState:
+    """The state of a `FunctionalHook`: `model.register_comm_hook(dp_compile.HookState(), hook)`. For one module.
+
+    Each rank has its own, and saves and loads its own: what was not sent yet differs from rank to rank. It is kept by
+    parameter name, so it may be loaded whatever the buckets are.
+    """
+
+    def __init__(self) -> None:
+        self.backwards = 0
+        """Synchronised backwards so far."""
+        self._tensors: dict[str, dict[str, torch.Tensor]] = {}
+        self._names: tuple[str, ...] = ()
+        self._agree: Agree | None = None
+        self._hook: weakref.ref[FunctionalHook] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
+        tensors = {name: {key: each.clone() for key, each in state.items()} for name, state in self._tensors.items()}
+        return {"backwards": self.backwards, "tensors": tensors}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave on this rank. Every rank calls it, between the same two backwards.
+
+        Raises:
+            ConfigError: it is of another model or hook.
+            DesyncError: the ranks load what was saved after different backwards. Nothing is loaded.
+        """
+        try:
+            backwards, given = state_dict["backwards"], state_dict["tensors"]
+            found = {name: dict(state) for name, state in given.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"not the state of a comm hook: {error!r}. Give what HookState.state_dict() gave."
+            ) from error
+        if self._agree is None:
+            self._tensors = {name: {key: each.clone() for key, each in state.items()} for name, state in found.items()}
+        else:
+            check_alike(found, self._tensors)
+            self._agree(f"after {backwards} backwards", "load_state_dict()")
+            for name, state in self._tensors.items():
+                for key, tensor in state.items():
+                    tensor.copy_(found[name][key])
+        self.backwards = backwards
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        HookState.__init__(self)
+        self.load_state_dict(state)
+
+    # --- for the engine
+
+    def made_for(self, hook: FunctionalHook) -> HookState:
+        """Itself, for this hook.
+
+        Raises:
+            ModuleError: it is in use.
+        """
+        if self._agree is not None:
+            raise ModuleError("this HookState belongs to a replicated module already. Make one for each module.")
+        self._hook = weakref.ref(hook)
+        return self
+
+    @property
+    def said(self) -> str:
+        return f"after {self.backwards} backwards"
+
+    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree) -> None:
+        hook = None if self._hook is None else self._hook()
+        assert hook is not None
+        fresh: dict[str, dict[str, torch.Tensor]] = {}
+        for name, parameter in zip(names, parameters, strict=True):
+            if not parameter.is_complex():
+                fresh[name] = _initial(hook, name, parameter)
+        if self._tensors:
+            check_alike(self._tensors, fresh)
+            for name, state in fresh.items():
+                for key, tensor in state.items():
+                    tensor.copy_(self._tensors[name][key])
+        self._tensors, self._names, self._agree = fresh, tuple(names), agree
+
+    def unbind(self) -> None:
+        self._agree = None
+
+    def of(self, index: int) -> State:
+        return self._tensors.get(self._names[index], {})
+
+    def begin(self) -> Averaging | None:
+        return None
+
+    def ended(self) -> None:
+        self.backwards += 1
+
+    def snapshot(self) -> Any:
+        return self.state_dict()
+
+    def restore(self, snapshot: Any) -> None:
+        self.backwards = snapshot["backwards"]
+        for name, state in self._tensors.items():
+            for key, tensor in state.items():
+                tensor.copy_(snapshot["tensors"][name][key])
+
+
+def _initial(hook: FunctionalHook, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+    # The shape without the memory.
+    like = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    with torch.no_grad():
+        state = dict(hook.initial_state(like))
+    for key, tensor in state.items():
+        if not isinstance(key, str) or not key or "," in key or not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"the state of comm hook {hook!r} for {name} must be tensors by names without commas, got {key!r}: "
+                f"{type(tensor).__name__}."
+            )
+    return {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in state.items()}
+
+
+def check_alike(given: Mapping[str, State], wanted: Mapping[str, State]) -> None:
+    """Whether a state that is loaded has the tensors that a hook has.
+
+    Raises:
+        ConfigError: it has not; the text names a parameter.
+    """
+    for name in sorted({*given, *wanted}):
+        kinds = [
+            None if state is None else {key: (tuple(each.shape), each.dtype) for key, each in sorted(state.items())}
+            for state in (given.get(name), wanted.get(name))
+        ]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"the state that is loaded for a comm hook does not fit {name}: it has {kinds[0] or 'nothing'}, the "
+                f"hook has {kinds[1] or 'nothing'} of it. Load what was saved with this model and this hook."
+            )

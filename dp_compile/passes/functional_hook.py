@@ -1,0 +1,298 @@
+"""Comm hooks as pure functions: what they are given, how they are run, and the op that runs them in a graph.
+
+A hook is a generator. It hands out the tensor that each all-reduce adds up, and gets the sum back:
+
+    def reduce(self, bucket):
+        mean = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])) / bucket.ranks
+        ...
+        return reduced, state
+
+What it computes behind an all-reduce every rank computes for itself, and all have to come to the same: a rank whose
+backward was not captured too. So a graph has these computations as ops that call the very function, with the kernels
+that it has everywhere, and Inductor's own code for it, which rounds otherwise, is never asked for:
+
+    hook_step(gradients, state, [])       -> what is sent     -> all_reduce -> wait
+    hook_step(gradients, state, [sum])    -> reduced gradients, and state as it is from now on
+
+Each step names all that the function has seen, so that none of it is written over before the last one.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from dp_compile._torch import autograd
+from dp_compile.config import has_address
+from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.passes.sources import source_key
+
+State = Mapping[str, torch.Tensor]
+"""What a hook remembers of one gradient, by names of its own."""
+
+Reduced = tuple[Sequence[torch.Tensor], Sequence[State]]
+"""The reduced gradients of a bucket, and what is remembered of each."""
+
+
+class HookBucket(NamedTuple):
+    """What a functional hook is given.
+
+    Args:
+        gradients: this rank's gradients of a bucket, not divided, each in the shape of its parameter.
+        state: of each gradient what was remembered, as the hook's `initial_state` or its last call gave it.
+        ranks: how many ranks there are.
+    """
+
+    gradients: Sequence[torch.Tensor]
+    state: Sequence[State]
+    ranks: int
+
+
+class FunctionalHook:
+    """Base of comm hooks as pure functions: a frozen dataclass whose fields are its options, the same on every rank.
+
+    `rounds`: how many all-reduces it asks for, in every bucket. Which gradients are in a bucket may change from one
+    backward to the next: what has to last is remembered for each gradient by itself.
+    """
+
+    rounds: ClassVar[int] = 1
+
+    def initial_state(self, gradient: torch.Tensor) -> State:
+        """What is remembered of a gradient before the first backward, for one with this shape, dtype and device.
+
+        By default nothing. The same on every rank, with names without commas.
+        """
+        return {}
+
+    def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
+        """Reduce a bucket: `total = yield tensor` is the sum over all ranks of what each of them hands out there.
+
+        Returns the reduced gradients, in the bucket's order, with their shapes and dtype, and the new state of each:
+        tensors with the names, shapes and dtypes of before. Tensors that were given must not be written to. What
+        follows a `yield` has to be the same on every rank, but for state that is a rank's own. Shapes of what is handed
+        out follow from shapes of what is given.
+        """
+        raise NotImplementedError
+
+
+_hooks: weakref.WeakValueDictionary[str, FunctionalHook] = weakref.WeakValueDictionary()
+
+
+def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
+    """A key by which plans and graphs call a hook, the same in every process, and the hook that has it.
+
+    Raises:
+        ConfigError: its text does not say its options, or its source is not known; or it asks for no round.
+    """
+    kind = type(hook)
+    if has_address(hook):
+        raise ConfigError(
+            f"comm hook {hook!r} has an address in its repr, another one on each rank, by which ranks cannot compare "
+            "it. Make its class a frozen dataclass, with fields whose repr says their value."
+        )
+    if type(hook.rounds) is not int or hook.rounds < 1:
+        raise ConfigError(f"comm hook {hook!r} must have a number of rounds >= 1, got {hook.rounds!r}.")
+    source = source_key(hook)
+    if source is None:
+        raise ConfigError(f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it.")
+    key = f"{kind.__module__}.{hook!r}#{source[:12]}"
+    return key, _hooks.setdefault(key, hook)
+
+
+def _hook_of(key: str) -> FunctionalHook:
+    hook = _hooks.get(key)
+    if hook is None:
+        raise ReductionError(f"comm hook {key} is gone: no replicated module has it any more.")
+    return hook
+
+
+@dataclass(eq=False, slots=True)
+class HookRun:
+    """One call of a hook, from one all-reduce to the next."""
+
+    key: str
+    bucket: HookBucket
+    steps: int = 0
+    """How many were taken."""
+    _reducing: Generator[torch.Tensor, torch.Tensor, Reduced] | None = None
+
+    def step(self, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What is sent next; at the end the reduced gradients, then the state of each, by name.
+
+        All in row order and in memory of their own: what is sent is written over with the sum, while the hook may
+        still have it.
+
+        Args:
+            received: the sums of all rounds before.
+
+        Raises:
+            ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
+        """
+        hook = _hook_of(self.key)
+        given = [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values()), *received]
+        versions = list(map(autograd.version_of, given))
+        device = given[0].device.type
+        # As everywhere else: whoever calls backward() inside of autocast does not mean this.
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            try:
+                if self._reducing is None:
+                    self._reducing = hook.reduce(self.bucket)
+                    found = [self._checked_sent(hook, next(self._reducing))]
+                else:
+                    found = [self._checked_sent(hook, self._reducing.send(received[-1]))]
+            except StopIteration as end:
+                found = self._checked_end(hook, end.value)
+            if versions != list(map(autograd.version_of, given)):
+                raise _wrote(repr(hook))
+            self.steps += 1
+            return [each.clone(memory_format=torch.contiguous_format) for each in found]
+
+    def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
+        if self.steps >= hook.rounds or not isinstance(sent, torch.Tensor):
+            what = f"yields {type(sent).__name__}" if self.steps < hook.rounds else "yields once more"
+            raise ConfigError(f"comm hook {hook!r} must yield {hook.rounds} tensors, its rounds, but {what}.")
+        return sent
+
+    def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
+        if self.steps < hook.rounds:
+            raise ConfigError(f"comm hook {hook!r} has rounds={hook.rounds}, but yields {self.steps} tensors only.")
+        try:
+            reduced, states = map(list, result)
+        except (TypeError, ValueError):
+            message = f"comm hook {hook!r} must return the reduced gradients and the state of each, got {result!r}."
+            raise ConfigError(message) from None
+        was = [list(self.bucket.gradients), *([each] for state in self.bucket.state for each in state.values())]
+        names = [list(state) for state in self.bucket.state]
+        if len(states) != len(names) or [sorted(state) for state in states] != list(map(sorted, names)):
+            raise ConfigError(f"comm hook {hook!r} must return state with the names that it was given: {names}.")
+        now = [reduced, *([state[name]] for state, own in zip(states, names, strict=True) for name in own)]
+        for before, after in zip(was, now, strict=True):
+            kinds = [[(tuple(each.shape), each.dtype) for each in some] for some in (before, after)]
+            if kinds[0] != kinds[1]:
+                raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {kinds[0]}, got {kinds[1]}.")
+        return [*reduced, *self._kept(states, reduced)]
+
+    def _kept(self, states: Sequence[State], reduced: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The new state; of a gradient that is of no use the old one: else all that follow would be of no use.
+
+        All ranks have the same gradient, and come to the same here.
+        """
+        for before, after, gradient in zip(self.bucket.state, states, reduced, strict=True):
+            if before:
+                is_of_use = gradient.isfinite().all()
+                for name, tensor in before.items():
+                    yield torch.where(is_of_use, after[name], tensor)
+
+
+def _wrote(hook: str) -> ConfigError:
+    return ConfigError(f"comm hook {hook} wrote to a tensor that it was given. Compute a new one.")
+
+
+# --- in a graph ---------------------------------------------------------------------------------------------------
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define(
+    "hook_step(Tensor[] gradients, Tensor[] state, Tensor[] received, str[] names, str hook, int ranks, str unit)"
+    " -> Tensor[]"
+)
+_library.define("hook_state(Tensor[] state, str[] names, int index, int replica) -> Tensor[]")
+
+
+@dataclass(slots=True)
+class _Running(threading.local):
+    runs: dict[str, HookRun] = field(default_factory=dict)
+    """By bucket, what has not ended yet in the backward that this thread runs."""
+
+
+_running = _Running()
+
+
+def bucket_of(
+    gradients: Sequence[torch.Tensor], state: Sequence[torch.Tensor], names: Sequence[str], ranks: int
+) -> HookBucket:
+    """What a hook is given, from tensors in a row; `names`: of each gradient those of its state, with commas."""
+    tensors = iter(state)
+    states = [{name: next(tensors) for name in each.split(",") if name} for each in names]
+    return HookBucket(tuple(gradients), states, ranks)
+
+
+def _step(
+    gradients: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    names: Sequence[str],
+    hook: str,
+    ranks: int,
+    unit: str,
+) -> list[torch.Tensor]:
+    if not received:
+        # What is there already is of a backward that was interrupted.
+        _running.runs[unit] = HookRun(hook, bucket_of(gradients, state, names, ranks))
+    run = _running.runs.get(unit)
+    if run is None or run.key != hook or run.steps != len(received):
+        raise ReductionError(f"step {len(received)} of comm hook {hook} runs without the one before it.")
+    found = run.step(received)
+    if run.steps > _hook_of(hook).rounds:
+        del _running.runs[unit]
+    return found
+
+
+def _shapes(
+    gradients: Sequence[torch.Tensor],
+    state: Sequence[torch.Tensor],
+    received: Sequence[torch.Tensor],
+    names: Sequence[str],
+    hook: str,
+    ranks: int,
+    unit: str,
+) -> list[torch.Tensor]:
+    run = HookRun(hook, bucket_of(gradients, state, names, ranks))
+    with _NoWrites(hook, [*gradients, *state, *received]):
+        found = run.step([])
+        for count in range(1, len(received) + 1):
+            found = run.step(received[:count])
+    return found
+
+
+class _NoWrites(autograd.TorchDispatchMode):
+    """Inside, these tensors are not written to. Compiled code runs below autograd, where no versions are counted."""
+
+    def __init__(self, hook: str, given: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._hook, self._storages = hook, [each.untyped_storage() for each in given]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs or {})
+        written = [given[each.name] for each in func._schema.arguments if each.is_write and each.name in given]
+        tensors = [each for one in written for each in (one if isinstance(one, (list, tuple)) else [one])]
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and any(tensor.untyped_storage() is each for each in self._storages):
+                raise _wrote(self._hook)
+        return func(*args, **(kwargs or {}))
+
+
+def _no_state(state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int) -> list[torch.Tensor]:
+    raise ReductionError(f"no pass has said what becomes of {names} of gradient {index}.")
+
+
+def _shapes_of_state(
+    state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int
+) -> list[torch.Tensor]:
+    return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in state]
+
+
+_library.impl("hook_step", _step, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::hook_step", _shapes, lib=_library)
+HOOK_STEP = torch.ops.dp_compile.hook_step.default
+
+_library.impl("hook_state", _no_state, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::hook_state", _shapes_of_state, lib=_library)
+HOOK_STATE = torch.ops.dp_compile.hook_state.default
+"""What a gradient's state becomes. It only says so: a pass puts in its place what the hook returns."""

@@ -1,0 +1,362 @@
+"""Comm hooks as pure functions, with state that lasts: the same as torch's DDP with the same hook, in every way."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import AOT, batch, compile_blocks, compile_whole, mlp, not_compiled
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.testing.ranks import Ranks
+
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Rounded(dp_compile.FunctionalHook):
+    """Adds up in bfloat16, and sends later what that lost. Twice, so that there is a second round."""
+
+    share: float = 1.0
+    rounds: ClassVar[int] = 2
+
+    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"error": torch.zeros_like(gradient), "seen": torch.zeros(1)}
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        given = list(zip(bucket.gradients, bucket.state, strict=True))
+        whole = [gradient + self.share * state["error"] for gradient, state in given]
+        sent = torch.cat([each.flatten() for each in whole]).to(BF16)
+        mean = (yield sent).float() / bucket.ranks
+        again = yield mean  # the same on every rank: what comes back is the mean, times the number of ranks
+        sizes = [each.numel() for each in whole]
+        lost = [torch.cat([each.flatten() for each in whole]) - sent.float(), again / bucket.ranks]
+        errors, reduced = (
+            [part.view_as(like) for part, like in zip(each.split(sizes), whole, strict=True)] for each in lost
+        )
+        states = [
+            {"error": error, "seen": state["seen"] + 1} for error, state in zip(errors, bucket.state, strict=True)
+        ]
+        return reduced, states
+
+
+def as_torch_s(errors, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+    """The same as a hook of torch's. What it remembers is kept by parameter: torch makes its buckets anew."""
+    given = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
+    for parameter, gradient in given:
+        gradient += errors.get(id(parameter), torch.zeros_like(gradient))
+    sent = bucket.buffer().to(BF16)
+    offset = 0
+    for parameter, gradient in given:
+        mine = sent[offset : offset + gradient.numel()].view_as(gradient).float()
+        errors[id(parameter)], offset = gradient - mine, offset + gradient.numel()
+    work = dist.all_reduce(sent, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].float() / dist.get_world_size())
+
+
+class Net(nn.Module):
+    """The second rank does not use all of it."""
+
+    def __init__(self, uneven: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.spare = mlp(7), mlp(5), nn.Linear(6, 6, bias=False)
+        self.uneven = uneven
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not self.uneven or dist.get_rank() == 0:
+            x = x + self.spare(x)
+        result: torch.Tensor = self.last(x)
+        return result
+
+
+def anomaly(on: bool) -> AbstractContextManager[object]:
+    """A backward that cannot be captured."""
+    return torch.autograd.detect_anomaly(check_nan=False) if on else nullcontext()
+
+
+def pair(uneven: bool = False, **options: Any) -> tuple[nn.Module, DistributedDataParallel, dp_compile.HookState]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = Net(uneven)
+    theirs = DistributedDataParallel(copy.deepcopy(ours), find_unused_parameters=uneven)
+    theirs.register_comm_hook({}, as_torch_s)
+    dp_compile.replicate(ours, **{"config": AOT, "find_unused_parameters": uneven} | options)
+    state = dp_compile.HookState()
+    ours.register_comm_hook(state, Rounded())  # type: ignore[operator]
+    return ours, theirs, state
+
+
+def train(
+    ours: nn.Module, run: Callable[..., Any], theirs: Any, steps: range, broken: Callable[[int], bool], micro: int = 1
+) -> None:
+    sides = [
+        (ours, run, torch.optim.SGD(ours.parameters(), 0.1)),
+        (theirs, theirs, torch.optim.SGD(theirs.parameters(), 0.1)),
+    ]
+    for step in steps:
+        for module, forward, optimizer in sides:
+            optimizer.zero_grad()
+            for each in range(micro):
+                local = each + 1 < micro
+                silent = dp_compile.no_sync(ours) if module is ours else theirs.no_sync()
+                with (
+                    warnings.catch_warnings(),
+                    silent if local else nullcontext(),
+                    anomaly(module is ours and broken(step)),
+                ):
+                    warnings.simplefilter("ignore")
+                    forward(batch(10 * step + each)).square().mean().backward()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(
+                mine.grad, other.grad, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}"
+            )
+        for _, _, optimizer in sides:
+            optimizer.step()
+    everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
+    others = everything.clone()
+    dist.broadcast(others, 0)
+    assert torch.equal(everything, others), "the ranks have drifted apart"
+
+
+NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731
+ACCUMULATED = ("captured", "one rank by hooks")
+WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[int], bool], dict[str, Any]]] = {
+    "captured": (compile_whole, NEVER, {}),
+    "many buckets": (compile_whole, NEVER, {"config": replace(AOT, bucket_cap_mb=1e-5)}),
+    "inductor": (compile_whole, NEVER, {"config": dp_compile.ReplicateConfig(bucket_cap_mb=1e-5)}),
+    "a new plan": (compile_whole, NEVER, {"config": replace(AOT, replan_after=1)}),
+    "one rank by hooks": (compile_whole, lambda step: step % 2 == 1 and dist.get_rank() == 1, {}),
+    "not compiled": (not_compiled, NEVER, {}),
+    "blocks": (compile_blocks, NEVER, {}),
+    "as torch's buckets": (
+        compile_whole, NEVER, {"config": replace(AOT, strategy="ddp")},
+    ),
+}  # fmt: skip
+
+
+def run_as_torch_s(way: str, micro: int = 1, uneven: bool = False) -> dict[str, int]:
+    compile_model, broken, options = WAYS[way]
+    ours, theirs, state = pair(uneven, **options)
+    train(ours, compile_model(ours), theirs, range(4), broken, micro)
+    assert state.backwards == 4
+    assert state.state_dict()["tensors"]["first.0.weight"]["seen"].item() == 4
+    report = dp_compile.report(ours)
+    (flags,) = (bucket for bucket in report.plan.buckets if any(each.gradient.index == 9 for each in bucket.members))
+    assert (len(flags.members), flags.key.reduction.hook) == (1, None)
+    dp_compile.unreplicate(ours)
+    return dict(report.backwards)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ACCUMULATED])
+def test_as_torch_s_ddp(ranks2: Ranks, way: str) -> None:
+    found = ranks2.run(run_as_torch_s, way)
+    if way in ("many buckets", "inductor", "a new plan"):
+        assert found == [{"captured": 4}] * 2
+    if way == "not compiled":
+        assert found == [{"eager hooks": 4}] * 2
+
+
+@pytest.mark.parametrize("way", ACCUMULATED)
+def test_accumulation_and_what_a_rank_does_not_use(ranks2: Ranks, way: str) -> None:
+    found = ranks2.run(run_as_torch_s, way, 2, True)
+    by_hooks = [{"captured": 4}, {"captured": 2, "eager hooks": 2}]
+    assert [{key: each[key] for key in each if "sync" not in key} for each in found] == (
+        by_hooks if way == "one rank by hooks" else [{"captured": 4}] * 2
+    )
+
+
+def resume(backwards_on_rank_1: int) -> str:
+    """Half of the steps with many buckets, the rest in another process' life, with one."""
+    ours, theirs, state = pair(config=replace(AOT, bucket_cap_mb=1e-5))
+    train(ours, compile_whole(ours), theirs, range(2), NEVER)
+    saved = pickle.loads(pickle.dumps(state.state_dict()))
+    weights = copy.deepcopy(ours.state_dict())
+    dp_compile.unreplicate(ours)
+    again = Net()
+    again.load_state_dict(weights)
+    dp_compile.replicate(again, config=AOT)
+    state = dp_compile.HookState()
+    if dist.get_rank() == 1:
+        saved["backwards"] = backwards_on_rank_1
+    state.load_state_dict(saved)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(state)))
+    try:
+        again.register_comm_hook(copied, Rounded())  # type: ignore[operator]
+        train(again, compile_whole(again), theirs, range(2, 4), NEVER)
+        assert len(dp_compile.report(again).plan.buckets) == 2  # one, and the flags
+        # The same into a module that trains already; and what the others do not load is not loaded.
+        copied.load_state_dict(copied.state_dict())
+        with pytest.raises(dp_compile.DesyncError, match="after 4 backwards"):
+            copied.load_state_dict(copied.state_dict() | {"backwards": 4 + dist.get_rank()})
+        train(again, compile_whole(again), theirs, range(4, 5), NEVER)
+        assert copied.backwards == 5
+    except dp_compile.DesyncError as error:
+        return str(error)
+    finally:
+        dp_compile.unreplicate(again)
+    return ""
+
+
+def test_a_state_is_saved_and_goes_on_in_other_buckets(ranks2: Ranks) -> None:
+    assert ranks2.run(resume, 2) == ["", ""]
+
+
+def test_ranks_with_other_states(ranks2: Ranks) -> None:
+    for text in ranks2.run(resume, 1):
+        assert "register_comm_hook(): rank 1 differs from rank 0" in text
+        assert "after 1 backwards" in text
+
+
+def other_options() -> str:
+    model = dp_compile.replicate(mlp(), config=AOT)
+    try:
+        model.register_comm_hook(dp_compile.HookState(), Rounded(1.0 + dist.get_rank()))
+    except dp_compile.DesyncError as error:
+        return str(error)
+    finally:
+        dp_compile.unreplicate(model)
+    return ""
+
+
+def test_ranks_with_other_options(ranks2: Ranks) -> None:
+    for text in ranks2.run(other_options):
+        assert "Rounded(share=2.0)" in text
+
+
+def uneven_inputs() -> None:
+    ours, theirs, state = pair()
+    run = compile_whole(ours)
+    with dp_compile.join(ours):
+        for number in range(2 + dist.get_rank()):
+            ours.zero_grad()
+            run(batch(number)).square().mean().backward()
+    with theirs.join():
+        for number in range(2 + dist.get_rank()):
+            theirs.zero_grad()
+            theirs(batch(number)).square().mean().backward()
+    assert state.backwards == 3
+    # What the rank without inputs did not send yet it sends in the steps that follow.
+    train(ours, run, theirs, range(3, 5), NEVER)
+    dp_compile.unreplicate(ours)
+
+
+def test_join(ranks2: Ranks) -> None:
+    ranks2.run(uneven_inputs)
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestAlone:
+    def test_a_warm_up_leaves_no_trace(self) -> None:
+        torch._dynamo.reset()
+        model, state = dp_compile.replicate(mlp(), config=AOT), dp_compile.HookState()
+        model.register_comm_hook(state, Rounded())
+        run = compile_whole(model)
+        dp_compile.warmup(model, [batch(0)], lambda x: run(x).sum())
+        assert state.backwards == 0
+        assert all(not each["seen"].any() for each in state.state_dict()["tensors"].values())
+        run(batch(0)).sum().backward()
+        assert all(each["seen"].any() for each in state.state_dict()["tensors"].values())
+        dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize("compiled", [True, False])
+    def test_what_is_not_finite_is_not_remembered(self, compiled: bool) -> None:
+        """A scaler skips such a step; the memory would hand it on to all that follow."""
+        torch._dynamo.reset()
+        model, state = dp_compile.replicate(mlp(), config=AOT), dp_compile.HookState()
+        model.register_comm_hook(state, Rounded())
+        run = compile_whole(model) if compiled else model
+        run(batch(0)).sum().backward()
+        before = state.state_dict()["tensors"]
+        (run(batch(1)) * torch.inf).sum().backward()
+        assert not all(
+            parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None
+        )
+        after = state.state_dict()["tensors"]
+        assert all(torch.equal(before[name][key], after[name][key]) for name in before for key in before[name])
+        assert state.backwards == 2
+        dp_compile.unreplicate(model)
+
+    def test_state_that_does_not_fit(self) -> None:
+        model, state = dp_compile.replicate(mlp(), config=AOT), dp_compile.HookState()
+        with pytest.raises(dp_compile.ConfigError, match="not the state of a comm hook: KeyError"):
+            state.load_state_dict({"tensors": {}})
+        state.load_state_dict({"backwards": 1, "tensors": {"0.weight": {"error": torch.zeros(3)}}})
+        with pytest.raises(dp_compile.ConfigError, match=r"does not fit 0.bias: it has nothing, the hook has {'error'"):
+            model.register_comm_hook(state, Rounded())
+        # Nothing has happened yet.
+        model.register_comm_hook(state := dp_compile.HookState(), Rounded())
+        with pytest.raises(dp_compile.ModuleError, match="belongs to a replicated module already"):
+            dp_compile.replicate(mlp(), config=AOT).register_comm_hook(state, Rounded())
+        dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"passes": ()}, "no pass makes buckets"),
+            ({"config": replace(AOT, ddp_python_hook=False)}, "torch's C\\+\\+ reducer reduces"),
+        ],
+    )
+    def test_options_that_say_otherwise(self, options: dict[str, Any], message: str) -> None:
+        model = dp_compile.replicate(mlp(), **{"config": AOT} | options)
+        with pytest.raises(dp_compile.ConfigError, match=f"comm hook Rounded reduces the buckets of a plan.*{message}"):
+            model.register_comm_hook(dp_compile.HookState(), Rounded())
+        with pytest.raises(dp_compile.ConfigError, match="needs a state that lasts, got NoneType"):
+            model.register_comm_hook(None, Rounded())
+        dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize(
+        ("fault", "message"),
+        [
+            ("writes", "wrote to a tensor that it was given"),
+            ("more rounds", "must yield 1 tensors, its rounds, but yields once more"),
+            ("no round", "has rounds=1, but yields 0 tensors only"),
+            ("no tensor", "must yield 1 tensors, its rounds, but yields int"),
+            ("nothing", "must return the reduced gradients and the state of each, got None"),
+            ("other shapes", r"must return tensors of these kinds: .*\(7, 6\).*, got .*\(42,\)"),
+            ("other names", "must return state with the names that it was given"),
+        ],
+    )
+    @pytest.mark.parametrize("compiled", [True, False])
+    def test_hooks_that_do_not_keep_to_it(self, compiled: bool, fault: str, message: str) -> None:
+        torch._dynamo.reset()
+        model = dp_compile.replicate(mlp(7), config=AOT)
+        model.register_comm_hook(dp_compile.HookState(), Faulty(fault))
+        with pytest.raises(dp_compile.ConfigError, match=message):
+            (compile_whole(model) if compiled else model)(batch(0)).sum().backward()
+        dp_compile.unreplicate(model)
+
+    def test_hooks_that_cannot_be_compared(self) -> None:
+        model = dp_compile.replicate(mlp(), config=AOT)
+        with pytest.raises(dp_compile.ConfigError, match="has an address in its repr"):
+            model.register_comm_hook(dp_compile.HookState(), dp_compile.FunctionalHook())
+        dp_compile.unreplicate(model)
+
+
+@dataclass(frozen=True)
+class Faulty(dp_compile.FunctionalHook):
+    fault: str
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        gradients, states = list(bucket.gradients), list(bucket.state)
+        if self.fault == "writes":
+            gradients[0].mul_(0.5)
+        if self.fault != "no round":
+            yield 3 if self.fault == "no tensor" else torch.ones(1)  # type: ignore[misc]
+        if self.fault == "more rounds":
+            yield torch.ones(1)
+        if self.fault == "nothing":
+            return None
+        if self.fault == "other shapes":
+            gradients = [each.flatten() for each in gradients]
+        return gradients, [{"new": torch.ones(1)}] * len(states) if self.fault == "other names" else states

@@ -1,0 +1,180 @@
+"""Functional comm hooks in a graph: what a bucket becomes, and that a pass which changes any of it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graphs import Grad, plan_for, run_passes, trace
+from torch import fx
+
+from dp_compile.errors import InvalidGraphError
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.fx.printer import short
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.reduction import Averaging
+
+pytestmark = pytest.mark.usefixtures("fake_group")
+aten = torch.ops.aten
+GRADS = [Grad(index=0), Grad(index=1, shape=(2, 3))]
+
+
+@dataclass(frozen=True)
+class Twice(FunctionalHook):
+    """Has two rounds, and an error for each gradient."""
+
+    rounds: ClassVar[int] = 2
+
+    def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        sums = []
+        for part in (0, 1):
+            total = yield torch.cat([gradient.flatten()[part::2] for gradient in bucket.gradients])
+            sums.append(total.sum())
+        reduced = [gradient + sums[0] - sums[1] for gradient in bucket.gradients]
+        return reduced, [{"error": state["error"] + sums[0]} for state in bucket.state]
+
+
+KEY, HOOK = register(Twice())
+
+
+def plan() -> BucketPlan:
+    reduction = Averaging(hook=KEY, rounds=2).reduction("0", "gloo", 2, "float32")
+    specs = [replace(grad.spec, key=grad.spec.key._replace(reduction=reduction)) for grad in GRADS]
+    return plan_for(GRADS).with_keys_of(specs)
+
+
+def backward(*values: torch.Tensor) -> list[torch.Tensor]:
+    reduced = [grad.reduce(value.sin()) for grad, value in zip(GRADS, values[:2], strict=True)]
+    for index, error in enumerate(values[2:]):
+        (new,) = HOOK_STATE([error], ["error"], index, 0)
+        error.copy_(new)
+    return reduced
+
+
+def traced() -> fx.GraphModule:
+    return trace(backward, *(grad.values() for grad in GRADS), torch.zeros(()), torch.zeros(()))
+
+
+def test_what_a_bucket_becomes() -> None:
+    text = short(run_passes(traced(), plan()).graph)
+    for name, word in ((KEY, "Twice"), ("wait_tensor_default", "sum"), ("hook_step_default", "step")):
+        text = text.replace(name, word)
+    assert_expected_inline(
+        text,
+        """\
+arg0_1: float32[4]
+arg1_1: float32[2, 3]
+arg2_1: float32[]
+arg3_1: float32[]
+sin = aten.sin(arg0_1)
+sin_1 = aten.sin(arg1_1)
+step = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [], [error, error], Twice, 2, 0.0)
+getitem_2 = getitem(step, 0)
+all_reduce_default = _c10d_functional.all_reduce(getitem_2, sum, 0)
+sum = _c10d_functional.wait_tensor(all_reduce_default)
+step_1 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum], [error, error], Twice, 2, 0.0)
+getitem_3 = getitem(step_1, 0)
+all_reduce_default_1 = _c10d_functional.all_reduce(getitem_3, sum, 0)
+sum_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
+step_2 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum, sum_1], [error, error], Twice, 2, 0.0)
+getitem_6 = getitem(step_2, 2)
+copy_ = aten.copy_(arg2_1, getitem_6)
+getitem_7 = getitem(step_2, 3)
+copy__1 = aten.copy_(arg3_1, getitem_7)
+getitem_4 = getitem(step_2, 0)
+getitem_5 = getitem(step_2, 1)
+flat_bucket_default = dp_compile.flat_bucket([getitem_4, getitem_5], [1.0, 1.0], [1, 3, 1], [0, 4], 10)
+as_strided_default = aten.as_strided(flat_bucket_default, [4], [1], 0)
+as_strided_default_1 = aten.as_strided(flat_bucket_default, [2, 3], [3, 1], 4)
+return [as_strided_default, as_strided_default_1]""",
+    )
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A pass that changes a graph."""
+
+    edit: Callable[[fx.Graph], Any]
+    name: ClassVar[str] = "users-pass"
+    realises_plan: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
+        self.edit(graph)
+        return PassResult(changed=True)
+
+
+def steps(graph: fx.Graph) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=HOOK_STEP)
+
+
+def given(step: int, position: int, value: Callable[[fx.Graph], Any]) -> Callable[[fx.Graph], None]:
+    def change(graph: fx.Graph) -> None:
+        steps(graph)[step].update_arg(position, value(graph))
+
+    return change
+
+
+def local_sums(graph: fx.Graph) -> None:
+    """A round is left out: ranks go on with what is their own."""
+    launch = graph.find_nodes(op="call_function", target=ALL_REDUCE)[0]
+    (wait,) = launch.users
+    for user in list(wait.users):
+        user.replace_input_with(wait, launch.args[0])
+
+
+def maximum(graph: fx.Graph) -> None:
+    graph.find_nodes(op="call_function", target=ALL_REDUCE)[1].update_arg(1, "max")
+
+
+def other_group(graph: fx.Graph) -> None:
+    graph.find_nodes(op="call_function", target=ALL_REDUCE)[1].update_arg(2, "1")
+
+
+def forgets(graph: fx.Graph) -> None:
+    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    copies[0].update_arg(1, copies[0].args[0])
+
+
+def mixes_up_the_states(graph: fx.Graph) -> None:
+    first, second = graph.find_nodes(op="call_function", target=aten.copy_.default)
+    one, other = first.args[1], second.args[1]
+    first.update_arg(1, other)
+    second.update_arg(1, one)
+
+
+def turned(position: int) -> Callable[[fx.Graph], Any]:
+    return lambda graph: list(reversed(steps(graph)[2].args[position]))
+
+
+def same_sum_twice(graph: fx.Graph) -> Any:
+    waits = graph.find_nodes(op="call_function", target=WAIT)
+    return [waits[0], waits[0]]
+
+
+WRONG: Mapping[str, Callable[[fx.Graph], None]] = {
+    "a round left out": local_sums,
+    "another op": maximum,
+    "another group": other_group,
+    "state not kept": forgets,
+    "states mixed up": mixes_up_the_states,
+    "other gradients at the end": given(2, 0, turned(0)),
+    "other states at the end": given(2, 1, turned(1)),
+    "the rounds in another order": given(2, 2, turned(2)),
+    "one round twice": given(2, 2, same_sum_twice),
+    "another hook": given(2, 4, lambda _: "another"),
+    "another hook's rounds": given(2, 6, lambda _: "1.0"),
+    "other ranks": given(2, 5, lambda _: 3),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_changed_is_found(what: str) -> None:
+    with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
+        run_passes(traced(), plan(), passes=(*DEFAULT_PASSES, Changed(WRONG[what])))
