@@ -158,7 +158,14 @@ def run_as_torch_s(way: str, micro: int = 1, uneven: bool = False) -> dict[str, 
     return dict(report.backwards)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way not in ACCUMULATED])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.nightly] if way in ("many buckets", "as torch's buckets") else [])
+        for way in WAYS
+        if way not in ACCUMULATED
+    ],
+)
 def test_as_torch_s_ddp(ranks2: Ranks, way: str) -> None:
     found = ranks2.run(run_as_torch_s, way)
     if way in ("many buckets", "inductor", "a new plan"):

@@ -100,7 +100,9 @@ CASES: dict[str, tuple[dict[str, Any], bool, tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] if case == "no memory" else []) for case in CASES]
+)
 def test_as_torch_s_ddp(ranks2: Ranks, case: str) -> None:
     (ways, graphs, rate), (others, _, _) = ranks2.run(twenty_steps, *CASES[case])
     if case == "captured":
