@@ -152,6 +152,11 @@ class HookRun:
             self.steps += 1
             return [each.clone(memory_format=torch.contiguous_format) for each in found]
 
+    def has(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether these lie where those lie that it was given in its first step."""
+        given = [*self.bucket.gradients, *(each for state in self.bucket.state for each in state.values())]
+        return [each.data_ptr() for each in tensors] == [each.data_ptr() for each in given]
+
     def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
         if self.steps >= hook.rounds or not isinstance(sent, torch.Tensor):
             what = f"yields {type(sent).__name__}" if self.steps < hook.rounds else "yields once more"
@@ -236,6 +241,11 @@ def _step(
     run = _running.runs.get(unit)
     if run is None or run.key != hook or run.steps != len(received):
         raise ReductionError(f"step {len(received)} of comm hook {hook} runs without the one before it.")
+    if received and not run.has([*gradients, *state]):
+        raise ReductionError(
+            f"the compiler hands comm hook {hook} its gradients in other memory than in the step before, where it has "
+            'them from: they may be written over by now. Use ReplicateConfig(backend="aot_eager") with this hook.'
+        )
     found = run.step(received)
     if run.steps > _hook_of(hook).rounds:
         del _running.runs[unit]
