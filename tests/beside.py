@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,3 +151,40 @@ def compile_blocks(module: nn.Module) -> nn.Module:
     for each in module.children():
         each.compile(backend="aot_eager")
     return module
+
+
+def train_beside(
+    ours: Any,
+    run: Callable[..., Any],
+    theirs: Any,
+    steps: range,
+    broken: Callable[[int], bool],
+    micro: int = 1,
+    rows: int = 3,
+    rtol: float = 1e-5,
+    atol: float = 1e-7,
+) -> None:
+    """Train a module of ours, run by `run`, and its twin behind torch's DDP; compare gradients after each step.
+
+    In a step in which `broken` holds on this rank, its backward is not captured.
+    """
+    sides = [(model, call, torch.optim.SGD(model.parameters(), 0.1)) for model, call in ((ours, run), (theirs, theirs))]
+    for step in steps:
+        for module, forward, optimizer in sides:
+            optimizer.zero_grad()
+            is_broken = module is ours and broken(step)
+            for each in range(micro):
+                silent = dp_compile.no_sync(ours) if module is ours else theirs.no_sync()
+                with warnings.catch_warnings(), silent if each + 1 < micro else nullcontext():
+                    warnings.simplefilter("ignore")
+                    with torch.autograd.detect_anomaly(check_nan=False) if is_broken else nullcontext():
+                        forward(batch(10 * step + each, rows)).square().mean().backward()
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            text = f"{name}, step {step}: "
+            torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol, msg=lambda t, text=text: text + t)
+        for _, _, optimizer in sides:
+            optimizer.step()
+    everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
+    first = everything.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(everything, first), "the ranks have drifted apart"

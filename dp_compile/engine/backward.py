@@ -196,13 +196,18 @@ class _Outermost:
         """
         self._nodes = self._nodes or {node for node in _nodes(self.call.tensors) if not hasattr(node, "variable")}
         shared = self._nodes & _nodes(inner.tensors)
-        found = sorted(replica.names[index] for replica in replicas for index in _reached(shared, replica))
+        found = sorted(
+            (replica.names[index], node.name())
+            for node in shared
+            for replica in replicas
+            for index in _reached([node], replica)
+        )
         if found:
+            name, through = found[0]
             raise ReductionError(
-                f"a backward inside a captured backward, as of reentrant checkpointing, reaches the parameter "
-                f"{found[0]} through {min(node.name() for node in shared)}, which the captured one goes through too: "
-                "gradients would be lost. Use checkpoint(..., use_reentrant=False), or compile the whole forward, or "
-                "none of it."
+                f"a backward inside a captured backward, as of reentrant checkpointing, reaches the parameter {name} "
+                f"through {through}, which the captured one goes through too: gradients would be lost. Use "
+                "checkpoint(..., use_reentrant=False), or compile the whole forward, or none of it."
             )
 
     def finish(self) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_blocks, compile_whole, mlp, not_compiled
+from beside import AOT, batch, compile_blocks, compile_whole, mlp, not_compiled, train_beside
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -80,11 +78,6 @@ class Net(nn.Module):
         return result
 
 
-def anomaly(on: bool) -> AbstractContextManager[object]:
-    """A backward that cannot be captured."""
-    return torch.autograd.detect_anomaly(check_nan=False) if on else nullcontext()
-
-
 def pair(uneven: bool = False, **options: Any) -> tuple[nn.Module, DistributedDataParallel, dp_compile.HookState]:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -95,38 +88,6 @@ def pair(uneven: bool = False, **options: Any) -> tuple[nn.Module, DistributedDa
     state = dp_compile.HookState()
     ours.register_comm_hook(state, Rounded())  # type: ignore[operator]
     return ours, theirs, state
-
-
-def train(
-    ours: nn.Module, run: Callable[..., Any], theirs: Any, steps: range, broken: Callable[[int], bool], micro: int = 1
-) -> None:
-    sides = [
-        (ours, run, torch.optim.SGD(ours.parameters(), 0.1)),
-        (theirs, theirs, torch.optim.SGD(theirs.parameters(), 0.1)),
-    ]
-    for step in steps:
-        for module, forward, optimizer in sides:
-            optimizer.zero_grad()
-            for each in range(micro):
-                local = each + 1 < micro
-                silent = dp_compile.no_sync(ours) if module is ours else theirs.no_sync()
-                with (
-                    warnings.catch_warnings(),
-                    silent if local else nullcontext(),
-                    anomaly(module is ours and broken(step)),
-                ):
-                    warnings.simplefilter("ignore")
-                    forward(batch(10 * step + each)).square().mean().backward()
-        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(
-                mine.grad, other.grad, rtol=1e-5, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}"
-            )
-        for _, _, optimizer in sides:
-            optimizer.step()
-    everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
-    others = everything.clone()
-    dist.broadcast(others, 0)
-    assert torch.equal(everything, others), "the ranks have drifted apart"
 
 
 NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731
@@ -148,7 +109,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[int], bool], dict[st
 def run_as_torch_s(way: str, micro: int = 1, uneven: bool = False) -> dict[str, int]:
     compile_model, broken, options = WAYS[way]
     ours, theirs, state = pair(uneven, **options)
-    train(ours, compile_model(ours), theirs, range(4), broken, micro)
+    train_beside(ours, compile_model(ours), theirs, range(4), broken, micro)
     assert state.backwards == 4
     assert state.state_dict()["tensors"]["first.0.weight"]["seen"].item() == 4
     report = dp_compile.report(ours)
@@ -186,7 +147,7 @@ def test_accumulation_and_what_a_rank_does_not_use(ranks2: Ranks, way: str) -> N
 def resume(backwards_on_rank_1: int) -> str:
     """Half of the steps with many buckets, the rest in another process' life, with one."""
     ours, theirs, state = pair(config=replace(AOT, bucket_cap_mb=1e-5))
-    train(ours, compile_whole(ours), theirs, range(2), NEVER)
+    train_beside(ours, compile_whole(ours), theirs, range(2), NEVER)
     saved = pickle.loads(pickle.dumps(state.state_dict()))
     weights = copy.deepcopy(ours.state_dict())
     dp_compile.unreplicate(ours)
@@ -200,13 +161,13 @@ def resume(backwards_on_rank_1: int) -> str:
     copied = pickle.loads(pickle.dumps(copy.deepcopy(state)))
     try:
         again.register_comm_hook(copied, Rounded())  # type: ignore[operator]
-        train(again, compile_whole(again), theirs, range(2, 4), NEVER)
+        train_beside(again, compile_whole(again), theirs, range(2, 4), NEVER)
         assert len(dp_compile.report(again).plan.buckets) == 2  # one, and the flags
         # The same into a module that trains already; and what the others do not load is not loaded.
         copied.load_state_dict(copied.state_dict())
         with pytest.raises(dp_compile.DesyncError, match="after 4 backwards"):
             copied.load_state_dict(copied.state_dict() | {"backwards": 4 + dist.get_rank()})
-        train(again, compile_whole(again), theirs, range(4, 5), NEVER)
+        train_beside(again, compile_whole(again), theirs, range(4, 5), NEVER)
         assert copied.backwards == 5
     except dp_compile.DesyncError as error:
         return str(error)
@@ -254,7 +215,7 @@ def uneven_inputs() -> None:
             theirs(batch(number)).square().mean().backward()
     assert state.backwards == 3
     # What the rank without inputs did not send yet it sends in the steps that follow.
-    train(ours, run, theirs, range(3, 5), NEVER)
+    train_beside(ours, run, theirs, range(3, 5), NEVER)
     dp_compile.unreplicate(ours)
 
 

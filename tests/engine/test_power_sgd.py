@@ -6,15 +6,13 @@ import copy
 import math
 import pickle
 import re
-import warnings
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_whole, mlp, not_compiled
+from beside import AOT, batch, compile_whole, mlp, not_compiled, train_beside
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -54,27 +52,9 @@ def pair(
 
 
 def train(ours: Any, run: Any, theirs: Any, steps: range, broken: tuple[int, ...] = (), micro: int = 1) -> None:
-    """Twins side by side; in the steps `broken` the second rank's backward is not captured."""
-    sides = [(model, call, torch.optim.SGD(model.parameters(), 0.1)) for model, call in ((ours, run), (theirs, theirs))]
-    for step in steps:
-        for module, forward, optimizer in sides:
-            optimizer.zero_grad()
-            is_broken = module is ours and step in broken and dist.get_rank() == 1
-            for each in range(micro):
-                silent = dp_compile.no_sync(ours) if module is ours else theirs.no_sync()
-                with warnings.catch_warnings(), silent if each + 1 < micro else nullcontext():
-                    warnings.simplefilter("ignore")
-                    with torch.autograd.detect_anomaly(check_nan=False) if is_broken else nullcontext():
-                        forward(batch(10 * step + each, rows=8)).square().mean().backward()
-        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            text = f"{name}, step {step}: "
-            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda t, text=text: text + t)
-        for _, _, optimizer in sides:
-            optimizer.step()
-    everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
-    first = everything.clone()
-    dist.broadcast(first, 0)
-    assert torch.equal(everything, first), "the ranks have drifted apart"
+    """In the steps `broken` the second rank's backward is not captured."""
+    by_hooks = lambda step: step in broken and dist.get_rank() == 1  # noqa: E731
+    train_beside(ours, run, theirs, steps, by_hooks, micro, rows=8, rtol=1e-4, atol=1e-6)
 
 
 def twenty_steps(options: dict[str, Any], compiled: bool, broken: tuple[int, ...], micro: int) -> Any:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Grad, plan_for, run_passes, trace
+from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
-from dp_compile.errors import InvalidGraphError
+from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
-from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import Averaging
 
@@ -97,19 +96,6 @@ return [as_strided_default, as_strided_default_1]""",
     )
 
 
-@dataclass(frozen=True)
-class Changed:
-    """A pass that changes a graph."""
-
-    edit: Callable[[fx.Graph], Any]
-    name: ClassVar[str] = "users-pass"
-    realises_plan: ClassVar[bool] = False
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        self.edit(graph)
-        return PassResult(changed=True)
-
-
 def steps(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=HOOK_STEP)
 
@@ -178,3 +164,14 @@ WRONG: Mapping[str, Callable[[fx.Graph], None]] = {
 def test_what_is_changed_is_found(what: str) -> None:
     with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
         run_passes(traced(), plan(), passes=(*DEFAULT_PASSES, Changed(WRONG[what])))
+
+
+def test_gradients_that_a_compiler_moves_between_steps() -> None:
+    """The hook has them from its first step, and their memory may be another tensor's by the second."""
+    gradients, state = [torch.ones(4), torch.ones(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
+    rest = ["error", "error"], KEY, 2, "0.0"
+    (sent,) = HOOK_STEP(gradients, state, [], *rest)
+    HOOK_STEP(gradients, state, [sent], *rest)
+    (sent,) = HOOK_STEP(gradients, state, [], *rest)
+    with pytest.raises(ReductionError, match=r"in other memory than in the step before.*aot_eager"):
+        HOOK_STEP([gradients[0], gradients[1].clone()], state, [sent], *rest)

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from graphs import Grad, executed, launches, plan_for, run_passes, trace
+from graphs import Changed, Grad, executed, launches, plan_for, run_passes, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -693,19 +693,6 @@ def test_what_holds_of_every_graph(second_group: str, data: st.DataObject) -> No
 # --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A pass that does one wrong thing."""
-
-    edit: Callable[[fx.Graph], Any]
-    name: ClassVar[str] = "broken-pass"
-    realises_plan: ClassVar[bool] = False
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        self.edit(graph)
-        return PassResult(changed=True)
-
-
 def first(graph: fx.Graph, target: Any) -> fx.Node:
     return graph.find_nodes(op="call_function", target=target)[0]
 
@@ -764,21 +751,21 @@ def reduce_again(graph: fx.Graph) -> None:
 @pytest.mark.parametrize(
     ("broken", "buckets", "text"),
     [
-        (drop_wait, "flat", "after pass 'broken-pass': all_reduce_default has 0 waits, expected 1"),
-        (change_group, "flat", "pass 'broken-pass' changed what is reduced: .* became sum over group another"),
-        (change_reduce_op, "flat", "pass 'broken-pass' changed what is reduced: .* became max over group 0"),
-        (change_op_of_group, "apart", "pass 'broken-pass' changed what is reduced: .* became max over group 0"),
-        (wait_for_one_of_a_group, "apart", "after pass 'broken-pass': all_reduce_coalesced_default has 1, 0 waits"),
-        (launch_before_concatenation, "flat", "after pass 'broken-pass': .*used before it has been defined"),
-        (drop_collective, "flat", "pass 'broken-pass' changed what is reduced: the gradient of p0"),
-        (change_output, "flat", r"after pass 'broken-pass': output 0: float32\[4\] .* became float32\[1, 4\]"),
-        (drop_reduction, "", "pass 'broken-pass' changed what is reduced: the gradient of p0"),
-        (reduce_again, "", "pass 'broken-pass' changed what is reduced: the gradient of p0"),
+        (drop_wait, "flat", "after pass 'users-pass': all_reduce_default has 0 waits, expected 1"),
+        (change_group, "flat", "pass 'users-pass' changed what is reduced: .* became sum over group another"),
+        (change_reduce_op, "flat", "pass 'users-pass' changed what is reduced: .* became max over group 0"),
+        (change_op_of_group, "apart", "pass 'users-pass' changed what is reduced: .* became max over group 0"),
+        (wait_for_one_of_a_group, "apart", "after pass 'users-pass': all_reduce_coalesced_default has 1, 0 waits"),
+        (launch_before_concatenation, "flat", "after pass 'users-pass': .*used before it has been defined"),
+        (drop_collective, "flat", "pass 'users-pass' changed what is reduced: the gradient of p0"),
+        (change_output, "flat", r"after pass 'users-pass': output 0: float32\[4\] .* became float32\[1, 4\]"),
+        (drop_reduction, "", "pass 'users-pass' changed what is reduced: the gradient of p0"),
+        (reduce_again, "", "pass 'users-pass' changed what is reduced: the gradient of p0"),
     ],
 )
 def test_a_broken_pass_is_named(broken: Callable[[fx.Graph], None], buckets: str, text: str) -> None:
     grads = [Grad(index=0), Grad(index=1)]
-    passes: tuple[GraphPass, ...] = (*(ONLY_BUCKETS if buckets else ()), Broken(broken))
+    passes: tuple[GraphPass, ...] = (*(ONLY_BUCKETS if buckets else ()), Changed(broken))
     layout = Layout(64, frozenset({"p0", "p1"})) if buckets == "apart" else PACKED
     with pytest.raises(InvalidGraphError, match=text):
         run_passes(reduce_all(*grads), plan_for(grads, layout=layout), passes=passes)
