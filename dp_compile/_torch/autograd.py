@@ -23,6 +23,7 @@ with named():
     _engine_at_import = _Variable._execution_engine  # the names have to be there
     _Engine: Any = type(_engine_at_import)
     _run_at_import = _Engine.run_backward
+    _AccumulateGrad: type = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
     _profiled_at_import = _profiler._is_profiler_enabled
 
 NO_GRAPH_TASK: Final = -1
@@ -76,12 +77,11 @@ def engine_is_watched() -> bool:
     return isinstance(_Variable._execution_engine, _Door)
 
 
-def run_engine(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
-    """The engine itself.
+run_engine: Final[Callable[..., tuple[torch.Tensor, ...]]] = _engine_at_import.run_backward
+"""The engine itself.
 
-    Its arguments: tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad.
-    """
-    return _engine_at_import.run_backward(*args, **kwargs)
+Its arguments: tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad.
+"""
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
@@ -89,9 +89,16 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
     _Variable._execution_engine.queue_callback(callback)
 
 
-def graph_task() -> int:
-    """The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
-    return _current_graph_task()
+graph_task: Final[Callable[[], int]] = _current_graph_task
+"""The number of the backward that this thread is in, `NO_GRAPH_TASK` outside of any."""
+
+
+def leaf_behind(node: object) -> torch.Tensor | None:
+    """The leaf whose gradient an autograd node accumulates, if that is what it does.
+
+    By the node's class: functions of users may have an attribute `variable` too.
+    """
+    return node.variable if type(node) is _AccumulateGrad else None  # type: ignore[attr-defined]
 
 
 def is_aot_backward(node: object) -> bool:

@@ -194,7 +194,7 @@ class _Outermost:
         A cast is such a node, by a mixed precision policy or by hand, if it is made once and used inside of a reentrant
         checkpoint and outside of it.
         """
-        self._nodes = self._nodes or {node for node in _nodes(self.call.tensors) if not hasattr(node, "variable")}
+        self._nodes = self._nodes or {each for each in _nodes(self.call.tensors) if autograd.leaf_behind(each) is None}
         shared = self._nodes & _nodes(inner.tensors)
         found = sorted(
             (replica.names[index], node.name())
@@ -445,12 +445,13 @@ def _search(call: _Call) -> _Found:
     seen: set[Any] = set()
     stack = list(map(_node_of, call.tensors))
     all_replicas = len(owners)
+    leaf_behind, is_aot_backward = autograd.leaf_behind, autograd.is_aot_backward  # every backward of the process
     while stack and not (compiled and len(replicas) == all_replicas):
         node = stack.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        variable = getattr(node, "variable", None)
+        variable = leaf_behind(node)
         if variable is not None:
             owner = owners.find(variable)
             if owner is not None:
@@ -460,7 +461,7 @@ def _search(call: _Call) -> _Found:
             elif isinstance(variable, torch.nn.Parameter):
                 strangers.append(variable)
             continue
-        compiled = compiled or autograd.is_aot_backward(node)
+        compiled = compiled or is_aot_backward(node)
         stack += [following for following, _ in node.next_functions]
     if not replicas:
         if not call.inputs:
@@ -475,7 +476,7 @@ def _search(call: _Call) -> _Found:
 
 def _reached(outputs: Iterable[Any], replica: Replica) -> set[int]:
     """The parameters of a module that are in the graph of a backward from these."""
-    variables = (getattr(node, "variable", None) for node in _nodes(outputs))
+    variables = map(autograd.leaf_behind, _nodes(outputs))
     places = (owners.find(variable) for variable in variables if variable is not None)
     return {place[1] for place in places if place is not None and place[0] is replica}
 
@@ -488,30 +489,22 @@ def _nodes(outputs: Iterable[Any]) -> set[Any]:
         node = stack.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            stack.extend(following for following, _ in getattr(node, "next_functions", ()))
+            stack += [following for following, _ in node.next_functions]
     return seen
 
 
 def _node_of(output: Any) -> Any:
-    """Where a backward from an output starts; a leaf has no function, its gradient is accumulated at once."""
+    """Where a backward from an output starts; from a leaf it starts, and ends, where its gradient is accumulated."""
     if not isinstance(output, torch.Tensor):
         return getattr(output, "node", output)
-    return output.grad_fn if output.grad_fn is not None or not output.requires_grad else _Leaf(output)
-
-
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A tensor from which a backward starts and where it ends, in the place of its node."""
-
-    variable: torch.Tensor
-
-    def __hash__(self) -> int:
-        return id(self.variable)
+    if output.grad_fn is not None or not output.requires_grad:
+        return output.grad_fn
+    return torch.autograd.graph.get_gradient_edge(output).node
 
 
 def _leaf_of(given: Any) -> torch.Tensor | None:
     """The tensor behind what `inputs` holds: a tensor, or an edge of the graph."""
-    return given if isinstance(given, torch.Tensor) else getattr(getattr(given, "node", None), "variable", None)
+    return given if isinstance(given, torch.Tensor) else autograd.leaf_behind(getattr(given, "node", None))
 
 
 def _refuse_unreduced(parameters: Sequence[torch.Tensor]) -> None:

@@ -66,7 +66,7 @@ class Owners:
         return (replica for ref in self._in_order if (replica := ref()) is not None)
 
     def __len__(self) -> int:
-        return len(self._forget)
+        return len(self._in_order)
 
 
 owners: Final = Owners()

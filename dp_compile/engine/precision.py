@@ -189,9 +189,12 @@ _recomputed: Final[weakref.WeakSet[Precision]] = weakref.WeakSet()
 """Those with a forward that may be recomputed."""
 
 
+_NOTHING: Final = contextlib.nullcontext()
+
+
 def recomputing() -> contextlib.AbstractContextManager[None]:
     """Inside, modules compute as in their last forward: a part of it may be called again, by a checkpoint."""
-    return _recomputing() if _recomputed else contextlib.nullcontext()  # every backward of the process asks
+    return _recomputing() if _recomputed else _NOTHING  # every backward of the process asks
 
 
 @contextlib.contextmanager

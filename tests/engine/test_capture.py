@@ -306,6 +306,29 @@ def test_engine_entered_past_torch_autograd() -> None:
     expect_half(twin.model, twin.plain)
 
 
+class Keeping(torch.autograd.Function):
+    """Keeps a tensor under the name by which torch's own nodes of leaves have their leaf."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.variable = kept
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+@pytest.mark.parametrize("kept", [torch.ones(1), nn.Parameter(torch.ones(1))], ids=["a tensor", "a parameter"])
+def test_a_function_of_the_user_that_looks_like_a_leaf(kept: torch.Tensor) -> None:
+    twin = Twin(mlp())
+    loss = Keeping.apply(twin.run(batch()).square().sum(), kept)
+    loss.backward()
+    twin.plain(batch()).square().sum().backward()
+    expect_half(twin.model, twin.plain)
+    assert dp_compile.report(twin.model).backwards == {"captured": 1}
+
+
 class InnerBackward(torch.autograd.Function):
     """A backward that runs another backward, of a plain module."""
 
