@@ -1,13 +1,13 @@
 """Comm hooks as pure functions: what they are given, how they are run, and the op that runs them in a graph.
 
-A hook is a generator. It hands out the tensor that each all-reduce adds up, and gets the sum back:
+A hook is a generator. It hands out the tensor that each collective is given, and gets back what that makes of it:
 
     def reduce(self, bucket):
         mean = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])) / bucket.ranks
         ...
         return reduced, state
 
-What it computes behind an all-reduce every rank computes for itself, and all have to come to the same: a rank whose
+What it computes behind its last round every rank computes for itself, and all have to come to the same: a rank whose
 backward was not captured too. So a graph has these computations as ops that call the very function, with the kernels
 that it has everywhere, and Inductor's own code for it, which rounds otherwise, is never asked for:
 
@@ -31,6 +31,7 @@ from dp_compile._torch import autograd
 from dp_compile.config import has_address
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.passes.sources import source_key
+from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS
 
 State = Mapping[str, torch.Tensor]
 """What a hook remembers of one gradient, by names of its own."""
@@ -56,11 +57,19 @@ class HookBucket(NamedTuple):
 class FunctionalHook:
     """Base of comm hooks as pure functions: a frozen dataclass whose fields are its options, the same on every rank.
 
-    `rounds`: how many all-reduces it asks for, in every bucket. Which gradients are in a bucket may change from one
-    backward to the next: what has to last is remembered for each gradient by itself.
+    `rounds`: the collectives that it asks for, one after the other, in every bucket:
+
+    - `all_reduce`: what comes back is the sum over all ranks of what each hands out, in any dtype that has sums.
+    - `all_to_all`: what is handed out is cut into as many equal parts as there are ranks, part r goes to rank r. What
+      comes back are the parts for this rank, in the order of the ranks that sent them.
+    - `all_gather`: what comes back is what all ranks have handed out, in their order.
+
+    What comes back of the last two has one dimension. Tensors travel in the dtype in which they are handed out; gloo
+    knows no float8: view it as `uint8`. Which gradients are in a bucket may change from one backward to the next: what
+    has to last is remembered for each gradient by itself.
     """
 
-    rounds: ClassVar[int] = 1
+    rounds: ClassVar[tuple[str, ...]] = (ALL_REDUCE,)
 
     def initial_state(self, gradient: torch.Tensor) -> State:
         """What is remembered of a gradient before the first backward, for one with this shape, dtype and device.
@@ -70,12 +79,12 @@ class FunctionalHook:
         return {}
 
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
-        """Reduce a bucket: `total = yield tensor` is the sum over all ranks of what each of them hands out there.
+        """Reduce a bucket: `received = yield tensor` is what the next of `rounds` makes of what each rank hands out.
 
         Returns the reduced gradients, in the bucket's order, with their shapes and dtype, and the new state of each:
-        tensors with the names, shapes and dtypes of before. Tensors that were given must not be written to. What
-        follows a `yield` has to be the same on every rank, but for state that is a rank's own. Shapes of what is handed
-        out follow from shapes of what is given.
+        tensors with the names, shapes and dtypes of before. Tensors that were given must not be written to. The reduced
+        gradients have to be the same on every rank; state may be a rank's own. Shapes of what is handed out follow from
+        shapes of what is given, and are the same on every rank.
         """
         raise NotImplementedError
 
@@ -87,7 +96,8 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     """A key by which plans and graphs call a hook, the same in every process, and the hook that has it.
 
     Raises:
-        ConfigError: its text does not say its options, or its source is not known; or it asks for no round.
+        ConfigError: its text does not say its options, or its source is not known; or it asks for no round, or for one
+            that is not known.
     """
     kind = type(hook)
     if has_address(hook):
@@ -95,8 +105,9 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
             f"comm hook {hook!r} has an address in its repr, another one on each rank, by which ranks cannot compare "
             "it. Make its class a frozen dataclass, with fields whose repr says their value."
         )
-    if type(hook.rounds) is not int or hook.rounds < 1:
-        raise ConfigError(f"comm hook {hook!r} must have a number of rounds >= 1, got {hook.rounds!r}.")
+    if not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
+        allowed = ", ".join(ROUNDS)
+        raise ConfigError(f"comm hook {hook!r} must have as rounds a tuple of some of {allowed}, got {hook.rounds!r}.")
     source = source_key(hook)
     if source is None:
         raise ConfigError(f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it.")
@@ -113,7 +124,7 @@ def _hook_of(key: str) -> FunctionalHook:
 
 @dataclass(eq=False, slots=True)
 class HookRun:
-    """One call of a hook, from one all-reduce to the next."""
+    """One call of a hook, from one round to the next."""
 
     key: str
     bucket: HookBucket
@@ -128,7 +139,7 @@ class HookRun:
         still have it.
 
         Args:
-            received: the sums of all rounds before.
+            received: what came back of all rounds before.
 
         Raises:
             ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
@@ -158,14 +169,21 @@ class HookRun:
         return [each.data_ptr() for each in tensors] == [each.data_ptr() for each in given]
 
     def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
-        if self.steps >= hook.rounds or not isinstance(sent, torch.Tensor):
-            what = f"yields {type(sent).__name__}" if self.steps < hook.rounds else "yields once more"
-            raise ConfigError(f"comm hook {hook!r} must yield {hook.rounds} tensors, its rounds, but {what}.")
-        return sent
+        count = len(hook.rounds)
+        if self.steps >= count or not isinstance(sent, torch.Tensor):
+            what = f"yields {type(sent).__name__}" if self.steps < count else "yields once more"
+            raise ConfigError(f"comm hook {hook!r} must yield {count} tensors, its rounds, but {what}.")
+        if hook.rounds[self.steps] == ALL_TO_ALL and sent.numel() % self.bucket.ranks:
+            raise ConfigError(
+                f"comm hook {hook!r} hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks "
+                "cannot share evenly. Fill them up to a multiple of the number of ranks."
+            )
+        return sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten()
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
-        if self.steps < hook.rounds:
-            raise ConfigError(f"comm hook {hook!r} has rounds={hook.rounds}, but yields {self.steps} tensors only.")
+        if self.steps < len(hook.rounds):
+            message = f"comm hook {hook!r} has {len(hook.rounds)} rounds, but yields {self.steps} tensors only."
+            raise ConfigError(message)
         try:
             reduced, states = map(list, result)
         except (TypeError, ValueError):
@@ -247,7 +265,7 @@ def _step(
             'them from: they may be written over by now. Use ReplicateConfig(backend="aot_eager") with this hook.'
         )
     found = run.step(received)
-    if run.steps > _hook_of(hook).rounds:
+    if run.steps > len(_hook_of(hook).rounds):
         del _running.runs[unit]
     return found
 
