@@ -226,7 +226,8 @@ class _GraphOps:
         state = [tensor for each in states if each is not None for tensor in each.tensors]
         names = ["" if each is None else ",".join(each.names) for each in states]
         gradients = [part.reduction.grad for part in self.parts]
-        given = gradients, state, list(received), names, hook, self.parts[0].member.gradient.key.reduction.ranks
+        group = self.parts[0].member.gradient.key.reduction.stages[0].group
+        given = gradients, state, list(received), names, hook, group
         step = self.site.make(HOOK_STEP, *given, self.site.unit)
         return [self.site.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 

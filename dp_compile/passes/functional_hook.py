@@ -27,7 +27,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import has_address
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.passes.sources import source_key
@@ -47,11 +47,13 @@ class HookBucket(NamedTuple):
         gradients: this rank's gradients of a bucket, not divided, each in the shape of its parameter.
         state: of each gradient what was remembered, as the hook's `initial_state` or its last call gave it.
         ranks: how many ranks there are.
+        rank: which of them this one is.
     """
 
     gradients: Sequence[torch.Tensor]
     state: Sequence[State]
     ranks: int
+    rank: int
 
 
 class FunctionalHook:
@@ -161,7 +163,7 @@ class HookRun:
             if versions != list(map(autograd.version_of, given)):
                 raise _wrote(repr(hook))
             self.steps += 1
-            return [each.clone(memory_format=torch.contiguous_format) for each in found]
+            return found
 
     def has(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these lie where those lie that it was given in its first step."""
@@ -178,7 +180,7 @@ class HookRun:
                 f"comm hook {hook!r} hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks "
                 "cannot share evenly. Fill them up to a multiple of the number of ranks."
             )
-        return sent if hook.rounds[self.steps] == ALL_REDUCE else sent.flatten()
+        return _copied(sent) if hook.rounds[self.steps] == ALL_REDUCE else _copied(sent.flatten())
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
         if self.steps < len(hook.rounds):
@@ -198,7 +200,7 @@ class HookRun:
             kinds = [[(tuple(each.shape), each.dtype) for each in some] for some in (before, after)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {kinds[0]}, got {kinds[1]}.")
-        return [*reduced, *self._kept(states, reduced)]
+        return [*map(_copied, reduced), *self._kept(states, reduced)]
 
     def _kept(self, states: Sequence[State], reduced: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The new state; of a gradient that is of no use the old one: else all that follow would be of no use.
@@ -207,9 +209,14 @@ class HookRun:
         """
         for before, after, gradient in zip(self.bucket.state, states, reduced, strict=True):
             if before:
-                is_of_use = gradient.isfinite().all()
+                # Not finite either if it is too large for a sum. One pass; to ask each element takes three.
+                is_of_use = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)).isfinite()
                 for name, tensor in before.items():
-                    yield torch.where(is_of_use, after[name], tensor)
+                    yield torch.where(is_of_use, after[name], tensor).contiguous()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _wrote(hook: str) -> ConfigError:
@@ -220,7 +227,7 @@ def _wrote(hook: str) -> ConfigError:
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
-    "hook_step(Tensor[] gradients, Tensor[] state, Tensor[] received, str[] names, str hook, int ranks, str unit)"
+    "hook_step(Tensor[] gradients, Tensor[] state, Tensor[] received, str[] names, str hook, str group, str unit)"
     " -> Tensor[]"
 )
 _library.define("hook_state(Tensor[] state, str[] names, int index, int replica) -> Tensor[]")
@@ -235,13 +242,16 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def bucket_of(
-    gradients: Sequence[torch.Tensor], state: Sequence[torch.Tensor], names: Sequence[str], ranks: int
-) -> HookBucket:
-    """What a hook is given, from tensors in a row; `names`: of each gradient those of its state, with commas."""
+def bucket_of(gradients: Sequence[torch.Tensor], state: Sequence[State], group: str) -> HookBucket:
+    """What a hook is given that reduces over a group, by its name."""
+    ranks = distributed.group_of_name(group)
+    return HookBucket(tuple(gradients), state, ranks.size(), ranks.rank())
+
+
+def _by_name(state: Sequence[torch.Tensor], names: Sequence[str]) -> list[State]:
+    """Tensors in a row; `names`: of each gradient those of its state, with commas."""
     tensors = iter(state)
-    states = [{name: next(tensors) for name in each.split(",") if name} for each in names]
-    return HookBucket(tuple(gradients), states, ranks)
+    return [{name: next(tensors) for name in each.split(",") if name} for each in names]
 
 
 def _step(
@@ -250,12 +260,12 @@ def _step(
     received: Sequence[torch.Tensor],
     names: Sequence[str],
     hook: str,
-    ranks: int,
+    group: str,
     unit: str,
 ) -> list[torch.Tensor]:
     if not received:
         # What is there already is of a backward that was interrupted.
-        _running.runs[unit] = HookRun(hook, bucket_of(gradients, state, names, ranks))
+        _running.runs[unit] = HookRun(hook, bucket_of(gradients, _by_name(state, names), group))
     run = _running.runs.get(unit)
     if run is None or run.key != hook or run.steps != len(received):
         raise ReductionError(f"step {len(received)} of comm hook {hook} runs without the one before it.")
@@ -276,10 +286,10 @@ def _shapes(
     received: Sequence[torch.Tensor],
     names: Sequence[str],
     hook: str,
-    ranks: int,
+    group: str,
     unit: str,
 ) -> list[torch.Tensor]:
-    run = HookRun(hook, bucket_of(gradients, state, names, ranks))
+    run = HookRun(hook, bucket_of(gradients, _by_name(state, names), group))
     with _NoWrites(hook, [*gradients, *state, *received]):
         found = run.step([])
         for count in range(1, len(received) + 1):

@@ -25,7 +25,7 @@ from torch import fx
 from dp_compile._torch import distributed
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.functional_hook import HOOK_STATE, HookBucket, HookRun, State
+from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Stage
@@ -174,7 +174,7 @@ class EagerOps:
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:
             gradients = tuple(map(self._given, range(len(self.bucket.members))))
-            self._run = HookRun(hook, HookBucket(gradients, self.state, self.bucket.key.reduction.ranks))
+            self._run = HookRun(hook, bucket_of(gradients, self.state, self.bucket.key.reduction.stages[0].group))
         return self._run.step(received)
 
     def keep(self, state: Sequence[torch.Tensor]) -> None:

@@ -90,7 +90,7 @@ class _Sent(NamedTuple):
     state: Any
     names: tuple[str, ...]
     hook: str
-    ranks: int
+    group: str
     step: int
 
 
@@ -99,7 +99,8 @@ class _ByHook(NamedTuple):
 
     gradient: Elements
     hook: str
-    ranks: int
+    group: str
+    """Whose ranks it knows of."""
     rounds: tuple[Stage, ...]
     position: int | None = None
     state: Any = None
@@ -488,7 +489,7 @@ class _Walk:
         for run in given:
             self.gradients.setdefault(self.sources.root(run.source), (found.replica, found.index))
         if planned.hook is not None:
-            by_hook = _ByHook(given, planned.hook, planned.ranks, planned.stages)
+            by_hook = _ByHook(given, planned.hook, planned.stages[0].group, planned.stages)
             self._by_hook[found.replica, found.index] = by_hook
             return self._hooked(by_hook)
         dtype = node.meta["val"].dtype
@@ -517,7 +518,7 @@ class _Walk:
 
     def step_of_hook(self, node: fx.Node) -> Any:
         """What a hook hands out is as it is; the end counts if all before it went through the collectives it has to."""
-        gradients, state, received, names, hook, ranks, unit = node.args
+        gradients, state, received, names, hook, group, unit = node.args
         planned = self._rounds.get((str(unit).partition(".")[0], str(hook)), ())
         given = [self.elements_of(each) for each in _sequence(gradients)]
         known = tuple(each for each in given if each is not None)
@@ -525,7 +526,7 @@ class _Walk:
             return None
         states = [self.of(each) for each in _sequence(state)]
         kinds, values = tuple(map(str, _sequence(names))), node.meta["val"]
-        sent = _Sent(known, tuple(states), kinds, str(hook), int(str(ranks)), len(_sequence(received)))
+        sent = _Sent(known, tuple(states), kinds, str(hook), str(group), len(_sequence(received)))
         rounds: list[Stage] = []
         for step, argument in enumerate(_sequence(received)):
             # Of what nobody sent there is nothing to see.
@@ -540,7 +541,7 @@ class _Walk:
         remembered: list[Elements] = []
         left = list(states)
         for gradient, kind in zip(known, kinds, strict=True):
-            what = _ByHook(gradient, str(hook), int(str(ranks)), tuple(rounds))
+            what = _ByHook(gradient, str(hook), str(group), tuple(rounds))
             count = len(kind.split(",")) if kind else 0
             reduced.append(self._hooked(what))
             first = len(known) + len(states) - len(left)

@@ -88,8 +88,7 @@ class Reduction:
     `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
 
     `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
-    each stage adds up and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
-    `ranks`: how many there are, if a hook has to know.
+    each stage is given and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
     """
 
     stages: tuple[Stage, ...]
@@ -97,7 +96,6 @@ class Reduction:
     post_scale: float = 1.0
     wire: str | None = None
     hook: str | None = None
-    ranks: int = 0
 
     @property
     def reduce_op(self) -> str:
@@ -138,7 +136,7 @@ class Reduction:
         """Plain data. What is as it mostly is is left out: plans without it keep their signature."""
         more: dict[str, Any] = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
         more |= {"wire": self.wire} if self.wire is not None else {}
-        more |= {"hook": self.hook, "ranks": self.ranks} if self.hook is not None else {}
+        more |= {"hook": self.hook} if self.hook is not None else {}
         return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more}
 
     @staticmethod
@@ -187,7 +185,7 @@ class Averaging:
         if self.hook is not None:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
             rounds = (alike if op == ALL_REDUCE else cut._replace(op=op) for op in self.rounds)
-            return Reduction(tuple(rounds), 1.0, hook=self.hook, ranks=world_size)
+            return Reduction(tuple(rounds), 1.0, hook=self.hook)
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor = self.predivide_by
