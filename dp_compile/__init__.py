@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from dp_compile.engine.backward import compiled_backward as compiled_backward
     from dp_compile.engine.calibration import calibrate as calibrate
     from dp_compile.engine.hook_state import HookState as HookState
+    from dp_compile.engine.quantized_hook import QuantizedHook as QuantizedHook
     from dp_compile.errors import CommunicationError as CommunicationError
     from dp_compile.errors import ConfigError as ConfigError
     from dp_compile.errors import DesyncError as DesyncError
@@ -52,6 +53,7 @@ _HOME = {
     "InvalidGraphError": "errors",
     "Measurement": "insight.measuring",
     "ModuleError": "errors",
+    "QuantizedHook": "engine.quantized_hook",
     "ReductionError": "errors",
     "ReplicateConfig": "config",
     "ReplicatedModule": "modules.replicated_module",

@@ -67,7 +67,7 @@ class _Expected(NamedTuple):
 
 
 def _launches(module: int, plan: BucketPlan) -> Iterator[_Expected]:
-    stages = [len(bucket.key.reduction.stages) for bucket in plan.buckets]
+    stages = [bucket.key.reduction.stages for bucket in plan.buckets]
     numels = [[bucket.key.reduction.numels(numel) for numel in bucket.tensor_numels] for bucket in plan.buckets]
     given = [list(zip(*each, strict=True)) for each in numels]
     for bucket, stage in launch_order(stages):

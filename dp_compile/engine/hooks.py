@@ -30,7 +30,7 @@ from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, Member, Rows, plan_single
-from dp_compile.plan.reduction import launch_order
+from dp_compile.plan.reduction import is_handed_back_at_the_end, launch_order
 
 ResultT = TypeVar("ResultT")
 
@@ -279,15 +279,15 @@ class ReductionRound:
         while self._launch_stage() != (number, 0):
             pass
         # Not yet the last stages: this rank would stand still until the slow link has carried all before them.
-        while self.due and self.due[0][1] and not self._is_last(*self.due[0]):
+        while self.due and self.due[0][1] and not self._is_held_back(*self.due[0]):
             self._launch_stage()
 
     def _order(self) -> Iterator[tuple[int, int]]:
-        stages = [len(bucket.key.reduction.stages) for bucket in self.replica.plan.buckets]
+        stages = [bucket.key.reduction.stages for bucket in self.replica.plan.buckets]
         if self.replica.strategy != "single":
             return launch_order(stages)
         # No pass makes buckets: captured code reduces one gradient after the other.
-        return ((number, stage) for number, count in enumerate(stages) for stage in range(count))
+        return ((number, stage) for number, each in enumerate(stages) for stage in range(len(each)))
 
     def _launch_stage(self) -> tuple[int, int]:
         """Launch what is due next, and wait for the stage before it."""
@@ -297,8 +297,9 @@ class ReductionRound:
             next(self.flights[number].reducing)
         return number, stage
 
-    def _is_last(self, number: int, stage: int) -> bool:
-        return stage == len(self.replica.plan.buckets[number].key.reduction.stages) - 1
+    def _is_held_back(self, number: int, stage: int) -> bool:
+        stages = self.replica.plan.buckets[number].key.reduction.stages
+        return stage == len(stages) - 1 and is_handed_back_at_the_end(stages)
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters

@@ -43,7 +43,7 @@ class PowerSGD(FunctionalHook):
     use_error_feedback: bool
     orthogonalization_epsilon: float
     batch_tensors_with_same_shape: bool
-    rounds: ClassVar[int] = 2
+    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
 
     def initial_state(self, gradient: torch.Tensor) -> State:
         shape = self.q_shape(gradient.shape)

@@ -45,7 +45,7 @@ from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_vi
 from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, states_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
-from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
+from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -72,6 +72,7 @@ class BucketReductions:
         states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             staged: list[list[fx.Node]] = []
+            stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
@@ -85,7 +86,7 @@ class BucketReductions:
                     if where is not None:
                         node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
                         views[node] = site.view_back(where.node, part.member.gradient, promised, where.offset)
-            launches += [staged[bucket][stage] for bucket, stage in launch_order([len(each) for each in staged])]
+            launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
         edit.replace_uses(views | remembered)
         for node in remembered:
             graph.erase_node(node)
@@ -225,7 +226,8 @@ class _GraphOps:
         state = [tensor for each in states if each is not None for tensor in each.tensors]
         names = ["" if each is None else ",".join(each.names) for each in states]
         gradients = [part.reduction.grad for part in self.parts]
-        given = gradients, state, list(received), names, hook, self.parts[0].member.gradient.key.reduction.ranks
+        group = self.parts[0].member.gradient.key.reduction.stages[0].group
+        given = gradients, state, list(received), names, hook, group
         step = self.site.make(HOOK_STEP, *given, self.site.unit)
         return [self.site.make(operator.getitem, step, number) for number in range(len(step.meta["val"]))]
 
@@ -281,7 +283,7 @@ class _GraphOps:
         how: tuple[Any, ...] = stage.reduce_op, stage.group
         if stage.op == REDUCE_SCATTER:
             target, how = collectives.REDUCE_SCATTER, (stage.reduce_op, stage.parts, stage.group)
-        elif stage.op == EXCHANGE:
+        elif stage.op in (EXCHANGE, ALL_TO_ALL):
             sizes = [tensors[0].meta["val"].numel() // stage.parts] * stage.parts
             target, how = collectives.ALL_TO_ALL, (sizes, sizes, stage.group)
         elif stage.op == ALL_GATHER:

@@ -1,13 +1,13 @@
 """Comm hooks as pure functions: what they are given, how they are run, and the op that runs them in a graph.
 
-A hook is a generator. It hands out the tensor that each all-reduce adds up, and gets the sum back:
+A hook is a generator. It hands out the tensor that each collective is given, and gets back what that makes of it:
 
     def reduce(self, bucket):
         mean = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])) / bucket.ranks
         ...
         return reduced, state
 
-What it computes behind an all-reduce every rank computes for itself, and all have to come to the same: a rank whose
+What it computes behind its last round every rank computes for itself, and all have to come to the same: a rank whose
 backward was not captured too. So a graph has these computations as ops that call the very function, with the kernels
 that it has everywhere, and Inductor's own code for it, which rounds otherwise, is never asked for:
 
@@ -27,10 +27,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import has_address
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.passes.sources import source_key
+from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS
 
 State = Mapping[str, torch.Tensor]
 """What a hook remembers of one gradient, by names of its own."""
@@ -46,21 +47,31 @@ class HookBucket(NamedTuple):
         gradients: this rank's gradients of a bucket, not divided, each in the shape of its parameter.
         state: of each gradient what was remembered, as the hook's `initial_state` or its last call gave it.
         ranks: how many ranks there are.
+        rank: which of them this one is.
     """
 
     gradients: Sequence[torch.Tensor]
     state: Sequence[State]
     ranks: int
+    rank: int
 
 
 class FunctionalHook:
     """Base of comm hooks as pure functions: a frozen dataclass whose fields are its options, the same on every rank.
 
-    `rounds`: how many all-reduces it asks for, in every bucket. Which gradients are in a bucket may change from one
-    backward to the next: what has to last is remembered for each gradient by itself.
+    `rounds`: the collectives that it asks for, one after the other, in every bucket:
+
+    - `all_reduce`: what comes back is the sum over all ranks of what each hands out, in any dtype that has sums.
+    - `all_to_all`: what is handed out is cut into as many equal parts as there are ranks, part r goes to rank r. What
+      comes back are the parts for this rank, in the order of the ranks that sent them.
+    - `all_gather`: what comes back is what all ranks have handed out, in their order.
+
+    What comes back of the last two has one dimension. Tensors travel in the dtype in which they are handed out; gloo
+    knows no float8: view it as `uint8`. Which gradients are in a bucket may change from one backward to the next: what
+    has to last is remembered for each gradient by itself.
     """
 
-    rounds: ClassVar[int] = 1
+    rounds: ClassVar[tuple[str, ...]] = (ALL_REDUCE,)
 
     def initial_state(self, gradient: torch.Tensor) -> State:
         """What is remembered of a gradient before the first backward, for one with this shape, dtype and device.
@@ -70,12 +81,12 @@ class FunctionalHook:
         return {}
 
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
-        """Reduce a bucket: `total = yield tensor` is the sum over all ranks of what each of them hands out there.
+        """Reduce a bucket: `received = yield tensor` is what the next of `rounds` makes of what each rank hands out.
 
         Returns the reduced gradients, in the bucket's order, with their shapes and dtype, and the new state of each:
-        tensors with the names, shapes and dtypes of before. Tensors that were given must not be written to. What
-        follows a `yield` has to be the same on every rank, but for state that is a rank's own. Shapes of what is handed
-        out follow from shapes of what is given.
+        tensors with the names, shapes and dtypes of before. Tensors that were given must not be written to. The reduced
+        gradients have to be the same on every rank; state may be a rank's own. Shapes of what is handed out follow from
+        shapes of what is given, and are the same on every rank.
         """
         raise NotImplementedError
 
@@ -87,7 +98,8 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     """A key by which plans and graphs call a hook, the same in every process, and the hook that has it.
 
     Raises:
-        ConfigError: its text does not say its options, or its source is not known; or it asks for no round.
+        ConfigError: its text does not say its options, or its source is not known; or it asks for no round, or for one
+            that is not known.
     """
     kind = type(hook)
     if has_address(hook):
@@ -95,8 +107,9 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
             f"comm hook {hook!r} has an address in its repr, another one on each rank, by which ranks cannot compare "
             "it. Make its class a frozen dataclass, with fields whose repr says their value."
         )
-    if type(hook.rounds) is not int or hook.rounds < 1:
-        raise ConfigError(f"comm hook {hook!r} must have a number of rounds >= 1, got {hook.rounds!r}.")
+    if not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
+        allowed = ", ".join(ROUNDS)
+        raise ConfigError(f"comm hook {hook!r} must have as rounds a tuple of some of {allowed}, got {hook.rounds!r}.")
     source = source_key(hook)
     if source is None:
         raise ConfigError(f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it.")
@@ -113,7 +126,7 @@ def _hook_of(key: str) -> FunctionalHook:
 
 @dataclass(eq=False, slots=True)
 class HookRun:
-    """One call of a hook, from one all-reduce to the next."""
+    """One call of a hook, from one round to the next."""
 
     key: str
     bucket: HookBucket
@@ -128,7 +141,7 @@ class HookRun:
         still have it.
 
         Args:
-            received: the sums of all rounds before.
+            received: what came back of all rounds before.
 
         Raises:
             ConfigError: the hook does not keep to what `FunctionalHook.reduce` says.
@@ -150,7 +163,7 @@ class HookRun:
             if versions != list(map(autograd.version_of, given)):
                 raise _wrote(repr(hook))
             self.steps += 1
-            return [each.clone(memory_format=torch.contiguous_format) for each in found]
+            return found
 
     def has(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether these lie where those lie that it was given in its first step."""
@@ -158,14 +171,21 @@ class HookRun:
         return [each.data_ptr() for each in tensors] == [each.data_ptr() for each in given]
 
     def _checked_sent(self, hook: FunctionalHook, sent: Any) -> torch.Tensor:
-        if self.steps >= hook.rounds or not isinstance(sent, torch.Tensor):
-            what = f"yields {type(sent).__name__}" if self.steps < hook.rounds else "yields once more"
-            raise ConfigError(f"comm hook {hook!r} must yield {hook.rounds} tensors, its rounds, but {what}.")
-        return sent
+        count = len(hook.rounds)
+        if self.steps >= count or not isinstance(sent, torch.Tensor):
+            what = f"yields {type(sent).__name__}" if self.steps < count else "yields once more"
+            raise ConfigError(f"comm hook {hook!r} must yield {count} tensors, its rounds, but {what}.")
+        if hook.rounds[self.steps] == ALL_TO_ALL and sent.numel() % self.bucket.ranks:
+            raise ConfigError(
+                f"comm hook {hook!r} hands out {sent.numel()} elements for all_to_all, which {self.bucket.ranks} ranks "
+                "cannot share evenly. Fill them up to a multiple of the number of ranks."
+            )
+        return _copied(sent) if hook.rounds[self.steps] == ALL_REDUCE else _copied(sent.flatten())
 
     def _checked_end(self, hook: FunctionalHook, result: Any) -> list[torch.Tensor]:
-        if self.steps < hook.rounds:
-            raise ConfigError(f"comm hook {hook!r} has rounds={hook.rounds}, but yields {self.steps} tensors only.")
+        if self.steps < len(hook.rounds):
+            message = f"comm hook {hook!r} has {len(hook.rounds)} rounds, but yields {self.steps} tensors only."
+            raise ConfigError(message)
         try:
             reduced, states = map(list, result)
         except (TypeError, ValueError):
@@ -180,7 +200,7 @@ class HookRun:
             kinds = [[(tuple(each.shape), each.dtype) for each in some] for some in (before, after)]
             if kinds[0] != kinds[1]:
                 raise ConfigError(f"comm hook {hook!r} must return tensors of these kinds: {kinds[0]}, got {kinds[1]}.")
-        return [*reduced, *self._kept(states, reduced)]
+        return [*map(_copied, reduced), *self._kept(states, reduced)]
 
     def _kept(self, states: Sequence[State], reduced: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
         """The new state; of a gradient that is of no use the old one: else all that follow would be of no use.
@@ -189,9 +209,14 @@ class HookRun:
         """
         for before, after, gradient in zip(self.bucket.state, states, reduced, strict=True):
             if before:
-                is_of_use = gradient.isfinite().all()
+                # Not finite either if it is too large for a sum. One pass; to ask each element takes three.
+                is_of_use = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32)).isfinite()
                 for name, tensor in before.items():
-                    yield torch.where(is_of_use, after[name], tensor)
+                    yield torch.where(is_of_use, after[name], tensor).contiguous()
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _wrote(hook: str) -> ConfigError:
@@ -202,7 +227,7 @@ def _wrote(hook: str) -> ConfigError:
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
-    "hook_step(Tensor[] gradients, Tensor[] state, Tensor[] received, str[] names, str hook, int ranks, str unit)"
+    "hook_step(Tensor[] gradients, Tensor[] state, Tensor[] received, str[] names, str hook, str group, str unit)"
     " -> Tensor[]"
 )
 _library.define("hook_state(Tensor[] state, str[] names, int index, int replica) -> Tensor[]")
@@ -217,13 +242,16 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def bucket_of(
-    gradients: Sequence[torch.Tensor], state: Sequence[torch.Tensor], names: Sequence[str], ranks: int
-) -> HookBucket:
-    """What a hook is given, from tensors in a row; `names`: of each gradient those of its state, with commas."""
+def bucket_of(gradients: Sequence[torch.Tensor], state: Sequence[State], group: str) -> HookBucket:
+    """What a hook is given that reduces over a group, by its name."""
+    ranks = distributed.group_of_name(group)
+    return HookBucket(tuple(gradients), state, ranks.size(), ranks.rank())
+
+
+def _by_name(state: Sequence[torch.Tensor], names: Sequence[str]) -> list[State]:
+    """Tensors in a row; `names`: of each gradient those of its state, with commas."""
     tensors = iter(state)
-    states = [{name: next(tensors) for name in each.split(",") if name} for each in names]
-    return HookBucket(tuple(gradients), states, ranks)
+    return [{name: next(tensors) for name in each.split(",") if name} for each in names]
 
 
 def _step(
@@ -232,12 +260,12 @@ def _step(
     received: Sequence[torch.Tensor],
     names: Sequence[str],
     hook: str,
-    ranks: int,
+    group: str,
     unit: str,
 ) -> list[torch.Tensor]:
     if not received:
         # What is there already is of a backward that was interrupted.
-        _running.runs[unit] = HookRun(hook, bucket_of(gradients, state, names, ranks))
+        _running.runs[unit] = HookRun(hook, bucket_of(gradients, _by_name(state, names), group))
     run = _running.runs.get(unit)
     if run is None or run.key != hook or run.steps != len(received):
         raise ReductionError(f"step {len(received)} of comm hook {hook} runs without the one before it.")
@@ -247,7 +275,7 @@ def _step(
             'them from: they may be written over by now. Use ReplicateConfig(backend="aot_eager") with this hook.'
         )
     found = run.step(received)
-    if run.steps > _hook_of(hook).rounds:
+    if run.steps > len(_hook_of(hook).rounds):
         del _running.runs[unit]
     return found
 
@@ -258,10 +286,10 @@ def _shapes(
     received: Sequence[torch.Tensor],
     names: Sequence[str],
     hook: str,
-    ranks: int,
+    group: str,
     unit: str,
 ) -> list[torch.Tensor]:
-    run = HookRun(hook, bucket_of(gradients, state, names, ranks))
+    run = HookRun(hook, bucket_of(gradients, _by_name(state, names), group))
     with _NoWrites(hook, [*gradients, *state, *received]):
         found = run.step([])
         for count in range(1, len(received) + 1):

@@ -25,10 +25,10 @@ from torch import fx
 from dp_compile._torch import distributed
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.functional_hook import HOOK_STATE, HookBucket, HookRun, State
+from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
-from dp_compile.plan.reduction import ALL_GATHER, EXCHANGE, Stage
+from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -174,7 +174,7 @@ class EagerOps:
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:
             gradients = tuple(map(self._given, range(len(self.bucket.members))))
-            self._run = HookRun(hook, HookBucket(gradients, self.state, self.bucket.key.reduction.ranks))
+            self._run = HookRun(hook, bucket_of(gradients, self.state, self.bucket.key.reduction.stages[0].group))
         return self._run.step(received)
 
     def keep(self, state: Sequence[torch.Tensor]) -> None:
@@ -223,13 +223,13 @@ class Launched(NamedTuple):
 
 def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
     group = distributed.group_of_name(stage.group)
-    if stage.parts > 1:
+    if stage.op != ALL_REDUCE:
         (tensor,) = tensors
         numel = tensor.numel() if stage.op == EXCHANGE else stage.numel_behind(tensor.numel())
         result = tensor.new_empty(numel)
         if stage.op == ALL_GATHER:
             work = dist.all_gather_into_tensor(result, tensor, group=group, async_op=True)
-        elif stage.op == EXCHANGE:
+        elif stage.op in (EXCHANGE, ALL_TO_ALL):
             work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             op = REDUCE_OPS[stage.reduce_op]

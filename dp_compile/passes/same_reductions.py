@@ -33,6 +33,7 @@ from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, dtype_of, match
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Stage
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -62,9 +63,13 @@ class _Share(NamedTuple):
     group: str
 
 
-class _Exchanged(NamedTuple):
-    """A source: for each rank of a group the part of its elements that belongs to this rank, one after the other."""
+class _Moved(NamedTuple):
+    """A source: what each rank of a group sends to this one, one after the other.
 
+    By `all_to_all` the part of its elements that belongs to this rank, by `all_gather` all of them.
+    """
+
+    op: str
     whole: Elements
     parts: int
     group: str
@@ -79,13 +84,13 @@ class _Cast(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """A source: what a functional hook hands out after `step` all-reduces. All else follows from what it is given."""
+    """A source: what a functional hook hands out after `step` rounds. All else follows from what it is given."""
 
     gradients: tuple[Elements, ...]
     state: Any
     names: tuple[str, ...]
     hook: str
-    ranks: int
+    group: str
     step: int
 
 
@@ -94,14 +99,15 @@ class _ByHook(NamedTuple):
 
     gradient: Elements
     hook: str
-    ranks: int
-    groups: tuple[str, ...]
-    """One for each round."""
+    group: str
+    """Whose ranks it knows of."""
+    rounds: tuple[Stage, ...]
     position: int | None = None
     state: Any = None
 
     def __str__(self) -> str:
-        return f"reduced by hook {self.hook} over groups {', '.join(self.groups)}"
+        rounds = ", ".join(f"{stage.op} over group {stage.group}" for stage in self.rounds)
+        return f"reduced by hook {self.hook}: {rounds}"
 
 
 class _Pairs(NamedTuple):
@@ -241,11 +247,11 @@ class _Walk:
         self.sources, self._written_by = sources, writes
         self._planned = [{each.index: each.key.reduction for each in plan.gradients} for plan in plans]
         self._rounds = {
-            (str(replica), each.hook): tuple(stage.group for stage in each.stages)
+            (str(replica), each.hook): each.stages
             for replica, planned in enumerate(self._planned)
             for each in planned.values()
         }
-        """By replica and functional hook the group of each round."""
+        """By replica and functional hook."""
         self._by_hook: dict[tuple[int, int], _ByHook] = {}
         """By replica and index."""
         self.numel: Counter[int] = Counter()
@@ -259,7 +265,7 @@ class _Walk:
         self._aliases: dict[Storage, list[fx.Node]] = {}
 
     def visit(self, node: fx.Node) -> None:
-        starts = node.target in (REDUCE_GRAD, HOOK_STATE)
+        starts = node.target in (REDUCE_GRAD, HOOK_STATE, HOOK_STEP)
         if starts or any(source in self._reduced for source in node.all_input_nodes):
             self._reduced.add(node)
         rule = _RULES.get(node.target) if node.op == "call_function" else None
@@ -483,9 +489,9 @@ class _Walk:
         for run in given:
             self.gradients.setdefault(self.sources.root(run.source), (found.replica, found.index))
         if planned.hook is not None:
-            groups = tuple(stage.group for stage in planned.stages)
-            self._by_hook[found.replica, found.index] = _ByHook(given, planned.hook, planned.ranks, groups)
-            return self._hooked(self._by_hook[found.replica, found.index])
+            by_hook = _ByHook(given, planned.hook, planned.stages[0].group, planned.stages)
+            self._by_hook[found.replica, found.index] = by_hook
+            return self._hooked(by_hook)
         dtype = node.meta["val"].dtype
         wire = dtype if planned.wire is None else dtype_of(planned.wire)
         reduced = self._as_dtype(tuple(run.times(planned.scale) for run in given), dtype, wire)
@@ -511,8 +517,8 @@ class _Walk:
         return None if what is None else self._remembered(what, state, node.meta["val"])
 
     def step_of_hook(self, node: fx.Node) -> Any:
-        """What a hook hands out is as it is; the end counts if all before it was added up as it has to be."""
-        gradients, state, received, names, hook, ranks, unit = node.args
+        """What a hook hands out is as it is; the end counts if all before it went through the collectives it has to."""
+        gradients, state, received, names, hook, group, unit = node.args
         planned = self._rounds.get((str(unit).partition(".")[0], str(hook)), ())
         given = [self.elements_of(each) for each in _sequence(gradients)]
         known = tuple(each for each in given if each is not None)
@@ -520,35 +526,42 @@ class _Walk:
             return None
         states = [self.of(each) for each in _sequence(state)]
         kinds, values = tuple(map(str, _sequence(names))), node.meta["val"]
-        sent = _Sent(known, tuple(states), kinds, str(hook), int(str(ranks)), len(_sequence(received)))
-        groups: list[str] = []
+        sent = _Sent(known, tuple(states), kinds, str(hook), str(group), len(_sequence(received)))
+        rounds: list[Stage] = []
         for step, argument in enumerate(_sequence(received)):
-            found, numel = self.elements_of(argument), _node(argument).meta["val"].numel()
-            if not numel:  # nothing was sent
-                groups += planned[step : step + 1]
-                continue
-            key = self.sources.key(found[0].source) if found and len(found) == 1 else None
-            if not isinstance(key, _Reduced) or found != elements.whole(self.sources.number(key), numel):
+            # Of what nobody sent there is nothing to see.
+            is_empty = not _node(argument).meta["val"].numel()
+            found = planned[step] if is_empty else self._round_of(argument, sent._replace(step=step))
+            if found is None:
                 return None
-            dtype, before = _node(argument).meta["val"].dtype, self.sources.number(sent._replace(step=step))
-            if key != _Reduced(before, 1.0, key.group, "sum", dtype):
-                return None
-            groups.append(key.group)
-        if len(groups) < len(planned):
+            rounds.append(found)
+        if len(rounds) < len(planned):
             return (elements.whole(self.sources.number(sent), values[0].numel()),)
         reduced: list[Elements] = []
         remembered: list[Elements] = []
         left = list(states)
         for gradient, kind in zip(known, kinds, strict=True):
-            what, count = (
-                _ByHook(gradient, str(hook), int(str(ranks)), tuple(groups)),
-                len(kind.split(",")) if kind else 0,
-            )
+            what = _ByHook(gradient, str(hook), str(group), tuple(rounds))
+            count = len(kind.split(",")) if kind else 0
             reduced.append(self._hooked(what))
             first = len(known) + len(states) - len(left)
             remembered += self._remembered(what, left[:count], values[first : first + count])
             del left[:count]
         return (*reduced, *remembered)
+
+    def _round_of(self, received: Any, sent: _Sent) -> Stage | None:
+        """The collective that all of `sent` went through, if nothing else happened to it."""
+        found, value = self.elements_of(received), _node(received).meta["val"]
+        key = self.sources.key(found[0].source) if found and len(found) == 1 else None
+        if found != elements.whole(self.sources.number(key), value.numel()):
+            return None
+        number = self.sources.number(sent)
+        if isinstance(key, _Reduced):
+            alike = key == _Reduced(number, 1.0, key.group, "sum", value.dtype)
+            return Stage(ALL_REDUCE, key.group, key.reduce_op) if alike else None
+        if isinstance(key, _Moved) and key.whole == elements.whole(number, elements.numel_of(key.whole)):
+            return Stage(key.op, key.group, parts=key.parts)
+        return None
 
     def all_reduce(self, node: fx.Node) -> Any:
         what, reduce_op, group = node.args[:3]
@@ -578,14 +591,20 @@ class _Walk:
         given = self.elements_of(what)
         if given is None or list(_sequence(received)) != list(_sequence(sent)) or len(set(_sequence(sent))) != 1:
             return None
-        exchanged = _Exchanged(given, len(_sequence(sent)), str(group))
+        exchanged = _Moved(ALL_TO_ALL, given, len(_sequence(sent)), str(group))
         return elements.whole(self.sources.number(exchanged), elements.numel_of(given))
 
     def sum_of_parts(self, node: fx.Node) -> Elements | None:
         """The parts that ranks have sent each other, added up: a reduce-scatter. Of other sums nothing is known."""
         source, given = _node(node.args[0]), self.elements_of(node.args[0])
         key = self.sources.key(given[0].source) if given and len(given) == 1 else None
-        if given is None or not isinstance(key, _Exchanged) or node.kwargs or list(node.args[1:]) != [[0]]:
+        if (
+            given is None
+            or not isinstance(key, _Moved)
+            or key.op != ALL_TO_ALL
+            or node.kwargs
+            or list(node.args[1:]) != [[0]]
+        ):
             return None
         value = source.meta["val"]
         if given != elements.whole(given[0].source, elements.numel_of(key.whole)) or value.shape[0] != key.parts:
@@ -599,7 +618,13 @@ class _Walk:
         what, parts, group = node.args[:3]
         given = self.elements_of(what)
         share = None if given is None else self._share(given)
+        if given and share is None and isinstance(parts, int) and self._is_sent(given):
+            gathered = self.sources.number(_Moved(ALL_GATHER, given, parts, str(group)))
+            return elements.whole(gathered, elements.numel_of(given) * parts)
         return share.whole if share is not None and share[1:] == (parts, str(group)) else None
+
+    def _is_sent(self, given: Elements) -> bool:
+        return all(isinstance(self.sources.key(run.source), _Sent) for run in given)
 
     def _shared(self, share: _Share) -> Elements:
         return elements.whole(self.sources.number(share), elements.numel_of(share.whole) // share.parts)

@@ -21,11 +21,15 @@ ALL_REDUCE: Final = "all_reduce"
 REDUCE_SCATTER: Final = "reduce_scatter"
 ALL_GATHER: Final = "all_gather"
 EXCHANGE: Final = "exchange"
+ALL_TO_ALL: Final = "all_to_all"
+
+ROUNDS: Final = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)
+"""What a functional comm hook may ask for."""
 
 
 class Stage(NamedTuple):
-    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`; or `exchange`: an all-to-all behind which each rank
-    adds up what it got, which is a reduce-scatter for backends that have none of their own.
+    """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`; or `exchange`: an all-to-all behind
+    which each rank adds up what it got, which is a reduce-scatter for backends that have none of their own.
 
     `group`: the name of the process group; `reduce_op`: `sum` or `avg`, nothing where nothing is added up. `parts`:
     into how many equal parts a tensor is cut, each for one rank of the group, or of how many it is put together.
@@ -84,8 +88,7 @@ class Reduction:
     `post_scale` in the gradient's dtype again. Factors are applied in the wider of the two dtypes: one rounding each.
 
     `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
-    each stage adds up and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
-    `ranks`: how many there are, if a hook has to know.
+    each stage is given and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
     """
 
     stages: tuple[Stage, ...]
@@ -93,12 +96,12 @@ class Reduction:
     post_scale: float = 1.0
     wire: str | None = None
     hook: str | None = None
-    ranks: int = 0
 
     @property
     def reduce_op(self) -> str:
-        """For people: what the stages that add up do."""
-        return " ".join(dict.fromkeys(stage.reduce_op for stage in self.stages if stage.reduce_op))
+        """For people: what the stages that add up do; what they are called, if none does."""
+        adding = [stage.reduce_op for stage in self.stages if stage.reduce_op]
+        return " ".join(dict.fromkeys(adding or (stage.op for stage in self.stages)))
 
     @property
     def parts(self) -> int:
@@ -109,9 +112,9 @@ class Reduction:
     def multiple_of(self) -> int:
         """What the elements of a tensor are a multiple of: each part starts at 16 bytes then, whatever is sent.
 
-        NCCL takes longer for parts that do not (pytorch#195450).
+        NCCL takes longer for parts that do not (pytorch#195450). What a hook sends the hook cuts.
         """
-        return 1 if self.parts == 1 else 16 * self.parts
+        return 1 if self.parts == 1 or self.hook is not None else 16 * self.parts
 
     def numels(self, numel: int) -> Iterator[int]:
         """How many elements of a tensor with `numel` each stage is given. By a hook: at most, as a rule."""
@@ -133,7 +136,7 @@ class Reduction:
         """Plain data. What is as it mostly is is left out: plans without it keep their signature."""
         more: dict[str, Any] = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
         more |= {"wire": self.wire} if self.wire is not None else {}
-        more |= {"hook": self.hook, "ranks": self.ranks} if self.hook is not None else {}
+        more |= {"hook": self.hook} if self.hook is not None else {}
         return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more}
 
     @staticmethod
@@ -152,7 +155,7 @@ class Averaging:
             `None`: everything before, or in a collective that averages; for float16 see `before_the_sum`.
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
-        hook: key of the functional comm hook that reduces instead, in `rounds` all-reduces.
+        hook: key of the functional comm hook that reduces instead, by the collectives `rounds`, of `ROUNDS`.
     """
 
     wire: str | None = None
@@ -161,7 +164,7 @@ class Averaging:
     in_collective: bool = True
     all_before: bool = False
     hook: str | None = None
-    rounds: int = 1
+    rounds: tuple[str, ...] = (ALL_REDUCE,)
 
     @property
     def is_plain(self) -> bool:
@@ -180,8 +183,9 @@ class Averaging:
             ConfigError: in float16 a flag that travels with the gradients would be divided down to nothing.
         """
         if self.hook is not None:
-            rounds = tuple(Stage(ALL_REDUCE, group, "sum") for _ in range(self.rounds))
-            return Reduction(rounds, 1.0, hook=self.hook, ranks=world_size)
+            alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
+            rounds = (alike if op == ALL_REDUCE else cut._replace(op=op) for op in self.rounds)
+            return Reduction(tuple(rounds), 1.0, hook=self.hook)
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor = self.predivide_by
@@ -205,28 +209,34 @@ def _stages(group: str, backend: str, levels: Levels | None, reduce_op: str) -> 
     return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
 
-def launch_order(stages: Sequence[int]) -> Iterator[tuple[int, int]]:
+def launch_order(buckets: Sequence[Sequence[Stage]]) -> Iterator[tuple[int, int]]:
     """In which order buckets launch their stages: a bucket and one of its stages, by number. The same on every rank.
 
     Whoever launches a stage waits for the one before it, and compute waits with it. So a second stage is launched one
     bucket later, when its first is over. What hands results back inside a node comes last, behind all that the slow
-    link has to carry: nobody needs it before.
+    link has to carry: nobody needs it before. Over one link, as by a comm hook, nothing is gained by that.
 
         bucket 0    first         second                        last
         bucket 1           first          second                      last
         bucket 2                  first            second                   last
 
     Args:
-        stages: how many each bucket has, in launch order.
+        buckets: the stages of each, in launch order.
     """
-    for bucket in range(len(stages)):
+    for bucket in range(len(buckets)):
         yield bucket, 0
-        for earlier in (bucket - 1, bucket) if bucket == len(stages) - 1 else (bucket - 1,):
+        for earlier in (bucket - 1, bucket) if bucket == len(buckets) - 1 else (bucket - 1,):
             if earlier >= 0:
-                yield from ((earlier, stage) for stage in range(1, stages[earlier] - 1))
-    for bucket, count in enumerate(stages):
-        if count > 1:
-            yield bucket, count - 1
+                count = len(buckets[earlier]) - is_handed_back_at_the_end(buckets[earlier])
+                yield from ((earlier, stage) for stage in range(1, count))
+    for bucket, stages in enumerate(buckets):
+        if is_handed_back_at_the_end(stages):
+            yield bucket, len(stages) - 1
+
+
+def is_handed_back_at_the_end(stages: Sequence[Stage]) -> bool:
+    """Whether the last stage of a bucket comes behind the first ones of all: another link carries it."""
+    return len(stages) > 1 and stages[-1].group != stages[-2].group
 
 
 def before_the_sum(divisor: float) -> float:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from beside import AOT, batch, compile_blocks, compile_whole, mlp, not_compiled, train_beside
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
@@ -26,7 +27,7 @@ class Rounded(dp_compile.FunctionalHook):
     """Adds up in bfloat16, and sends later what that lost. Twice, so that there is a second round."""
 
     share: float = 1.0
-    rounds: ClassVar[int] = 2
+    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
 
     def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
         return {"error": torch.zeros_like(gradient), "seen": torch.zeros(1)}
@@ -288,8 +289,9 @@ class TestAlone:
         [
             ("writes", "wrote to a tensor that it was given"),
             ("more rounds", "must yield 1 tensors, its rounds, but yields once more"),
-            ("no round", "has rounds=1, but yields 0 tensors only"),
+            ("no round", "has 1 rounds, but yields 0 tensors only"),
             ("no tensor", "must yield 1 tensors, its rounds, but yields int"),
+            ("odd parts", "hands out 3 elements for all_to_all, which 2 ranks cannot share evenly"),
             ("nothing", "must return the reduced gradients and the state of each, got None"),
             ("other shapes", r"must return tensors of these kinds: .*\(7, 6\).*, got .*\(42,\)"),
             ("other names", "must return state with the names that it was given"),
@@ -308,19 +310,72 @@ class TestAlone:
         model = dp_compile.replicate(mlp(), config=AOT)
         with pytest.raises(dp_compile.ConfigError, match="has an address in its repr"):
             model.register_comm_hook(dp_compile.HookState(), dp_compile.FunctionalHook())
+        for rounds in ((), 2, ("all_reduce", "broadcast")):
+            with pytest.raises(dp_compile.ConfigError, match=r"a tuple of some of all_reduce, all_to_all, all_gather"):
+                model.register_comm_hook(dp_compile.HookState(), Asking(rounds))
         dp_compile.unreplicate(model)
+
+
+@dataclass(frozen=True)
+class Asking(dp_compile.FunctionalHook):
+    rounds: Any = ()  # type: ignore[misc]
+
+
+@dataclass(frozen=True)
+class Exchanging(dp_compile.FunctionalHook):
+    """The mean, by a reduce-scatter: each rank adds up a part, in units that differ from rank to rank."""
+
+    rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients])
+        parts = F.pad(flat, (0, -flat.numel() % bucket.ranks)).view(bucket.ranks, -1)
+        received = yield parts.view(torch.uint8)  # two dimensions, and not the gradients' dtype
+        mine = received.view(flat.dtype).view(parts.shape).sum(0) / bucket.ranks
+        mean = (yield mine)[: flat.numel()]
+        sizes = [each.numel() for each in bucket.gradients]
+        pairs = zip(mean.split(sizes), bucket.gradients, strict=True)
+        return [part.view_as(like) for part, like in pairs], bucket.state
+
+
+def exchanged(way: str) -> dict[str, int]:
+    compile_model, broken, options = WAYS[way]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = nn.Sequential(mlp(7), nn.Tanh(), mlp(5))
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    dp_compile.replicate(ours, **{"config": replace(AOT, bucket_cap_mb=1e-4)} | options)
+    ours.register_comm_hook(dp_compile.HookState(), Exchanging())  # type: ignore[operator]
+    train_beside(ours, compile_model(ours), theirs, range(3), broken)
+    report = dp_compile.report(ours)
+    stages = [[stage.op for stage in each.key.reduction.stages] for each in report.plan.buckets]
+    assert len(stages) > 3 or options
+    assert all(each == ["all_to_all", "all_gather"] for each in stages[:-1])
+    dp_compile.unreplicate(ours)
+    return dict(report.backwards)
+
+
+@pytest.mark.parametrize("way", ["captured", "one rank by hooks", "inductor", "blocks"])
+def test_hooks_that_exchange_parts(ranks: Ranks, way: str) -> None:
+    found = ranks.run(exchanged, way)
+    if way in ("captured", "inductor"):
+        assert found == [{"captured": 3}] * ranks.world_size
 
 
 @dataclass(frozen=True)
 class Faulty(dp_compile.FunctionalHook):
     fault: str
 
+    @property
+    def rounds(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("all_to_all",) if self.fault == "odd parts" else ("all_reduce",)
+
     def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
         gradients, states = list(bucket.gradients), list(bucket.state)
         if self.fault == "writes":
             gradients[0].mul_(0.5)
         if self.fault != "no round":
-            yield 3 if self.fault == "no tensor" else torch.ones(1)  # type: ignore[misc]
+            yield 3 if self.fault == "no tensor" else torch.ones(3)  # type: ignore[misc]
         if self.fault == "more rounds":
             yield torch.ones(1)
         if self.fault == "nothing":

@@ -13,7 +13,7 @@ import cases
 import pytest
 
 from dp_compile.plan.buckets import UNUSED_FLAGS
-from dp_compile.plan.reduction import launch_order
+from dp_compile.plan.reduction import Stage, launch_order
 from dp_compile.testing.generated_code import (
     KERNEL,
     LAUNCH,
@@ -63,7 +63,7 @@ def launched(code: GeneratedCode) -> list[Call]:
 
 def stages(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[dict[str, Any], int, Call]]:
     """The launches, each with its bucket and the number of its stage, in the order in which they have to be."""
-    order = launch_order([len(bucket["stages"]) for bucket in result["buckets"]])
+    order = launch_order([[Stage(op, op) for op in bucket["stages"]] for bucket in result["buckets"]])
     for (bucket, stage), launch in zip(order, launched(code), strict=True):
         yield result["buckets"][bucket], stage, launch
 

@@ -13,7 +13,7 @@ from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError, ReductionError
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
@@ -29,7 +29,7 @@ GRADS = [Grad(index=0), Grad(index=1, shape=(2, 3))]
 class Twice(FunctionalHook):
     """Has two rounds, and an error for each gradient."""
 
-    rounds: ClassVar[int] = 2
+    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
 
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
         sums = []
@@ -40,11 +40,24 @@ class Twice(FunctionalHook):
         return reduced, [{"error": state["error"] + sums[0]} for state in bucket.state]
 
 
+@dataclass(frozen=True)
+class Shared(FunctionalHook):
+    """Each rank adds up a part. Without memory."""
+
+    rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
+
+    def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        mine = (yield torch.cat([gradient.flatten() for gradient in bucket.gradients])).view(2, 5).sum(0)
+        parts = (yield mine).split([4, 6])
+        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
+
+
 KEY, HOOK = register(Twice())
+SHARED_KEY, SHARED = register(Shared())
 
 
-def plan() -> BucketPlan:
-    reduction = Averaging(hook=KEY, rounds=2).reduction("0", "gloo", 2, "float32")
+def plan(key: str = KEY, hook: FunctionalHook = HOOK) -> BucketPlan:
+    reduction = Averaging(hook=key, rounds=hook.rounds).reduction("0", "gloo", 2, "float32")
     specs = [replace(grad.spec, key=grad.spec.key._replace(reduction=reduction)) for grad in GRADS]
     return plan_for(GRADS).with_keys_of(specs)
 
@@ -74,15 +87,15 @@ arg2_1: float32[]
 arg3_1: float32[]
 sin = aten.sin(arg0_1)
 sin_1 = aten.sin(arg1_1)
-step = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [], [error, error], Twice, 2, 0.0)
+step = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [], [error, error], Twice, 0, 0.0)
 getitem_2 = getitem(step, 0)
 all_reduce_default = _c10d_functional.all_reduce(getitem_2, sum, 0)
 sum = _c10d_functional.wait_tensor(all_reduce_default)
-step_1 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum], [error, error], Twice, 2, 0.0)
+step_1 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum], [error, error], Twice, 0, 0.0)
 getitem_3 = getitem(step_1, 0)
 all_reduce_default_1 = _c10d_functional.all_reduce(getitem_3, sum, 0)
 sum_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
-step_2 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum, sum_1], [error, error], Twice, 2, 0.0)
+step_2 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum, sum_1], [error, error], Twice, 0, 0.0)
 getitem_6 = getitem(step_2, 2)
 copy_ = aten.copy_(arg2_1, getitem_6)
 getitem_7 = getitem(step_2, 3)
@@ -156,7 +169,7 @@ WRONG: Mapping[str, Callable[[fx.Graph], None]] = {
     "one round twice": given(2, 2, same_sum_twice),
     "another hook": given(2, 4, lambda _: "another"),
     "another hook's rounds": given(2, 6, lambda _: "1.0"),
-    "other ranks": given(2, 5, lambda _: 3),
+    "other ranks": given(2, 5, lambda _: "1"),
 }
 
 
@@ -166,10 +179,81 @@ def test_what_is_changed_is_found(what: str) -> None:
         run_passes(traced(), plan(), passes=(*DEFAULT_PASSES, Changed(WRONG[what])))
 
 
+def test_what_a_bucket_becomes_whose_parts_are_exchanged() -> None:
+    text = short(run_passes(traced_without_state(), plan(SHARED_KEY, SHARED)).graph).replace(SHARED_KEY, "Shared")
+    assert_expected_inline(
+        text.partition("\nhook_step_default_2")[0],
+        """\
+arg0_1: float32[4]
+arg1_1: float32[2, 3]
+sin = aten.sin(arg0_1)
+sin_1 = aten.sin(arg1_1)
+hook_step_default = dp_compile.hook_step([sin, sin_1], [], [], [, ], Shared, 0, 0.0)
+getitem = getitem(hook_step_default, 0)
+all_to_all_single_default = _c10d_functional.all_to_all_single(getitem, [5, 5], [5, 5], 0)
+wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
+hook_step_default_1 = dp_compile.hook_step([sin, sin_1], [], [wait_tensor_default], [, ], Shared, 0, 0.0)
+getitem_1 = getitem(hook_step_default_1, 0)
+all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(getitem_1, 2, 0)
+wait_tensor_default_1 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)""",
+    )
+
+
+def traced_without_state() -> fx.GraphModule:
+    return trace(backward, *(grad.values() for grad in GRADS))
+
+
+def launch_of(target: Any) -> Callable[[fx.Graph], fx.Node]:
+    return lambda graph: graph.find_nodes(op="call_function", target=target)[0]
+
+
+def parts_turned(graph: fx.Graph) -> None:
+    """As if the last rank's part came first."""
+    (wait,) = launch_of(ALL_TO_ALL)(graph).users
+    used = list(wait.users)
+    with graph.inserting_after(wait):
+        turned = graph.call_function(aten.flip.default, (wait, [0]))
+        turned.meta["val"] = wait.meta["val"].flip(0)
+    for user in used:
+        user.replace_input_with(wait, turned)
+
+
+def gathered_at_once(graph: fx.Graph) -> None:
+    """Each rank's own first half, put together, in the place of the parts that are meant for this rank."""
+    launch = launch_of(ALL_TO_ALL)(graph)
+    (wait,) = launch.users
+    with graph.inserting_before(launch):
+        half = graph.call_function(aten.slice.Tensor, (launch.args[0], 0, 0, 5))
+        half.meta["val"] = launch.meta["val"][:5]
+        gather = graph.call_function(ALL_GATHER, (half, 2, "0"))
+        gather.meta["val"] = launch.meta["val"].clone()
+    wait.update_arg(0, gather)
+
+
+def argument(target: Any, position: int, value: Any) -> Callable[[fx.Graph], None]:
+    return lambda graph: launch_of(target)(graph).update_arg(position, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        parts_turned,
+        gathered_at_once,
+        argument(ALL_TO_ALL, 1, [4, 6]),
+        argument(ALL_TO_ALL, 3, "1"),
+        argument(ALL_GATHER, 2, "1"),
+    ],
+    ids=["parts turned", "gathered at once", "uneven parts", "another group", "gathered by another group"],
+)
+def test_what_is_changed_of_an_exchange_is_found(change: Callable[[fx.Graph], None]) -> None:
+    with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
+        run_passes(traced_without_state(), plan(SHARED_KEY, SHARED), passes=(*DEFAULT_PASSES, Changed(change)))
+
+
 def test_gradients_that_a_compiler_moves_between_steps() -> None:
     """The hook has them from its first step, and their memory may be another tensor's by the second."""
     gradients, state = [torch.ones(4), torch.ones(2, 3)], [torch.zeros(4), torch.zeros(2, 3)]
-    rest = ["error", "error"], KEY, 2, "0.0"
+    rest = ["error", "error"], KEY, "0", "0.0"
     (sent,) = HOOK_STEP(gradients, state, [], *rest)
     HOOK_STEP(gradients, state, [sent], *rest)
     (sent,) = HOOK_STEP(gradients, state, [], *rest)

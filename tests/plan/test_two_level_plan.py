@@ -11,6 +11,7 @@ from dp_compile.plan.links import LINKS, Link, two_level_cost
 from dp_compile.plan.reduction import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     EXCHANGE,
     REDUCE_SCATTER,
     Averaging,
@@ -23,9 +24,14 @@ from dp_compile.plan.strategies import nominal_cost
 LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
 
 
+def levels(count: int) -> list[Stage]:
+    """So many stages, the last of them over another link."""
+    return [*([Stage(ALL_REDUCE, "out")] * (count - 1)), Stage(ALL_GATHER, "in")]
+
+
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=6))
 def test_each_stage_once_and_in_its_order(stages: list[int]) -> None:
-    order = list(launch_order(stages))
+    order = list(launch_order([levels(count) for count in stages]))
     assert sorted(order) == [(bucket, stage) for bucket, count in enumerate(stages) for stage in range(count)]
     for bucket, count in enumerate(stages):
         assert [stage for each, stage in order if each == bucket] == list(range(count))
@@ -36,11 +42,17 @@ def test_each_stage_once_and_in_its_order(stages: list[int]) -> None:
 
 
 def test_a_second_stage_is_one_bucket_late_and_the_last_ones_come_at_the_end() -> None:
-    assert list(launch_order([3, 3, 3])) == [
+    assert list(launch_order([levels(3)] * 3)) == [
         (0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)
     ]  # fmt: skip
-    assert list(launch_order([1, 1])) == [(0, 0), (1, 0)]
-    assert list(launch_order([3])) == [(0, 0), (0, 1), (0, 2)]
+    assert list(launch_order([levels(1)] * 2)) == [(0, 0), (1, 0)]
+    assert list(launch_order([levels(3)])) == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_over_one_link_the_last_stage_is_one_bucket_late_too() -> None:
+    two = Averaging(hook="a hook", rounds=(ALL_TO_ALL, ALL_GATHER)).reduction("0", "gloo", 3, "float32").stages
+    assert two == (Stage(ALL_TO_ALL, "0", parts=3), Stage(ALL_GATHER, "0", parts=3))
+    assert list(launch_order([two, two, levels(1)])) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(
