@@ -21,7 +21,7 @@ from typing import Final
 from model_shapes import MODELS, Weight
 
 from dp_compile.plan.certificate import MEASURED_BAND, certify, robust_partition
-from dp_compile.plan.cost import AllReduceCost, release_time_bound
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import (
     Buckets,
     ReadyGradient,
@@ -29,7 +29,7 @@ from dp_compile.plan.network import (
     fixed_partition,
     jobs_of,
     launches,
-    release_times,
+    release_time_bound,
 )
 from dp_compile.plan.partition import optimal_partition
 from dp_compile.plan.words import BYTES_PER_MB
@@ -105,8 +105,7 @@ def cell(model: str, backward: Backward, *, n_ranks: int, busbw_gb_s: float, alp
     """One model on one network."""
     cost = AllReduceCost(alpha_us * 1e-6, 2 * (n_ranks - 1) / n_ranks / (busbw_gb_s * 1e9))
     gradients, seconds = backward.gradients, backward.seconds
-    sizes = [gradient.nbytes for gradient in gradients]
-    bound = release_time_bound(release_times(gradients), sizes, cost=cost, backward_s=seconds)
+    bound = release_time_bound(gradients, cost=cost, backward_s=seconds)
     partitions = dict(strategies(backward, cost))
     ends = {name: finish_time(jobs_of(gradients, buckets, cost)) for name, buckets in partitions.items()}
     ratios = {name: max(seconds, end) / bound for name, end in ends.items()}

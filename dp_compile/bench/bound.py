@@ -8,7 +8,8 @@ from typing import Final
 from dp_compile.bench.contract import Facts
 from dp_compile.bench.results import Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SelfCheck
-from dp_compile.plan.cost import AllReduceCost, release_time_bound
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.network import ReadyGradient, release_time_bound
 
 COMPUTE: Final = "compute"
 """The mode that is a step without communication."""
@@ -44,8 +45,7 @@ def _median_s(mode: ModeResult) -> float:
 
 def _bound_s(facts: Facts, backward_s: float, check: SelfCheck) -> float:
     return release_time_bound(
-        [share * backward_s for share, _ in facts.ready],
-        [nbytes for _, nbytes in facts.ready],
+        [ReadyGradient(nbytes, share * backward_s) for share, nbytes in facts.ready],
         cost=AllReduceCost(check.alpha_us * 1e-6, 1e-6 / check.mb_per_s),
         backward_s=backward_s,
     )

@@ -296,8 +296,8 @@ def _create(store: Any, rank: int, ranks: int, timeout: timedelta) -> Fabric:
         raise ConfigError(
             f"backend {FABRIC!r} needs the environment variable {VARIABLE}: what `fabric.environment(cost)` returns."
         )
-    values: Mapping[str, float] = json.loads(text)
-    return Fabric(rank, ranks, AllReduceCost(**values))
+    values: Mapping[str, Any] = json.loads(text)
+    return Fabric(rank, ranks, AllReduceCost.from_dict(values))
 
 
 dist.Backend.register_backend(FABRIC, _create, devices=["cpu", "cuda"])

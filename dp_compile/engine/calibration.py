@@ -1,23 +1,28 @@
-"""Measure what an all-reduce costs on a group."""
+"""Measure what an all-reduce costs on a group, and on the two levels of its network."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
 from dp_compile.engine.agreement import Table, agree
+from dp_compile.engine.group import group_of_mesh
 from dp_compile.errors import ConfigError
-from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
+from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.backends import PLAYED
-from dp_compile.plan.buckets import BucketKey, GradientSpec, plan_single
-from dp_compile.plan.cost import CostFit, fit
-from dp_compile.plan.reduction import Averaging, Levels
+from dp_compile.plan.cost import AllReduceCost, CostFit, fit
+from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
@@ -32,6 +37,7 @@ def calibrate(
     *,
     device: torch.device | str | None = None,
     timeout_s: float = 300.0,
+    device_mesh: DeviceMesh | None = None,
     levels: Levels | None = None,
 ) -> CostFit:
     """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
@@ -39,11 +45,15 @@ def calibrate(
     The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost. Keep
     it: `CostFit.to_json`, `CostFit.from_json`. Use it: `ReplicateConfig(cost=calibrate().cost)`.
 
+    On two levels of network the cost says also what an all-reduce takes between nodes, and inside a node what the
+    stages there take; `CostFit.residual` is that of the worst fit.
+
     Args:
         process_group: whose all-reduce to measure; the default group if not given.
         device: where the data is; the CPU, or the current GPU if the group is NCCL's.
         timeout_s: how long to wait until every rank has called it.
-        levels: of the group: measure reductions by these, their stages one after the other.
+        device_mesh: in the place of `process_group`, as `replicate` takes it; with two dimensions there are two levels.
+        levels: those of `process_group`, if they are known already.
 
     Raises:
         DesyncError: some rank of the group has not called it in time; the text names it.
@@ -51,6 +61,10 @@ def calibrate(
     """
     if not dist.is_initialized():
         raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() first.")
+    if device_mesh is not None:
+        if process_group is not None or levels is not None:
+            raise ConfigError("give process_group or device_mesh, not both.")
+        process_group, levels = group_of_mesh(device_mesh)
     group = process_group if process_group is not None else dist.group.WORLD
     assert group is not None  # there is a default group
     if dist.get_world_size(group) < 2:
@@ -58,9 +72,22 @@ def calibrate(
     _meet(group, timeout_s)
     if device is None:
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    seconds = torch.tensor([_seconds(nbytes, group, torch.device(device), levels) for nbytes in SIZES], device=device)
+    on_link = partial(_fit, group=group, device=torch.device(device))
+    fits = [on_link([Stage(ALL_REDUCE, distributed.group_name(group), "sum")])]
+    if levels is not None:
+        stages = levels.stages("sum", dist.get_backend(group))
+        fits += [on_link([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
+    whole, *two = (found.cost for found in fits)
+    cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
+    return replace(fits[0], cost=cost, residual=max(found.residual for found in fits))
+
+
+def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> CostFit:
+    parts = math.lcm(*(stage.parts for stage in stages))
+    sizes = [-(-nbytes // (4 * parts)) * 4 * parts for nbytes in SIZES]
+    seconds = torch.tensor([_seconds(nbytes, stages, group, device) for nbytes in sizes], device=device)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-    return fit(zip(SIZES, seconds.tolist(), strict=True))
+    return fit(zip(sizes, seconds.tolist(), strict=True))
 
 
 def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:
@@ -73,19 +100,20 @@ def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:
     agree(table, f"dp_compile.calibrate/{name}/{_calls[name]}", {}, call="calibrate()")
 
 
-def _seconds(nbytes: int, group: dist.ProcessGroup | None, device: torch.device, levels: Levels | None) -> float:
+def _seconds(nbytes: int, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long stages take one after the other."""
     data = torch.zeros(nbytes // 4, device=device)
-    averaging = Averaging().reduction("", dist.get_backend(group), dist.get_world_size(group), "float32", levels)
-    key = BucketKey(averaging, "float32", device.type)
-    (bucket,) = plan_single([GradientSpec(0, "", (data.numel(),), (1,), 4, key)]).buckets
     times = []
     for _ in range(1 + REPETITIONS):
         dist.barrier(group)
         start = time.perf_counter()
-        if levels is None:
-            dist.all_reduce(data, group=group)
-        else:
-            finished(reduce_bucket(bucket, EagerOps(bucket, [data], device)))
+        tensor = data
+        for stage in stages:
+            launched = launch_stage(stage, [tensor])
+            launched.work.wait()
+            (tensor,) = launched.tensors
+            if stage.op == EXCHANGE:
+                tensor = tensor.view(stage.parts, -1).sum(0)
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)

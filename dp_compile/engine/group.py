@@ -6,7 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from dp_compile._torch import distributed
+from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import PLAYED
 from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
@@ -42,3 +45,27 @@ class Group:
     def has_others(self) -> bool:
         """Whether there are other ranks that really exist."""
         return self.world_size > 1 and self.backend not in PLAYED
+
+
+def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
+    """The group of all ranks of a mesh, and its levels if it has two dimensions with more than one rank each.
+
+    Raises:
+        ConfigError: not a mesh, this rank is not in it, or it has three dimensions or more.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ConfigError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}.")
+    if mesh.ndim > 2:
+        names = "" if mesh.mesh_dim_names is None else f" ({', '.join(mesh.mesh_dim_names)})"
+        raise ConfigError(
+            f"device_mesh must have one dimension, or two (between nodes, inside a node), got {mesh.ndim}{names}. "
+            "Take a slice: mesh['name'], or mesh['between', 'inside']."
+        )
+    if mesh.get_coordinate() is None:
+        raise ConfigError("this rank is not in the given device_mesh. Only its members call replicate() with it.")
+    wide = [dimension for dimension in range(mesh.ndim) if mesh.size(dimension) > 1]
+    if len(wide) < 2:
+        return mesh.get_group(wide[0] if wide else 0), None
+    between, inside = (distributed.group_name(mesh.get_group(dimension)) for dimension in wide)
+    ranks = tuple(tuple(map(int, row)) for row in mesh.mesh.tolist())
+    return distributed.group_of_mesh(mesh), Levels(inside, between, ranks)

@@ -1,7 +1,7 @@
 """What a step would take if something were different: ranks, link, gradients' dtype, buckets, batch. Pure numbers.
 
-The model is that of `timeline`: one network that carries one bucket at a time, in the plan's order. Nothing here is
-measured; what is not known is said in `Prediction.basis`.
+The model is that of `plan/network.py`: a link carries one stage at a time, in the order of the launches. Nothing here
+is measured; what is not known is said in `Prediction.basis`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from typing import Final
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 from dp_compile.insight.step import PlannedBucket, Step, planned_buckets
-from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout, Member
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
-from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula, check_number, release_time_bound
-from dp_compile.plan.links import link, two_level_cost
+from dp_compile.plan.cost import AllReduceCost, check_number
+from dp_compile.plan.links import LAUNCH_US, link, with_levels
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
-from dp_compile.plan.strategies import RANKS_OF_A_NODE, plan_coalesced, plan_fixed, plan_optimal
+from dp_compile.plan.reduction import Levels, stages_of
+from dp_compile.plan.strategies import RANKS_OF_A_NODE, formula_for, plan_coalesced, plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
 AS_PLANNED: Final = "as planned"
@@ -35,7 +36,7 @@ DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _FLOATING: Final = frozenset({*DTYPES, "float64"})
 LINK_INSIDE: Final = "nvlink4"
-LAUNCH_S: Final = 8.4e-6
+LAUNCH_S: Final = LAUNCH_US * 1e-6
 """What of a collective's latency does not grow with the ranks: as in `Link.cost`."""
 
 _ALGORITHMS: Final = f"a ring up to {RANKS_OF_A_NODE} ranks and a double binary tree beyond"
@@ -50,15 +51,16 @@ class Scenario:
     Args:
         world_size: ranks.
         link: what every hop between ranks is: a name of `links.LINKS`.
-        cost: what one collective costs on the group of `world_size` ranks.
+        cost: what an all-reduce costs on the group of `world_size` ranks, and on its two levels, if there are some.
         latency_us: of one collective, whatever its size, in microseconds: `AllReduceCost.alpha_s`.
         busbw_gb_s: 1e9 bytes per second, in the meaning of nccl-tests.
         strategy: `optimal`, `coalesced` or `fixed` plan anew; `as planned`, as without it, keeps the buckets.
         bucket_cap_mb: MiB, for `fixed`, and asks for it.
-        gradient_dtype: `bfloat16`, `float16` or `float32`: of every floating gradient. Compute stays as long.
+        gradient_dtype: `bfloat16`, `float16` or `float32`: in which every floating gradient travels, in the place of a
+            comm hook, if there is one. Compute stays as long.
         compute_scale: forward and backward take so many times as long: a larger batch, a slower device.
-        ranks_inside: ranks of a node: reductions have two levels, `link` is what joins each rank to other nodes. 1, as
-            `None`: one level.
+        ranks_inside: ranks of a node: reductions have two levels, `link` is what joins each rank to other nodes. 1: one
+            level.
         link_inside: what joins the ranks of a node then; `nvlink4` if not given.
         label: for people; without it the wishes.
 
@@ -237,7 +239,7 @@ def predict(step: Step, scenario: Scenario) -> Prediction:
         backward_s=backward_s,
         communication_s=other.communication_s,
         makespan_s=makespan_s,
-        bound_s=_bound(other),
+        bound_s=other.bound_s(),
         gradient_nbytes=gradient_nbytes,
         padding_nbytes=sum(bucket.nbytes + bucket.padding_nbytes for bucket in plan.buckets) - gradient_nbytes,
         step_s=_step_s(step, scenario, makespan_s),
@@ -258,8 +260,11 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
         return NO_COST, "one rank reduces nothing"
     if scenario.cost is not None:
         return scenario.cost, "the cost is given"
-    if scenario.has_levels:
-        return _on_two_levels(scenario, ranks)
+    inside = _ranks_inside(step, scenario)
+    if inside > 1 and (scenario.latency_us is not None or scenario.busbw_gb_s is not None):
+        raise ConfigError("Scenario.latency_us and Scenario.busbw_gb_s are of one link, but the step has two levels.")
+    if inside > 1 and scenario.link is not None:
+        return _on_two_levels(scenario, scenario.link, inside, ranks)
     if scenario.link is not None:
         cost = link(scenario.link).cost(ranks, formula=formula_for(ranks))
         where_from = f"{scenario.link}, nominal, not measured, as {_ALGORITHMS}"
@@ -274,19 +279,26 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
     return _changed(cost, where_from, scenario, ranks)
 
 
-def _on_two_levels(scenario: Scenario, ranks: int) -> tuple[AllReduceCost, str]:
-    assert scenario.link is not None
-    assert scenario.ranks_inside is not None
-    if ranks <= scenario.ranks_inside or ranks % scenario.ranks_inside:
+def _ranks_inside(step: Step, scenario: Scenario) -> int:
+    return step.ranks_inside if scenario.ranks_inside is None else scenario.ranks_inside
+
+
+def _check_nodes(ranks: int, inside: int) -> None:
+    if ranks <= inside or ranks % inside:
         raise ConfigError(
-            f"{ranks} ranks do not fill two nodes or more of Scenario.ranks_inside={scenario.ranks_inside}. Give a "
-            "multiple of it, or 1 for one level."
+            f"{ranks} ranks do not fill two nodes or more of Scenario.ranks_inside={inside}. Give a multiple of it, or "
+            "1 for one level."
         )
-    nodes, name = ranks // scenario.ranks_inside, scenario.link_inside or LINK_INSIDE
-    cost = two_level_cost(link(name), link(scenario.link), ranks_inside=scenario.ranks_inside, nodes=nodes)
+
+
+def _on_two_levels(scenario: Scenario, between: str, inside: int, ranks: int) -> tuple[AllReduceCost, str]:
+    _check_nodes(ranks, inside)
+    nodes, name = ranks // inside, scenario.link_inside or LINK_INSIDE
+    whole = link(between).cost(ranks, formula=formula_for(ranks))
+    cost = with_levels(whole, link(name), link(between), ranks_inside=inside, nodes=nodes)
     return cost, (
-        f"two levels, {count(nodes, 'node')} of {scenario.ranks_inside} ranks: {name} inside, {scenario.link} between, "
-        "nominal, not measured; rings on both, the three stages of a bucket one after the other, none beside another"
+        f"two levels, {count(nodes, 'node')} of {inside} ranks: {name} inside, {between} between, nominal, not "
+        "measured; rings on both; the two carry stages of different buckets beside each other"
     )
 
 
@@ -312,14 +324,18 @@ def _extrapolated_or_given(step: Step, scenario: Scenario, ranks: int) -> AllRed
             f"Scenario.world_size is {ranks}, but the step ran on 1 rank, so nothing is known of its link. Give "
             "Scenario.link or Scenario.cost."
         )
-    return extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks)
+    inside = _ranks_inside(step, scenario)
+    if inside > 1:
+        _check_nodes(ranks, inside)
+    return extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=inside)
 
 
-def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int) -> AllReduceCost:
+def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
     """What a collective costs on more or fewer ranks of the same link.
 
     From a straight line for one group, latency of a hop and bus bandwidth follow by `formula_for`; `LAUNCH_S` of the
-    latency, if it is as long, is not of hops. All hops are taken to be alike, those between nodes too.
+    latency, if it is as long, is not of hops. All hops are taken to be alike, those between nodes too. On two levels
+    nodes stay as large as they are, `ranks_inside`, and there are more or fewer of them.
 
     Raises:
         ConfigError: `from_ranks` is less than 2: one rank has no link.
@@ -330,15 +346,15 @@ def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int) -> AllR
         return NO_COST
     known, wanted = _units(from_ranks), _units(to_ranks)
     launch_s = min(LAUNCH_S, cost.alpha_s)
+    between = cost.between
+    if between is not None and from_ranks > ranks_inside:
+        between = extrapolated(between, from_ranks=from_ranks // ranks_inside, to_ranks=to_ranks // ranks_inside)
     return AllReduceCost(
         launch_s + (cost.alpha_s - launch_s) * wanted.alpha_s / known.alpha_s,
         cost.beta_s_per_byte * wanted.beta_s_per_byte / known.beta_s_per_byte,
+        cost.inside,
+        between,
     )
-
-
-def formula_for(ranks: int) -> Formula:
-    """A ring inside a node, a tree beyond, as in `strategies.nominal_cost`."""
-    return RING if ranks <= RANKS_OF_A_NODE else TREE
 
 
 def _units(ranks: int) -> AllReduceCost:
@@ -351,13 +367,14 @@ def _units(ranks: int) -> AllReduceCost:
 
 
 def _plan(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes) -> BucketPlan:
-    change = _to_dtype(scenario.gradient_dtype)
+    change = _changes(step, scenario)
     members = [member for bucket in step.plan.buckets for member in bucket.members]
     apart = frozenset(member.gradient.name for member in members if member.offset is None)
     layout = Layout(ReplicateConfig().alignment_bytes if step.plan.folds_scale else 1, apart)
     strategy = scenario.chosen_strategy
     if strategy == AS_PLANNED:
-        return step.plan if scenario.gradient_dtype is None else _same_buckets(step.plan, change, layout)
+        plan = replace(step.plan, buckets=tuple(_same_bucket(bucket, change, layout) for bucket in step.plan.buckets))
+        return step.plan if plan.gradients == step.plan.gradients else plan
     gradients = [change(gradient) for gradient in in_plan_order(step.plan.gradients)]
     if strategy == "fixed":
         return plan_fixed(gradients, ReplicateConfig(bucket_cap_mb=scenario.bucket_cap_mb).caps_mb(), layout).plan
@@ -380,42 +397,35 @@ def in_plan_order(gradients: Sequence[GradientSpec]) -> list[GradientSpec]:
     return sorted(gradients, key=lambda gradient: (gradient.name == UNUSED_FLAGS, -gradient.index))
 
 
-def _to_dtype(dtype: str | None) -> Callable[[GradientSpec], GradientSpec]:
+def _changes(step: Step, scenario: Scenario) -> Callable[[GradientSpec], GradientSpec]:
+    """What becomes of a gradient in a scenario: it travels in another dtype, on one level of network or two."""
+    dtype, inside = scenario.gradient_dtype, scenario.ranks_inside
+    ranks = tuple((0,) * inside for _ in range(2)) if inside is not None and scenario.has_levels else None
+    levels = None if ranks is None else Levels("", "", ranks)
+
     def change(gradient: GradientSpec) -> GradientSpec:
-        if dtype is None or gradient.key.dtype not in _FLOATING:
+        reduction, itemsize = gradient.key.reduction, gradient.itemsize
+        if dtype is not None and gradient.key.dtype in _FLOATING:
+            reduction = replace(reduction, wire=None if dtype == gradient.key.dtype else dtype)
+            itemsize = DTYPES[dtype]
+        if inside is not None or (dtype is not None and reduction.hook is not None):
+            reduce_op = reduction.stages[0].reduce_op or "sum"  # a hook may add up itself
+            reduction = replace(reduction, stages=stages_of("", step.backend, levels, reduce_op), hook=None)
+        if reduction == gradient.key.reduction:
             return gradient
-        wire = None if dtype == gradient.key.dtype else dtype
-        key = gradient.key._replace(reduction=replace(gradient.key.reduction, wire=wire))
-        return replace(gradient, itemsize=DTYPES[dtype], key=key)
+        return replace(gradient, itemsize=itemsize, key=gradient.key._replace(reduction=reduction), sent=())
 
     return change
 
 
-def _same_buckets(plan: BucketPlan, change: Callable[[GradientSpec], GradientSpec], layout: Layout) -> BucketPlan:
-    """The plan's buckets with gradients of another dtype."""
-    return replace(plan, buckets=tuple(_same_bucket(bucket.members, bucket, change, layout) for bucket in plan.buckets))
-
-
-def _same_bucket(
-    members: Sequence[Member], bucket: Bucket, change: Callable[[GradientSpec], GradientSpec], layout: Layout
-) -> Bucket:
-    gradients = [change(member.gradient) for member in members]
-    rows = {place: member.rows for place, member in enumerate(members) if member.rows is not None}
+def _same_bucket(bucket: Bucket, change: Callable[[GradientSpec], GradientSpec], layout: Layout) -> Bucket:
+    """A bucket with gradients that are reduced in another way."""
+    gradients = [change(member.gradient) for member in bucket.members]
+    rows = {place: member.rows for place, member in enumerate(bucket.members) if member.rows is not None}
     return layout.bucket(gradients[0].key, gradients, bucket.reason, rows)
 
 
 # --- times ----------------------------------------------------------------------------------------------------------
-
-
-def _bound(step: Step) -> float:
-    members = [(bucket.key, member) for bucket in step.plan.buckets for member in bucket.members]
-    return release_time_bound(
-        [ready_s for bucket in step.ready_members() for ready_s in bucket],
-        [member.nbytes for _, member in members],
-        cost=step.cost,
-        backward_s=step.backward_s,
-        keys=[key for key, _ in members],
-    )
 
 
 def _backward_basis(step: Step, scenario: Scenario) -> str:

@@ -25,12 +25,13 @@ from dp_compile._torch import autograd
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, DPCompileError, ModuleError
 from dp_compile.insight.observe import step_of
-from dp_compile.insight.prediction import Scenario, formula_for, predict
+from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.plan.links import link as link_of
+from dp_compile.plan.strategies import formula_for
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 META: Final = "meta"

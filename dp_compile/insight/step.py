@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 from dp_compile.engine.record import Placement
@@ -17,8 +18,8 @@ from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.network import Launch, ReadyGradient, jobs_of, launches
-from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
+from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
 STEP_VERSION: Final = 1
 
@@ -122,22 +123,43 @@ class Step:
 
     @property
     def communication_s(self) -> float:
-        """How long the network carries the plan's buckets, if nothing else holds them up."""
-        return sum(self.cost.seconds(bucket.nbytes) for bucket in self.plan.buckets)
+        """How long the stages of the plan's buckets take, one after the other."""
+        return sum(job.seconds for job in self.jobs())
 
     @property
     def backward_s(self) -> float:
         """How long the backward computes: as believed, else as long as the gradients take on the network."""
-        if self.ready.backward_s is not None:
-            return self.ready.backward_s
-        return self.cost.beta_s_per_byte * self.plan.nbytes
+        members = (member for bucket in self.plan.buckets for member in bucket.members)
+        return backward_seconds(members, self.ready, self.cost)
 
-    def ready_members(self) -> list[list[float]]:
-        """When each member of each bucket is ready, in seconds after the start of the backward."""
+    @property
+    def ranks_inside(self) -> int:
+        """Ranks of a node, where some bucket is reduced on two levels of network; else 1."""
+        return max((bucket.key.reduction.ranks_inside for bucket in self.plan.buckets), default=1)
+
+    @property
+    def links(self) -> tuple[str, ...]:
+        """What carries stages beside each other: one link, or on two levels of network those inside and between."""
+        return links_of(member.loads for bucket in self.plan.buckets for member in bucket.members)
+
+    def ready_members(self) -> list[list[ReadyGradient]]:
+        """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
         backward_s = self.backward_s  # every gradient's bytes are added up for it
-        return [
-            [backward_s * self.ready.of_member(member) for member in bucket.members] for bucket in self.plan.buckets
-        ]
+        return [ready_gradients(bucket.members, self.ready, backward_s) for bucket in self.plan.buckets]
+
+    def bound_s(self) -> float:
+        """When backward and communication could be over at the earliest: `release_time_bound`, in the plan's pieces."""
+        gradients = [member for bucket in self.ready_members() for member in bucket]
+        return release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s)
+
+    def jobs(self) -> list[Job]:
+        """The buckets as the network sees them. If reductions are deferred, all are ready when the backward ends."""
+        members = [member for bucket in self.ready_members() for member in bucket]
+        if self.deferred:
+            members = [replace(member, ready_s=max(member.ready_s, self.backward_s)) for member in members]
+        ends = list(accumulate(len(bucket.members) for bucket in self.plan.buckets))
+        buckets = tuple(tuple(range(start, end)) for start, end in pairwise([0, *ends]))
+        return jobs_of(members, buckets, self.cost)
 
     def to_json(self) -> str:
         return json.dumps({"version": STEP_VERSION} | _plain(self))
@@ -166,40 +188,29 @@ class Step:
 class PlannedBucket:
     """One bucket on the predicted timeline, in seconds after the start of the backward.
 
-    `exposed_s`: how much of its time on the network lies behind the end of all compute.
+    `exposed_s`: how long compute stands still for it, behind its end too. `stages`: when each is on the network.
     """
 
     ready_s: float
     start_s: float
     finish_s: float
     exposed_s: float
+    stages: tuple[Carried, ...] = ()
+
+    @staticmethod
+    def from_dict(data: dict[str, Any]) -> PlannedBucket:
+        """What `asdict` made of one."""
+        return PlannedBucket(**data | {"stages": tuple(Carried(*each) for each in data.get("stages", ()))})
 
 
 def planned_buckets(step: Step) -> list[PlannedBucket]:
-    """The predicted timeline: one network that carries one bucket at a time, in the plan's order.
+    """The predicted timeline: a link carries one stage at a time, in the order of the launches.
 
     If reductions are deferred, every bucket is launched when the backward ends.
 
-    Source: the model of `timeline.py` (MG-WFBP, arXiv 1912.09268).
+    Source: the model of `plan/network.py` (MG-WFBP, arXiv 1912.09268).
     """
-    backward_s = step.backward_s
-    return [_planned(launch, backward_s) for launch in _launches(step)]
-
-
-def _planned(launch: Launch, backward_s: float) -> PlannedBucket:
-    exposed_s = max(0.0, launch.finish_s - max(launch.start_s, backward_s))
-    return PlannedBucket(launch.ready_s, launch.start_s, launch.finish_s, exposed_s)
-
-
-def _launches(step: Step) -> list[Launch]:
-    gradients: list[ReadyGradient] = []
-    buckets: list[tuple[int, ...]] = []
-    deferred_s = step.backward_s if step.deferred else 0.0
-    for bucket, times in zip(step.plan.buckets, step.ready_members(), strict=True):
-        buckets.append(tuple(range(len(gradients), len(gradients) + len(times))))
-        for member, ready_s in zip(bucket.members, times, strict=True):
-            gradients.append(ReadyGradient(member.nbytes, max(ready_s, deferred_s), bucket.key))
-    return list(launches(jobs_of(gradients, tuple(buckets), step.cost)))
+    return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
 
 
 def _plain(step: Step) -> dict[str, Any]:
@@ -223,7 +234,7 @@ def _step(data: dict[str, Any]) -> Step:
     records: dict[str, Any] = {
         "plan": BucketPlan.from_dict(data["plan"]),
         "ready": ReadyTimes.from_json(json.dumps(data["ready"])),
-        "cost": AllReduceCost(**data["cost"]),
+        "cost": AllReduceCost.from_dict(data["cost"]),
         "memory": None if data["memory"] is None else PeakMemory(**data["memory"]),
         "placements": tuple(Placement(**each) for each in data["placements"]),
         "refusals": tuple(Refusal(**each) for each in data["refusals"]),

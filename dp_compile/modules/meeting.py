@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import Statement, agree
-from dp_compile.engine.group import Group
+from dp_compile.engine.group import Group, group_of_mesh
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import ConfigError, DPCompileError
-from dp_compile.plan.reduction import Averaging, Levels
+from dp_compile.plan.reduction import Averaging
 
 _calls: Counter[str] = Counter()
 
@@ -89,33 +89,13 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
             "no process group is initialised. Call torch.distributed.init_process_group() before replicate()."
         )
     if device_mesh is not None:
-        process_group, levels = _of_mesh(device_mesh)
+        process_group, levels = group_of_mesh(device_mesh)
     if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
         raise ConfigError(f"process_group must be a ProcessGroup, got {type(process_group).__name__}.")
     process_group = process_group if process_group is not None else dist.group.WORLD
     if process_group is None or dist.get_rank(process_group) < 0:
         raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
     return replace(group_on(process_group, "cuda" if torch.cuda.is_available() else "cpu"), levels=levels)
-
-
-def _of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
-    """The group of all ranks of a mesh, and its levels if it has two dimensions with more than one rank each."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"device_mesh must be a DeviceMesh, got {type(mesh).__name__}.")
-    if mesh.ndim > 2:
-        names = "" if mesh.mesh_dim_names is None else f" ({', '.join(mesh.mesh_dim_names)})"
-        raise ConfigError(
-            f"device_mesh must have one dimension, or two (between nodes, inside a node), got {mesh.ndim}{names}. "
-            "Take a slice: mesh['name'], or mesh['between', 'inside']."
-        )
-    if mesh.get_coordinate() is None:
-        raise ConfigError("this rank is not in the given device_mesh. Only its members call replicate() with it.")
-    wide = [dimension for dimension in range(mesh.ndim) if mesh.size(dimension) > 1]
-    if len(wide) < 2:
-        return mesh.get_group(wide[0] if wide else 0), None
-    between, inside = (distributed.group_name(mesh.get_group(dimension)) for dimension in wide)
-    ranks = tuple(tuple(map(int, row)) for row in mesh.mesh.tolist())
-    return distributed.group_of_mesh(mesh), Levels(inside, between, ranks)
 
 
 def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:

@@ -195,7 +195,7 @@ class EagerOps:
     def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
         stages = self.bucket.key.reduction.stages
         with self.launching() if stage is stages[0] else contextlib.nullcontext():
-            launched = _launched(stage, tensors)
+            launched = launch_stage(stage, tensors)
         self.work = launched.work
         return launched
 
@@ -221,7 +221,8 @@ class Launched(NamedTuple):
     work: dist.Work
 
 
-def _launched(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
+def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
+    """Start the collective of a stage over tensors, which it may write over."""
     group = distributed.group_of_name(stage.group)
     if stage.op != ALL_REDUCE:
         (tensor,) = tensors

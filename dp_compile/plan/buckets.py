@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.reduction import Reduction
+from dp_compile.plan.reduction import Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
 PLAN_VERSION = 2
@@ -54,7 +54,8 @@ class GradientSpec:
     """What a plan needs to know of one gradient.
 
     `index` is its position among the replicated parameters, `stride` the strides of the parameter in elements (a
-    bucket keeps the parameter's memory order), `itemsize` the bytes of an element in a bucket, on the wire.
+    bucket keeps the parameter's memory order), `itemsize` the bytes of an element in a bucket, on the wire. `sent`: how
+    many bytes of it a comm hook hands out in each of its rounds; empty: all of it, or nobody knows.
     """
 
     index: int
@@ -63,6 +64,7 @@ class GradientSpec:
     stride: tuple[int, ...]
     itemsize: int
     key: BucketKey
+    sent: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -117,6 +119,11 @@ class Member:
     def label(self) -> str:
         """The gradient's name; with its rows, for a piece: `head.weight[0:64]`."""
         return self.gradient.name if self.rows is None else f"{self.gradient.name}[{self.rows[0]}:{self.rows[1]}]"
+
+    @property
+    def loads(self) -> tuple[Load, ...]:
+        """What each stage of its reduction carries of it."""
+        return self.gradient.key.reduction.loads(self.nbytes, self.gradient.sent)
 
 
 class Place(NamedTuple):
@@ -198,6 +205,8 @@ class BucketPlan:
         for bucket in buckets:
             for member in bucket["members"]:
                 del member["gradient"]["key"]
+                if not member["gradient"]["sent"]:
+                    del member["gradient"]["sent"]
                 if member["rows"] is None:
                     del member["rows"]
         return {"version": PLAN_VERSION, "folds_scale": self.folds_scale, "buckets": buckets}
@@ -222,10 +231,11 @@ class BucketPlan:
 
     def with_keys_of(self, gradients: Sequence[GradientSpec]) -> BucketPlan:
         """The same buckets of the same gradients, which are reduced in another way."""
-        keys = {gradient.index: gradient.key for gradient in gradients}
+        now = {gradient.index: gradient for gradient in gradients}
 
         def changed(member: Member) -> Member:
-            return replace(member, gradient=replace(member.gradient, key=keys[member.gradient.index]))
+            gradient = now[member.gradient.index]
+            return replace(member, gradient=replace(member.gradient, key=gradient.key, sent=gradient.sent))
 
         buckets = [(bucket, tuple(map(changed, bucket.members))) for bucket in self.buckets]
         return replace(
@@ -359,7 +369,10 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
         given = dict(each["gradient"])
         shape, stride = tuple(given.pop("shape")), tuple(given.pop("stride"))
         rows = None if each.get("rows") is None else (int(each["rows"][0]), int(each["rows"][1]))
-        members.append(Member(GradientSpec(shape=shape, stride=stride, key=key, **given), each["offset"], rows))
+        sent = tuple(map(int, given.pop("sent", ())))
+        members.append(
+            Member(GradientSpec(shape=shape, stride=stride, key=key, sent=sent, **given), each["offset"], rows)
+        )
     return Bucket(key, tuple(members), data["reason"])
 
 

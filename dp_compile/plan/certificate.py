@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dp_compile.plan.cost import AllReduceCost, release_time_bound
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import (
     Buckets,
     Job,
@@ -16,6 +16,7 @@ from dp_compile.plan.network import (
     fixed_partition,
     jobs_of,
     launches,
+    release_time_bound,
     release_times,
 )
 from dp_compile.plan.partition import MANY, SLACK, earliest_partition, optimal_partition
@@ -42,7 +43,8 @@ class Certificate:
     """What a partition promises, all in seconds after the start of the backward.
 
     `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
-    the largest makespan over bound in `band`. `reasons`: for each bucket, why it ends where it ends.
+    the largest makespan over bound in `band`. `reasons`: for each bucket, why it ends where it ends. `exact`: that
+    reductions have one stage each; where they have several, plans are the best of those that were tried.
     """
 
     strategy: str
@@ -53,6 +55,7 @@ class Certificate:
     worst_ratio: float
     band: tuple[float, ...]
     reasons: tuple[str, ...]
+    exact: bool = True
 
     @property
     def ratio(self) -> float:
@@ -60,7 +63,12 @@ class Certificate:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.strategy}: {count(len(self.reasons), 'bucket')}, all-reduce = {self.cost}",
+            f"{self.strategy}: {count(len(self.reasons), 'bucket')}, all-reduce = {self.cost}"
+            + (
+                ""
+                if self.exact
+                else "; several stages each: the best that was tried, not proven to be the best there is"
+            ),
             f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}, bound {_ms(self.bound_s)}, "
             f"ratio {self.ratio:.4f}, at most {self.worst_ratio:.4f} with speeds off by "
             f"{min(self.band):g}x to {max(self.band):g}x",
@@ -117,11 +125,12 @@ def certify(
         strategy,
         cost,
         backward_s,
-        max(backward_s, finish_time(jobs)) + assembly_s,
-        _bound(gradients, cost, backward_s),
+        _ends(jobs, backward_s, (1.0,))[0] + assembly_s,
+        release_time_bound(gradients, cost=cost, backward_s=backward_s),
         worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band, assembly_s),
         band,
-        tuple(_reasons(gradients, buckets, jobs)),
+        tuple(_reasons(gradients, buckets, jobs, backward_s)),
+        _one_stage_each(gradients),
     )
 
 
@@ -194,7 +203,7 @@ def robust_with_pieces(
 
 
 def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:
-    return [max(backward_s, finish_time(jobs, slower=slower)) for slower in band]
+    return [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in band]
 
 
 def _assembly_s(candidate: _Candidate, cut: Cut) -> float:
@@ -242,12 +251,12 @@ def _candidates(
     gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float]
 ) -> Iterator[_Candidate]:
     found: dict[Buckets, str] = {}
+    best = "optimal" if _one_stage_each(gradients) else "best tried"
     for slower in band:
         buckets = optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
-        found.setdefault(buckets, f"optimal for a network {slower:.2g}x as slow" if slower != 1 else "optimal")
+        found.setdefault(buckets, f"{best} for a network {slower:.2g}x as slow" if slower != 1 else best)
     for latency, slower in itertools.product(LATENCIES if len(gradients) < MANY else LATENCIES[2:3], band):
-        assumed = AllReduceCost(cost.alpha_s * slower * latency, cost.beta_s_per_byte * slower)
-        buckets = earliest_partition(gradients, cost=assumed)
+        buckets = earliest_partition(gradients, cost=cost.scaled(slower, latency))
         found.setdefault(buckets, f"earliest for a network {slower:.2g}x as slow, latency {latency:g}x")
     for cap_mb in CAPS_MB:
         first = min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB
@@ -257,39 +266,36 @@ def _candidates(
         yield _Candidate(strategy, gradients, buckets, tuple(jobs_of(gradients, buckets, cost)))
 
 
-def _bound(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float) -> float:
-    return release_time_bound(
-        release_times(gradients),
-        [gradient.nbytes for gradient in gradients],
-        cost=cost,
-        backward_s=backward_s,
-        keys=[gradient.key for gradient in gradients],
-    )
+def _one_stage_each(gradients: Sequence[ReadyGradient]) -> bool:
+    return all(len(gradient.stages) == 1 for gradient in gradients)
 
 
 def _bounds(
     gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float, band: Sequence[float]
 ) -> list[float]:
-    return [_bound(gradients, cost.scaled(slower), backward_s) for slower in band]
+    return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in band]
 
 
-def _reasons(gradients: Sequence[ReadyGradient], buckets: Buckets, jobs: Sequence[Job]) -> Iterator[str]:
+def _reasons(
+    gradients: Sequence[ReadyGradient], buckets: Buckets, jobs: Sequence[Job], backward_s: float
+) -> Iterator[str]:
     """One sentence for each bucket, each a fact of the predicted timeline."""
     released = release_times(gradients)
     following = _first_of_next(gradients, buckets)
     idle_s = 0.0
-    for bucket, launch in zip(buckets, launches(jobs), strict=True):
+    for bucket, launch in zip(buckets, launches(jobs, backward_s=backward_s), strict=True):
         then = following.get(bucket)
+        then_s = 0.0 if then is None else released[then] + launch.ready_s - released[bucket[-1]]
         if then is None:
             yield f"it holds the last gradient of its key, starts at {_ms(launch.start_s)}"
-        elif released[then] > launch.start_s:
+        elif then_s > launch.start_s:
             yield (
-                f"closing later would start it at {_ms(released[then])} instead of {_ms(launch.start_s)}, "
+                f"closing later would start it at {_ms(then_s)} instead of {_ms(launch.start_s)}, "
                 f"when the network is idle since {_ms(idle_s)}"
             )
         else:
             yield f"the network is busy until {_ms(idle_s)}: it would start no sooner if it closed earlier"
-        idle_s = launch.finish_s
+        idle_s = launch.stages[0].finish_s
 
 
 def _first_of_next(gradients: Sequence[ReadyGradient], buckets: Buckets) -> dict[tuple[int, ...], int]:

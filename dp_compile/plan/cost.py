@@ -1,4 +1,4 @@
-"""What an all-reduce costs: formulas as sympy expressions, a fit to samples, the bound.
+"""What an all-reduce costs: formulas as sympy expressions, a fit to samples.
 
 Two levels. A `Formula` knows the algorithm: a symbolic expression over latency, bandwidth, ranks and bytes. For a
 given group it is a straight line in the bytes, an `AllReduceCost`, and that line is all that a planner needs.
@@ -13,7 +13,7 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
@@ -22,15 +22,13 @@ import sympy  # type: ignore[import-untyped]
 from sympy.codegen.cfunctions import log2  # type: ignore[import-untyped]
 
 from dp_compile.errors import ConfigError
+from dp_compile.plan.reduction import BETWEEN, INSIDE
 
 COST_VERSION: Final = 1
 
 _nbytes, _busbw = sympy.symbols("nbytes busbw", positive=True)
 _alpha_0, _alpha_hop = sympy.symbols("alpha_0 alpha_hop", positive=True)
-_alpha_intra, _alpha_inter, _busbw_intra, _busbw_inter = sympy.symbols(
-    "alpha_intra alpha_inter busbw_intra busbw_inter", positive=True
-)
-_n, _n_intra, _n_inter = sympy.symbols("n n_intra n_inter", positive=True, integer=True)
+_n = sympy.Symbol("n", positive=True, integer=True)
 
 
 def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
@@ -45,7 +43,10 @@ def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AllReduceCost:
-    """`alpha_s + beta_s_per_byte * nbytes` seconds: what one collective costs on one group.
+    """`alpha_s + beta_s_per_byte * nbytes` seconds: what one all-reduce costs on one group.
+
+    On two levels of network also what one costs `inside` a node and `between` nodes. Inside, that is a reduce-scatter
+    and an all-gather, or what the backend has in their place.
 
     Raises:
         ConfigError: a value is negative or not finite.
@@ -53,6 +54,8 @@ class AllReduceCost:
 
     alpha_s: float
     beta_s_per_byte: float
+    inside: AllReduceCost | None = None
+    between: AllReduceCost | None = None
 
     def __post_init__(self) -> None:
         for name in ("alpha_s", "beta_s_per_byte"):
@@ -61,13 +64,28 @@ class AllReduceCost:
     def seconds(self, nbytes: float) -> float:
         return self.alpha_s + self.beta_s_per_byte * nbytes
 
-    def scaled(self, factor: float) -> AllReduceCost:
-        """The cost on a network that is `factor` times as slow as believed."""
-        return AllReduceCost(self.alpha_s * factor, self.beta_s_per_byte * factor)
+    def on(self, link: str) -> AllReduceCost:
+        """What one costs on a link that a stage names; where nothing is known of it, what one costs on the group."""
+        return {INSIDE: self.inside, BETWEEN: self.between}.get(link) or self
+
+    def scaled(self, factor: float, latency: float = 1.0) -> AllReduceCost:
+        """The cost on a network that is `factor` times as slow as believed, and its latency `latency` times more."""
+        levels = [None if each is None else each.scaled(factor, latency) for each in (self.inside, self.between)]
+        return AllReduceCost(self.alpha_s * factor * latency, self.beta_s_per_byte * factor, *levels)
+
+    @staticmethod
+    def from_dict(data: Mapping[str, Any]) -> AllReduceCost:
+        """What `asdict` made of one."""
+        levels = {name: data.get(name) for name in (INSIDE, BETWEEN)}
+        known = {name: AllReduceCost.from_dict(each) for name, each in levels.items() if each is not None}
+        return AllReduceCost(**{**data, **levels, **known})
 
     def __str__(self) -> str:
         rate = f"{1e-9 / self.beta_s_per_byte:.4g} GB/s" if self.beta_s_per_byte else "no time per byte"
-        return f"{self.alpha_s * 1e6:.4g} us + nbytes / ({rate})"
+        line = f"{self.alpha_s * 1e6:.4g} us + nbytes / ({rate})"
+        if self.inside is None or self.between is None:
+            return line
+        return f"{line}; on two levels {self.inside} inside a node and {self.between} between nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +148,6 @@ TREE: Final = Formula(
     "Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009: up and down, "
     "pipelined, each rank sends every byte twice",
 )
-TWO_LEVEL: Final = Formula(
-    "two-level all-reduce",
-    _alpha_0
-    + 2 * (_n_intra - 1) * (_alpha_intra + _nbytes / (_n_intra * _busbw_intra))
-    + 2 * (_n_inter - 1) * (_alpha_inter + _nbytes / (_n_intra * _n_inter * _busbw_inter)),
-    "reduce-scatter inside the node, ring all-reduce of 1/n_intra of the bytes between nodes, all-gather inside; the "
-    "three one after the other (pipelined, the largest bandwidth term alone remains)",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +176,8 @@ class CostFit:
                 raise ConfigError(
                     f"this cost file is of version {version!r}, readable is {COST_VERSION}. Calibrate again."
                 )
-            return CostFit(**data | {"cost": AllReduceCost(**data["cost"])})
-        except (ValueError, KeyError, TypeError) as error:
+            return CostFit(**data | {"cost": AllReduceCost.from_dict(data["cost"])})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(f"not a cost file of dp_compile: {error!r}. Calibrate again.") from error
@@ -207,37 +217,9 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     return CostFit(cost, float(deviations[best]), int(x[0]), int(x[-1]))
 
 
-def release_time_bound(
-    ready_s: Sequence[float],
-    nbytes: Sequence[int],
-    *,
-    cost: AllReduceCost,
-    backward_s: float,
-    keys: Sequence[Hashable] | None = None,
-) -> float:
-    """No plan can finish earlier than this, in seconds after the start of the backward.
-
-    max(backward, max over k of r_k + alpha + beta * bytes of all gradients that are ready at r_k or later): those
-    cannot be on the wire before r_k, and at least one collective carries them. With `keys`, gradients of different
-    keys never share a collective, so alpha counts once for each key among them.
-
-    Source: release-time bound of a single machine; design.md, section 5.
-    """
-    check_number("backward_s", backward_s, zero_allowed=True)
-    for ready in ready_s:
-        check_number("ready_s", ready, zero_allowed=True)
-    bound, sent, seen = backward_s, 0, set[Hashable]()
-    order = sorted(range(len(ready_s)), key=lambda position: ready_s[position], reverse=True)
-    for position in order:
-        sent += nbytes[position]
-        seen.add(keys[position] if keys is not None else None)
-        bound = max(bound, ready_s[position] + len(seen) * cost.alpha_s + cost.beta_s_per_byte * sent)
-    return bound
-
-
 def _check_positive(name: str, value: Any) -> None:
     array = np.asarray(value, dtype=float)
     if not bool(np.all(np.isfinite(array) & (array > 0))):
         raise ConfigError(f"{name} must be > 0 and finite, got {value!r}.")
-    if name in ("n", "n_intra", "n_inter") and not bool(np.all(array == np.floor(array))):
+    if name == "n" and not bool(np.all(array == np.floor(array))):
         raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")

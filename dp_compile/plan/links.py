@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.cost import RING, TWO_LEVEL, AllReduceCost, Formula, check_number
+from dp_compile.plan.cost import RING, AllReduceCost, Formula, check_number
+
+LAUNCH_US: Final = 8.4
+"""What a collective costs once, however many hops it takes: in NCCL's tuning table for its `Simple` protocol."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +29,13 @@ class Link:
         check_number("alpha_us", self.alpha_us, zero_allowed=False)
         check_number("busbw_gb_s", self.busbw_gb_s, zero_allowed=False)
 
-    def cost(self, n_ranks: int, *, formula: Formula = RING, launch_us: float = 8.4) -> AllReduceCost:
+    def cost(self, n_ranks: int, *, formula: Formula = RING, launch_us: float = LAUNCH_US) -> AllReduceCost:
         """What an all-reduce over `n_ranks` costs when every hop is this link.
 
         Args:
             n_ranks: ranks of the group.
             formula: `RING` or `TREE`.
-            launch_us: paid once a collective; NCCL's tuning table has 8.4 for its `Simple` protocol.
+            launch_us: paid once a collective.
 
         Raises:
             ConfigError: fewer than one rank.
@@ -62,29 +65,20 @@ LINKS: Final[tuple[Link, ...]] = (
 """Presets, to plan before anything was measured. A node whose rings use k ports has up to k times the port's figure."""
 
 
-def two_level_cost(
-    inside: Link, between: Link, *, ranks_inside: int, nodes: int, launch_us: float = 8.4
-) -> AllReduceCost:
-    """What a reduction on two levels costs, its three stages one after the other.
+def with_levels(whole: AllReduceCost, inside: Link, between: Link, *, ranks_inside: int, nodes: int) -> AllReduceCost:
+    """The cost of an all-reduce over all ranks, with what it costs on each of two levels of network.
 
     Args:
+        whole: over all ranks, on one level.
         inside: every hop inside a node; `between`: every hop between nodes, one such link for each rank of a node.
         ranks_inside: ranks of a node.
         nodes: how many of them.
-        launch_us: paid once a stage; see `Link.cost`.
 
     Raises:
         ConfigError: a number of ranks or nodes is no integer above zero.
     """
-    return TWO_LEVEL.cost(
-        alpha_0=3 * launch_us * 1e-6,
-        alpha_intra=inside.alpha_us * 1e-6,
-        busbw_intra=inside.busbw_gb_s * 1e9,
-        n_intra=ranks_inside,
-        alpha_inter=between.alpha_us * 1e-6,
-        busbw_inter=between.busbw_gb_s * 1e9,
-        n_inter=nodes,
-    )
+    twice_us = 2 * LAUNCH_US  # a reduce-scatter, and later an all-gather
+    return replace(whole, inside=inside.cost(ranks_inside, launch_us=twice_us), between=between.cost(nodes))
 
 
 def link(name: str) -> Link:

@@ -1,22 +1,25 @@
-"""What the network does with given buckets: launches, finish, buckets of a fixed size, pieces. Pure numbers.
+"""What the network does with given buckets: stages, finish, buckets of a fixed size, pieces. Pure numbers.
 
-The model: one network that carries one bucket at a time. A bucket starts when its last member is ready and the
-bucket before it has finished, and lasts alpha + beta * bytes (`AllReduceCost`). Buckets of different keys (group,
-reduce op, dtype, device) share the network, never a bucket. A bucket is launched where its last member stands.
+The model: a link carries one stage at a time, in the order in which they are launched (`reduction.launch_order`). A
+bucket's first stage is launched where its last member stands; who launches one that follows waits for the one before,
+and compute with it; last stages are launched when all is computed. On two levels of network the links inside nodes and
+between them carry stages beside each other, and a stage over the whole group needs both. A stage lasts as `legs_of`
+says. Buckets of different keys (reduction, dtype, device) share the network, never a bucket.
 
-Source: the model of MG-WFBP (arXiv 1912.09268).
+Source: the model of MG-WFBP (arXiv 1912.09268), which has one link and one stage.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost, check_number
+from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE, Load, is_handed_back_at_the_end, launch_order
 
 Buckets = tuple[tuple[int, ...], ...]
 """Positions of gradients, bucket by bucket in launch order, ascending in each."""
@@ -28,6 +31,7 @@ class ReadyGradient:
 
     `ready_s` is when it is ready on the compute stream without communication. `produced_s` is how long its producer
     takes, if that could hand out pieces one after the other; zero: it appears as a whole. Piece `piece` of `pieces`.
+    `loads`: what each stage of its reduction carries of it; without them an all-reduce of all its bytes.
 
     Raises:
         ConfigError: a time or a size is negative or not finite.
@@ -39,26 +43,79 @@ class ReadyGradient:
     produced_s: float = 0.0
     piece: int = 0
     pieces: int = 1
+    loads: tuple[Load, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("nbytes", "ready_s", "produced_s"):
             check_number(name, getattr(self, name), zero_allowed=True)
 
+    @property
+    def stages(self) -> tuple[Load, ...]:
+        return self.loads or (Load(WHOLE, 2, self.nbytes),)
 
-class Launch(NamedTuple):
-    """One bucket on the network; times in seconds after the start of the backward."""
 
-    ready_s: float
+class Leg(NamedTuple):
+    """A stage of a bucket as the network sees it: on which link, for how long."""
+
+    link: str
+    seconds: float
+
+
+class Carried(NamedTuple):
+    """A stage on the network: on which link, and when, in seconds after the start of the backward."""
+
+    link: str
     start_s: float
     finish_s: float
 
 
+class Launch(NamedTuple):
+    """One bucket on the network; times in seconds after the start of the backward.
+
+    `waited_s`: how long compute stands still for it, behind its end too.
+    """
+
+    ready_s: float
+    start_s: float
+    finish_s: float
+    waited_s: float = 0.0
+    stages: tuple[Carried, ...] = ()
+
+
 class Job(NamedTuple):
-    """A bucket as the network sees it: the position of its last member, when it may start, how long it lasts."""
+    """A bucket as the network sees it: the position of its last member, when it may start, its stages."""
 
     position: int
     ready_s: float
-    seconds: float
+    legs: tuple[Leg, ...]
+
+    @property
+    def seconds(self) -> float:
+        """All stages one after the other."""
+        return sum(leg.seconds for leg in self.legs)
+
+
+def legs_of(buckets_loads: Sequence[Sequence[Load]], cost: AllReduceCost) -> tuple[Leg, ...]:
+    """What the stages of a bucket take, from what they carry of each of its gradients: the cost of a reduction.
+
+    A stage of two phases takes as long as an all-reduce of its bytes on its link, one of one phase half of that.
+    """
+    return tuple(
+        Leg(link, phases / 2 * cost.on(link).seconds(sum(load.nbytes for load in stage)))
+        for stage in zip(*buckets_loads, strict=True)
+        for link, phases, _ in stage[:1]
+    )
+
+
+def links_of(loads: Iterable[Sequence[Load]]) -> tuple[str, ...]:
+    """The links that carry one thing at a time: one, or two on two levels of network."""
+    levels = any(load.link != WHOLE for each in loads for load in each)
+    return (INSIDE, BETWEEN) if levels else (WHOLE,)
+
+
+def is_on(stage: Load | Leg, link: str) -> bool:
+    """Whether a stage keeps a link busy: one over the whole group keeps all of them."""
+    return stage.link in (link, WHOLE)
 
 
 def release_times(gradients: Sequence[ReadyGradient]) -> list[float]:
@@ -70,26 +127,99 @@ def jobs_of(gradients: Sequence[ReadyGradient], buckets: Buckets, cost: AllReduc
     """The buckets as the network sees them."""
     released = release_times(gradients)
     return [
-        Job(bucket[-1], released[bucket[-1]], cost.seconds(sum(gradients[position].nbytes for position in bucket)))
+        Job(bucket[-1], released[bucket[-1]], legs_of([gradients[each].stages for each in bucket], cost))
         for bucket in buckets
     ]
 
 
-def launches(jobs: Sequence[Job], *, slower: float = 1.0) -> Iterator[Launch]:
-    """What the network does, if it is `slower` times as slow as the jobs say."""
-    free = 0.0
-    for job in jobs:
-        start = max(job.ready_s, free)
-        free = start + job.seconds * slower
-        yield Launch(job.ready_s, start, free)
+def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> Iterator[Launch]:
+    """What the network does, if it is `slower` times as slow as the jobs say.
+
+    `backward_s`: how long the backward computes, at least until the last job may start.
+    """
+    free, ends, waited = dict.fromkeys((INSIDE, BETWEEN), 0.0), [0.0] * len(jobs), [0.0] * len(jobs)
+    ready = [job.ready_s for job in jobs]
+    carried: list[list[Carried]] = [[] for _ in jobs]
+    clock = stalled = 0.0
+
+    def wait_for(bucket: int) -> None:
+        nonlocal clock, stalled
+        if ends[bucket] > clock:
+            waited[bucket] += ends[bucket] - clock
+            stalled += ends[bucket] - clock
+            clock = ends[bucket]
+
+    for bucket, stage in launch_order([job.legs for job in jobs]):
+        link, seconds = jobs[bucket].legs[stage]
+        if stage == 0:
+            clock = ready[bucket] = max(clock, jobs[bucket].ready_s + stalled)
+        elif stage == len(jobs[bucket].legs) - 1 and is_handed_back_at_the_end(jobs[bucket].legs):
+            clock = max(clock, backward_s + stalled)
+        if stage:
+            wait_for(bucket)
+        lanes = (INSIDE, BETWEEN) if link == WHOLE else (link,)
+        start = max(clock, *(free[lane] for lane in lanes))
+        ends[bucket] = start + seconds * slower
+        free |= dict.fromkeys(lanes, ends[bucket])
+        carried[bucket].append(Carried(link, start, ends[bucket]))
+    clock = max(clock, backward_s + stalled)
+    for bucket, stages in enumerate(carried):
+        wait_for(bucket)
+        yield Launch(ready[bucket], stages[0].start_s, ends[bucket], waited[bucket], tuple(stages))
 
 
-def finish_time(jobs: Sequence[Job], *, slower: float = 1.0) -> float:
+def finish_time(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> float:
     """When the last bucket has arrived, in seconds after the start of the backward."""
+    if any(len(job.legs) > 1 for job in jobs):
+        return max(launch.finish_s for launch in launches(jobs, slower=slower, backward_s=backward_s))
     free = 0.0
     for job in jobs:
-        free = max(job.ready_s, free) + job.seconds * slower
+        free = max(job.ready_s, free) + job.legs[0].seconds * slower
     return free
+
+
+def release_time_bound(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost, backward_s: float) -> float:
+    """No plan can finish earlier than this, in seconds after the start of the backward.
+
+    max(backward, max over k of r_k + alpha + beta * bytes of all gradients that are ready at r_k or later): those
+    cannot be on the wire before r_k, and at least one collective carries them. Gradients of different keys never share
+    a collective, so alpha counts once for each key among them. On two levels of network that holds for each link,
+    with the latencies of what stands before and behind; and each gradient has to go through all its stages.
+
+    Source: release-time bound of a single machine; design.md, section 5.
+    """
+    check_number("backward_s", backward_s, zero_allowed=True)
+    bound = backward_s
+    latest_first = sorted(gradients, key=lambda gradient: gradient.ready_s, reverse=True)
+    for link in links_of(gradient.stages for gradient in gradients):
+        sent, latencies, before, behind = 0.0, dict[Hashable, float](), float("inf"), float("inf")
+        for gradient in latest_first:
+            stages = gradient.stages
+            on_link = [place for place, stage in enumerate(stages) if is_on(stage, link)]
+            sent += sum(_transfer_s(stages[place], cost) for place in on_link)
+            if gradient.key not in latencies:
+                seconds = [_latency_s(stage, cost) for stage in stages]
+                latencies[gradient.key] = sum(seconds[place] for place in on_link)
+                if on_link:
+                    before = min(before, sum(seconds[: on_link[0]]))
+                    behind = min(behind, sum(seconds[on_link[-1] + 1 :]))
+            if on_link:
+                bound = max(bound, gradient.ready_s + before + sum(latencies.values()) + sent + behind)
+            bound = max(bound, gradient.ready_s + sum(weights_of(stages, cost)))
+    return bound
+
+
+def weights_of(loads: Sequence[Load], cost: AllReduceCost) -> tuple[float, float]:
+    """What stages in a row cost a bucket as latencies, once, and what this gradient adds to that, in seconds."""
+    return sum(_latency_s(stage, cost) for stage in loads), sum(_transfer_s(stage, cost) for stage in loads)
+
+
+def _latency_s(stage: Load, cost: AllReduceCost) -> float:
+    return stage.phases / 2 * cost.on(stage.link).alpha_s
+
+
+def _transfer_s(stage: Load, cost: AllReduceCost) -> float:
+    return stage.phases / 2 * cost.on(stage.link).beta_s_per_byte * stage.nbytes
 
 
 def fixed_partition(gradients: Sequence[ReadyGradient], *, cap_nbytes: float, first_cap_nbytes: float) -> Buckets:
@@ -134,6 +264,9 @@ def in_pieces(gradient: ReadyGradient, sizes: Sequence[int]) -> tuple[ReadyGradi
             ready_s=max(0.0, gradient.ready_s - gradient.produced_s * after / max(1, gradient.nbytes)),
             piece=piece,
             pieces=len(sizes),
+            loads=tuple(
+                load._replace(nbytes=load.nbytes * nbytes / max(1, gradient.nbytes)) for load in gradient.loads
+            ),
         )
         for piece, (nbytes, after) in enumerate(zip(sizes, later, strict=True))
     )

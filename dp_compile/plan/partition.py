@@ -1,23 +1,37 @@
 """Which gradients share a bucket: the partition, in launch order, whose last bucket finishes first. Pure numbers.
 
-The model is that of `timeline`. Source: MG-WFBP (arXiv 1912.09268), which solves it in quadratic time; here a prefix
-is solved in constant time on average, see `_OneKey`.
+The model is that of `network`. Source: MG-WFBP (arXiv 1912.09268), which solves it for one link in quadratic time; here
+a prefix is solved in constant time on average, see `_OneKey`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
 
 from dp_compile.plan.cost import AllReduceCost, check_number
-from dp_compile.plan.network import Buckets, Job, ReadyGradient, finish_time, in_launch_order, release_times
+from dp_compile.plan.network import (
+    Buckets,
+    Job,
+    Leg,
+    ReadyGradient,
+    finish_time,
+    in_launch_order,
+    jobs_of,
+    release_times,
+    weights_of,
+)
+from dp_compile.plan.reduction import WHOLE, Load
 
 MAX_ROUNDS: Final = 4
 MANY: Final = 4000
 """From so many gradients on, several keys are solved from one starting order and in two rounds, to save time."""
+
+MOST_TRIES: Final = 20_000
+"""How many gradients are looked at in all, at most, to make a partition of several stages better."""
 
 SLACK: Final = 1e-10
 """Times that differ by this share are the same time: sums of floats in another order."""
@@ -30,50 +44,122 @@ def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost
 
     One key: exact, with the least number of buckets. Several keys: one key after the other exactly, the buckets of
     the others held still, until nothing gets better, from two starting orders. That is a local optimum;
-    tests/test_partition.py compares it with brute force.
+    tests/plan/test_partition.py compares it with brute force.
+
+    Reductions of several stages: as if all stages of a bucket, or some of them, were one, and the partition that then
+    ends first by `network.launches` is made better by moving single ends of buckets. Not exact:
+    tests/plan/test_stage_costs.py has the distance to brute force.
     """
     check_number("backward_s", backward_s, zero_allowed=True)
     if not gradients:
         return ()
-    problem = _Keys(gradients, cost)
-    best = problem.best()
-    return problem.thinned(best, max(problem.finish(best), backward_s))
+    found = []
+    for problem in _views(gradients, cost):
+        best = problem.best()
+        found += [best, problem.thinned(best, max(problem.finish(best), backward_s))]
+    if len(found) == 2:
+        return found[1]
+    return _improved(gradients, found, cost, backward_s)
 
 
 def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Buckets:
     """As `optimal_partition`, but each bucket as early as it can be, not as few as possible: room for delays."""
-    return _Keys(gradients, cost).best() if gradients else ()
+    found = [problem.best() for problem in _views(gradients, cost)] if gradients else [()]
+    return found[0] if len(found) == 1 else min(found, key=lambda each: finish_time(jobs_of(gradients, each, cost)))
+
+
+def _views(gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> Iterator[_Keys]:
+    """The problem with all stages of a bucket as one; also without its last stage, and without first and last."""
+    most = max(len(gradient.stages) for gradient in gradients)
+    for first, behind in ((0, 0), (0, 1), (1, 1))[:most]:
+        yield _Keys(gradients, cost, first, behind)
+
+
+def _improved(
+    gradients: Sequence[ReadyGradient], found: Sequence[Buckets], cost: AllReduceCost, backward_s: float
+) -> Buckets:
+    """The best of some partitions, with ends of buckets moved, taken out and put in as long as that helps."""
+
+    def value(buckets: Buckets) -> tuple[float, int]:
+        finish_s = finish_time(jobs_of(gradients, buckets, cost), backward_s=backward_s)
+        return max(finish_s, backward_s), len(buckets)
+
+    each, keys = tuple((place,) for place in range(len(gradients))), [gradient.key for gradient in gradients]
+    together = in_launch_order([tuple(p for p, key in enumerate(keys) if key == one) for one in dict.fromkeys(keys)])
+    starts = sorted(dict.fromkeys([*found, together, each]), key=value)
+    tries = MOST_TRIES // len(gradients)
+    best, least = starts[0], value(starts[0])
+    for start in starts:
+        now, end = start, value(start)
+        changes = _neighbours(gradients, now)
+        while tries > 0 and (other := next(changes, None)) is not None:
+            tries -= 1
+            if (found_end := value(other))[0] < end[0] * (1 - SLACK) or (
+                found_end[0] <= end[0] * (1 + SLACK) and found_end[1] < end[1]
+            ):
+                now, end, changes = other, found_end, _neighbours(gradients, other)
+        best, least = min((best, least), (now, end), key=lambda pair: pair[1])
+    return best
+
+
+def _neighbours(gradients: Sequence[ReadyGradient], buckets: Buckets) -> Iterator[Buckets]:
+    """Each with one end of a bucket more or less, or elsewhere."""
+    positions: dict[Hashable, list[int]] = defaultdict(list)
+    for position, gradient in enumerate(gradients):
+        positions[gradient.key].append(position)
+    for key, own in positions.items():
+        others = [bucket for bucket in buckets if gradients[bucket[0]].key != key]
+        ends = sorted(own.index(bucket[-1]) + 1 for bucket in buckets if gradients[bucket[0]].key == key)
+        inner, free = set(ends[:-1]), set(range(1, len(own))) - set(ends)
+        changes = [inner - {end} for end in sorted(inner)]
+        changes += [(inner - {end}) | {end + step} for end in sorted(inner) for step in (-1, 1) if end + step in free]
+        changes += [inner | {end} for end in sorted(free)]
+        for cuts in changes:
+            edges = [0, *sorted(cuts), len(own)]
+            yield in_launch_order([*others, *(tuple(own[start:stop]) for start, stop in pairwise(edges))])
 
 
 class _Keys:
-    """The problem of all keys, solved one key at a time."""
+    """The problem of all keys, solved one key at a time, with all stages of a bucket as one.
 
-    def __init__(self, gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> None:
+    Of several stages some may be left out: so many in front, so many behind.
+    """
+
+    def __init__(
+        self, gradients: Sequence[ReadyGradient], cost: AllReduceCost, front: int = 0, behind: int = 0
+    ) -> None:
         self.gradients = gradients
-        self.cost = cost
         self.released = release_times(gradients)
-        self.sizes = [gradient.nbytes for gradient in gradients]
+        self.sizes: list[float] = []
+        """Seconds that each gradient adds to its bucket."""
+        self.latency: dict[Hashable, float] = {}
         self.positions: dict[Hashable, list[int]] = defaultdict(list)
         for position, gradient in enumerate(gradients):
             self.positions[gradient.key].append(position)
+            self.latency[gradient.key], seconds = weights_of(_without(gradient.stages, front, behind), cost)
+            self.sizes.append(seconds)
 
     def orders(self) -> list[list[Hashable]]:
         """Largest key first, and smallest first."""
-        size = {key: self._nbytes(positions) for key, positions in self.positions.items()}
+        size = {key: self._transfer_s(positions) for key, positions in self.positions.items()}
         keys = sorted(size, key=lambda key: -size[key])
         return [keys, keys[::-1]] if len(keys) > 1 and len(self.sizes) < MANY else [keys]
 
     def finish(self, buckets: Buckets) -> float:
         return finish_time(self._jobs(buckets))
 
-    def _nbytes(self, positions: Sequence[int]) -> int:
+    def _transfer_s(self, positions: Sequence[int]) -> float:
         return sum(map(self.sizes.__getitem__, positions))
 
     def _jobs(self, buckets: Buckets) -> tuple[Job, ...]:
-        """As `timeline.jobs_of`, with what is computed only once here."""
+        """As `network.jobs_of`, with what is computed only once here, and all stages as one."""
         return tuple(
-            Job(bucket[-1], self.released[bucket[-1]], self.cost.seconds(self._nbytes(bucket))) for bucket in buckets
+            Job(bucket[-1], self.released[bucket[-1]], (Leg(WHOLE, self._latency(bucket) + self._transfer_s(bucket)),))
+            for bucket in buckets
         )
+
+    def _latency(self, bucket: Sequence[int]) -> float:
+        return self.latency[self.gradients[bucket[0]].key]
 
     def best(self) -> Buckets:
         return min((self.descend(order) for order in self.orders()), key=self.finish)
@@ -104,22 +190,27 @@ class _Keys:
         released = [self.released[position] for position in self.positions[key]]
         sizes = map(self.sizes.__getitem__, self.positions[key])
         solver = _OneKey(
-            self.positions[key], released, list(accumulate(sizes, initial=0)), self.cost, self._jobs(others)
+            self.positions[key], released, list(accumulate(sizes, initial=0.0)), self.latency[key], self._jobs(others)
         )
         return in_launch_order([*others, *solve(solver)])
+
+
+def _without(stages: Sequence[Load], front: int, behind: int) -> Sequence[Load]:
+    return stages[front : len(stages) - behind] if len(stages) > front + behind else stages
 
 
 @dataclass(frozen=True, slots=True)
 class _OneKey:
     """The problem of one key while the buckets of other keys are fixed jobs.
 
-    Its gradients stand at `positions` and can be launched at `released`; `taken[k]` are the bytes of the first k.
+    Its gradients stand at `positions` and can be launched at `released`; `taken[k]` is how long the first k take on the
+    network without the `latency` of a bucket.
     """
 
     positions: Sequence[int]
     released: Sequence[float]
-    taken: Sequence[int]
-    cost: AllReduceCost
+    taken: Sequence[float]
+    latency: float
     others: tuple[Job, ...]
 
     def earliest(self) -> Buckets:
@@ -143,7 +234,7 @@ class _OneKey:
             while waiting and waiting[-1].position > self.positions[last - 1]:
                 deadline_s -= waiting.pop().seconds
             cuts.append(self._widest(last, deadline_s, finishes, waiting))
-            deadline_s -= self.cost.seconds(self.taken[last] - self.taken[cuts[-1]])
+            deadline_s -= self.latency + self.taken[last] - self.taken[cuts[-1]]
         return self._cut(cuts)
 
     def _widest(self, last: int, deadline_s: float, finishes: Sequence[float], waiting: Sequence[Job]) -> int:
@@ -158,7 +249,7 @@ class _OneKey:
                 index -= 1
                 jobs_s += waiting[index].seconds
                 start_at_least = max(start_at_least, waiting[index].ready_s + jobs_s)
-            start = deadline_s - self.cost.seconds(self.taken[last] - self.taken[cut])
+            start = deadline_s - (self.latency + self.taken[last] - self.taken[cut])
             if start < start_at_least:
                 break
             if finishes[cut] + jobs_s <= start:
@@ -168,13 +259,12 @@ class _OneKey:
     def _table(self) -> tuple[list[float], list[int]]:
         """The earliest finish of every prefix, and where the last bucket of the prefix starts.
 
-        finish(k) = alpha + beta * bytes(..k) + min over i < k of [max(free(i), r_k) - beta * bytes(..i)], where free(i)
+        finish(k) = latency + taken(k) + min over i < k of [max(free(i), r_k) - taken(i)], where free(i)
         is when the network has sent the prefix i and all other keys' jobs since. free grows with i and r with k, so
         of all i with free(i) <= r_k only the last, `low`, counts, now and later. Of the others only the first counts:
-        jobs shift them all alike, and from one to the next free grows by at least beta times the bytes between, for
-        a bucket that ends later starts no earlier. So there are two choices for each k.
+        jobs shift them all alike, and from one to the next free grows by at least what is taken between, for a bucket
+        that ends later starts no earlier. So there are two choices for each k.
         """
-        alpha, beta = self.cost.alpha_s, self.cost.beta_s_per_byte
         taken = self.taken
         finishes, starts = [0.0], [0]
         shifted = [0.0]  # free(i) - shift
@@ -187,10 +277,10 @@ class _OneKey:
                 shifted[low] = max(shifted[low], job.ready_s - shift)
                 shift += job.seconds
             low = _last_free(shifted, low, ready_s - shift)
-            start, base = low, max(shifted[low] + shift, ready_s) - beta * taken[low]
-            if low + 1 < count and (later := shifted[low + 1] + shift - beta * taken[low + 1]) < base:
+            start, base = low, max(shifted[low] + shift, ready_s) - taken[low]
+            if low + 1 < count and (later := shifted[low + 1] + shift - taken[low + 1]) < base:
                 start, base = low + 1, later
-            finishes.append(base + alpha + beta * taken[count])
+            finishes.append(base + self.latency + taken[count])
             starts.append(start)
             shifted.append(finishes[-1] - shift)
         return finishes, starts

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Member
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.network import ReadyGradient, weights_of
 
 ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
 ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
@@ -137,3 +139,18 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
 def in_ready_order(gradients: Sequence[GradientSpec], times: ReadyTimes) -> list[GradientSpec]:
     """Gradients by the time when they are ready; equal ones stay in the given order."""
     return sorted(gradients, key=times.of)
+
+
+def backward_seconds(members: Iterable[Member], times: ReadyTimes, cost: AllReduceCost) -> float:
+    """How long the backward computes: as believed, else as long as the gradients take on the network."""
+    if times.backward_s is not None:
+        return times.backward_s
+    return sum(weights_of(member.loads, cost)[1] for member in members)
+
+
+def ready_gradients(members: Iterable[Member], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
+    """What a network is given of some members."""
+    return [
+        ReadyGradient(each.nbytes, backward_s * times.of_member(each), each.gradient.key, loads=each.loads)
+        for each in members
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import LIKE_NCCL
@@ -26,6 +26,21 @@ ALL_TO_ALL: Final = "all_to_all"
 ROUNDS: Final = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)
 """What a functional comm hook may ask for."""
 
+WHOLE: Final = "whole"
+INSIDE: Final = "inside"
+BETWEEN: Final = "between"
+
+
+class Load(NamedTuple):
+    """What a stage puts on a link: a tensor of so many bytes, `phases` times.
+
+    An all-reduce is two phases, a reduce-scatter and an all-gather; every other collective is one of them.
+    """
+
+    link: str
+    phases: int
+    nbytes: float
+
 
 class Stage(NamedTuple):
     """One collective: `all_reduce`, `reduce_scatter`, `all_gather`, `all_to_all`; or `exchange`: an all-to-all behind
@@ -33,12 +48,14 @@ class Stage(NamedTuple):
 
     `group`: the name of the process group; `reduce_op`: `sum` or `avg`, nothing where nothing is added up. `parts`:
     into how many equal parts a tensor is cut, each for one rank of the group, or of how many it is put together.
+    `link`: which network its group is on: the `whole` one, or of two levels that `inside` a node or `between` nodes.
     """
 
     op: str
     group: str
     reduce_op: str = ""
     parts: int = 1
+    link: str = WHOLE
 
     def numel_behind(self, numel: int) -> int:
         """How many elements a rank has of a tensor that had so many before this stage."""
@@ -48,7 +65,15 @@ class Stage(NamedTuple):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data. What is as it mostly is is left out."""
-        return {name: value for name, value in self._asdict().items() if name != "parts" or value != 1}
+        usual = {"parts": 1, "link": WHOLE}
+        return {name: value for name, value in self._asdict().items() if usual.get(name) != value}
+
+
+class OnLink(Protocol):
+    """A stage, or what is known of it."""
+
+    @property
+    def link(self) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +98,9 @@ class Levels:
         """
         first = REDUCE_SCATTER if backend in LIKE_NCCL else EXCHANGE
         return (
-            Stage(first, self.inside, reduce_op, self.ranks_inside),
-            Stage(ALL_REDUCE, self.between, reduce_op),
-            Stage(ALL_GATHER, self.inside, parts=self.ranks_inside),
+            Stage(first, self.inside, reduce_op, self.ranks_inside, INSIDE),
+            Stage(ALL_REDUCE, self.between, reduce_op, link=BETWEEN),
+            Stage(ALL_GATHER, self.inside, parts=self.ranks_inside, link=INSIDE),
         )
 
     def __str__(self) -> str:
@@ -109,6 +134,11 @@ class Reduction:
         return math.lcm(*(stage.parts for stage in self.stages))
 
     @property
+    def ranks_inside(self) -> int:
+        """Ranks of a node on two levels of network; 1 on one."""
+        return next((stage.parts for stage in self.stages if stage.link == INSIDE), 1)
+
+    @property
     def multiple_of(self) -> int:
         """What the elements of a tensor are a multiple of: each part starts at 16 bytes then, whatever is sent.
 
@@ -122,10 +152,19 @@ class Reduction:
             yield numel
             numel = stage.numel_behind(numel)
 
+    def loads(self, nbytes: int, sent: Sequence[int] = ()) -> tuple[Load, ...]:
+        """What each stage carries of so many bytes on the wire. `sent`: what a hook hands out for each stage."""
+        parts = 1 if sent else self.parts
+        given = zip(self.stages, sent or self.numels(nbytes * parts), strict=True)
+        return tuple(
+            Load(stage.link, 2 if stage.op == ALL_REDUCE else 1, max(each, stage.numel_behind(each)) / parts)
+            for stage, each in given
+        )
+
     def __str__(self) -> str:
         if self.hook is not None:
             return f"{self.reduce_op} by {self.hook}"
-        levels = f", two levels with {self.parts} ranks in a node" if len(self.stages) > 1 else ""
+        levels = f", two levels with {self.ranks_inside} ranks in a node" if self.ranks_inside > 1 else ""
         return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels
 
     def without_groups(self) -> Reduction:
@@ -193,7 +232,7 @@ class Averaging:
             predivisor = before_the_sum(divisor)
         elif predivisor is None:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
-                return Reduction(_stages(group, backend, levels, "avg"), 1.0, wire=wire)
+                return Reduction(stages_of(group, backend, levels, "avg"), 1.0, wire=wire)
             predivisor = divisor
         if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
             largest = max(divisor, predivisor)
@@ -201,15 +240,16 @@ class Averaging:
                 f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: "
                 "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
             )
-        stages = _stages(group, backend, levels, "sum")
+        stages = stages_of(group, backend, levels, "sum")
         return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire)
 
 
-def _stages(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
+def stages_of(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
+    """One all-reduce over the group, or what the levels of its network have in its place."""
     return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
 
-def launch_order(buckets: Sequence[Sequence[Stage]]) -> Iterator[tuple[int, int]]:
+def launch_order(buckets: Sequence[Sequence[OnLink]]) -> Iterator[tuple[int, int]]:
     """In which order buckets launch their stages: a bucket and one of its stages, by number. The same on every rank.
 
     Whoever launches a stage waits for the one before it, and compute waits with it. So a second stage is launched one
@@ -234,9 +274,9 @@ def launch_order(buckets: Sequence[Sequence[Stage]]) -> Iterator[tuple[int, int]
             yield bucket, len(stages) - 1
 
 
-def is_handed_back_at_the_end(stages: Sequence[Stage]) -> bool:
+def is_handed_back_at_the_end(stages: Sequence[OnLink]) -> bool:
     """Whether the last stage of a bucket comes behind the first ones of all: another link carries it."""
-    return len(stages) > 1 and stages[-1].group != stages[-2].group
+    return len(stages) > 1 and stages[-1].link != stages[-2].link
 
 
 def before_the_sum(divisor: float) -> float:

@@ -38,10 +38,10 @@ from dp_compile.plan.buckets import (
     row_blocks,
 )
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, robust_with_pieces
-from dp_compile.plan.cost import TREE, AllReduceCost
-from dp_compile.plan.links import link, two_level_cost
+from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula
+from dp_compile.plan.links import link, with_levels
 from dp_compile.plan.network import ReadyGradient, in_pieces
-from dp_compile.plan.ready_times import ReadyTimes, in_ready_order
+from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, in_ready_order, ready_gradients
 from dp_compile.plan.words import BYTES_PER_MB
 
 RANKS_OF_A_NODE: Final = 8
@@ -242,10 +242,10 @@ def plan_optimal(
         layout: how gradients lie in their buckets.
         band: how far off speeds may be; `None`: as said above.
     """
-    communication_s = sum(cost.seconds(gradient.nbytes) - cost.alpha_s for gradient in gradients)
-    backward_s = communication_s if times.backward_s is None else times.backward_s
     ordered = in_ready_order(gradients, times)
-    ready = [ReadyGradient(gradient.nbytes, backward_s * times.of(gradient), gradient.key) for gradient in ordered]
+    whole = [Member(gradient, None) for gradient in ordered]
+    backward_s = backward_seconds(whole, times, cost)
+    ready = ready_gradients(whole, times, backward_s)
     band = band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND)
     cuts = list(_cuts(ordered, ready, times, backward_s))
     choice = robust_with_pieces(ready, cuts, cost=cost, backward_s=backward_s, band=band)
@@ -344,17 +344,20 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
 def nominal_cost(backend: str, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
     """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo.
 
-    `ranks_inside`: of a node, where the reduction has two levels.
+    `ranks_inside`: of a node, where the network has two levels.
     """
+    inside, between = map(link, ("nvlink4", "infiniband-ndr") if backend in LIKE_NCCL else ("loopback", "loopback"))
     if ranks_inside is not None:
-        names = ("nvlink4", "infiniband-ndr") if backend in LIKE_NCCL else ("loopback", "loopback")
-        inside, between = map(link, names)
-        return two_level_cost(inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
+        whole = between.cost(world_size, formula=formula_for(world_size))
+        return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
     if backend not in LIKE_NCCL:
-        return link("loopback").cost(world_size)
-    if world_size <= RANKS_OF_A_NODE:
-        return link("nvlink4").cost(world_size)
-    return link("infiniband-ndr").cost(world_size, formula=TREE)
+        return between.cost(world_size)
+    return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=formula_for(world_size))
+
+
+def formula_for(ranks: int) -> Formula:
+    """A ring up to the ranks of a node, a double binary tree beyond."""
+    return RING if ranks <= RANKS_OF_A_NODE else TREE
 
 
 def plan_to_json(plan: BucketPlan) -> str:

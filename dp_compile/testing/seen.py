@@ -16,7 +16,6 @@ import torch.distributed as dist
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.record import Placement
 from dp_compile.errors import ConfigError
-from dp_compile.insight.prediction import formula_for
 from dp_compile.insight.rehearsal import CPU, META, check_ranks, fake_group
 from dp_compile.passes.result import PeakMemory
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
@@ -24,6 +23,7 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.plan.devices import device as device_of
 from dp_compile.plan.links import link as link_of
+from dp_compile.plan.strategies import formula_for
 from dp_compile.plan.words import count
 from dp_compile.testing.generated_code import read_code
 from dp_compile.testing.recording import (

@@ -394,7 +394,10 @@ def run_measured() -> tuple[str, str]:
     assert Step.from_json(step.to_json()).plan.signature() == step.plan.signature()
     assert "exposed" in str(dp_compile.explain(model))
     report, group = dp_compile.report(model), replica_of(model).group
-    fitted = calibrate(group.process_group, levels=group.levels)
+    fitted = calibrate(device_mesh=mesh)
+    assert fitted.cost.inside is not None
+    assert fitted.cost.between is not None
+    assert group.levels is not None
     assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
     return fitted.to_json(), report.plan.signature()
 

@@ -63,7 +63,7 @@ def launched(code: GeneratedCode) -> list[Call]:
 
 def stages(result: dict[str, Any], code: GeneratedCode) -> Iterator[tuple[dict[str, Any], int, Call]]:
     """The launches, each with its bucket and the number of its stage, in the order in which they have to be."""
-    order = launch_order([[Stage(op, op) for op in bucket["stages"]] for bucket in result["buckets"]])
+    order = launch_order([[Stage(op, op, link=op) for op in bucket["stages"]] for bucket in result["buckets"]])
     for (bucket, stage), launch in zip(order, launched(code), strict=True):
         yield result["buckets"][bucket], stage, launch
 

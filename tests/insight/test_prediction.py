@@ -21,7 +21,6 @@ from dp_compile.insight.prediction import (
     Prediction,
     Scenario,
     extrapolated,
-    formula_for,
     in_plan_order,
     predict,
 )
@@ -30,7 +29,7 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layo
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.links import LINKS
 from dp_compile.plan.ready_times import MEASURED, Product, ReadyTimes
-from dp_compile.plan.strategies import plan_optimal
+from dp_compile.plan.strategies import formula_for, plan_optimal
 
 KEY = bucket_key("", "avg", "float32", "cuda")
 LAYOUT = Layout(64)
@@ -145,7 +144,7 @@ def test_a_longer_backward_hides_more(given_step: Step, scale: float) -> None:
 def test_extrapolation_finds_the_link_again(link: Any, known: int, wanted: int) -> None:
     costs = [link.cost(ranks, formula=formula_for(ranks)) for ranks in (known, wanted)]
     found = extrapolated(costs[0], from_ranks=known, to_ranks=wanted)
-    assert dataclasses.astuple(found) == pytest.approx(dataclasses.astuple(costs[1]), rel=1e-9, abs=0)
+    assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
 
 
 # --- one wish at a time ---------------------------------------------------------------------------------------------

@@ -58,14 +58,14 @@ def test_two_levels_beside_one() -> None:
         """\
 ranks  link         nodes  buckets     number  backward   exposed  to bound   memory
    64  ethernet-25      -  as planned       3   12.2 ms   2.19 ms     1.136  7.6 MiB
-   64  ethernet-25  8 x 8  as planned       3   10.3 ms  0.269 ms     1.000  7.6 MiB
+   64  ethernet-25  8 x 8  as planned       3   10.9 ms  0.861 ms     1.058  7.6 MiB
 """,
     )
     one, two = found.rows
     assert one.cost == predict(STEP, Scenario(world_size=64, link="ethernet-25")).cost
     assert "two levels, 8 nodes of 8 ranks: nvlink4 inside, ethernet-25 between, nominal" in two.basis
     slower = what_if(STEP, ranks=(64,), links=("ethernet-25",), ranks_inside=(8,), link_inside="pcie4-x16").rows[0]
-    assert slower.cost.seconds(2**20) > two.cost.seconds(2**20)
+    assert slower.communication_s > two.communication_s
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_rows_are_what_predict_says() -> None:
 def test_a_cost_is_of_the_ranks_of_the_step() -> None:
     cost = AllReduceCost(1e-5, 1e-11)
     same, more = what_if(STEP, ranks=(8, 64), cost=cost, strategies=("as planned",), curve=False).rows
-    assert dataclasses.astuple(same.cost) == pytest.approx(dataclasses.astuple(cost), rel=1e-9, abs=0)
+    assert dataclasses.astuple(same.cost)[:2] == pytest.approx((1e-5, 1e-11), rel=1e-9, abs=0)
     assert more.cost == extrapolated(cost, from_ranks=8, to_ranks=64)
     (late,) = what_if(STEP, cost=cost, latencies_us=(7,), strategies=("as planned",), curve=False).rows
     assert late.cost.alpha_s == pytest.approx(7e-6, rel=1e-9, abs=0)

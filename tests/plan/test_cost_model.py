@@ -17,11 +17,9 @@ from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import (
     RING,
     TREE,
-    TWO_LEVEL,
     AllReduceCost,
     CostFit,
     fit,
-    release_time_bound,
 )
 from dp_compile.plan.links import LINKS, Link, link
 
@@ -36,18 +34,6 @@ def test_ring_and_tree_are_the_textbook_formulas(n: int) -> None:
     values = {"alpha_0": 8e-6, "alpha_hop": 3e-6, "busbw": 1e11, "n": n, "nbytes": 1e8}
     assert RING.evaluate(**values) == pytest.approx(8e-6 + 2 * (n - 1) * 3e-6 + 2 * (n - 1) / n * 1e8 / 1e11)
     assert TREE.evaluate(**values) == pytest.approx(8e-6 + 2 * math.ceil(math.log2(n)) * 3e-6 + 2 * 1e8 / 1e11)
-
-
-def test_two_levels_with_one_node_are_a_ring() -> None:
-    inside = {"alpha_0": 8e-6, "alpha_intra": 3e-6, "busbw_intra": 4e11, "n_intra": 8, "nbytes": 1e8}
-    two_level = TWO_LEVEL.evaluate(**inside, alpha_inter=1.0, busbw_inter=1.0, n_inter=1)
-    assert two_level == pytest.approx(RING.evaluate(alpha_0=8e-6, alpha_hop=3e-6, busbw=4e11, n=8, nbytes=1e8))
-
-
-def test_two_levels_send_a_share_between_nodes() -> None:
-    inside = {"alpha_0": 1e-9, "alpha_intra": 1e-9, "busbw_intra": 1e30, "n_intra": 8, "nbytes": 1e9}
-    seconds = TWO_LEVEL.evaluate(**inside, alpha_inter=1e-9, busbw_inter=1e10, n_inter=4)
-    assert seconds == pytest.approx(2 * 3 / 4 * (1e9 / 8) / 1e10, rel=1e-5)
 
 
 def test_arrays_at_once() -> None:
@@ -73,7 +59,7 @@ double binary tree all-reduce = alpha_0 + 2*alpha_hop*ceiling(log2(n)) + 2*nbyte
 
 
 def test_every_formula_says_where_it_is_from() -> None:
-    for formula in (RING, TREE, TWO_LEVEL):
+    for formula in (RING, TREE):
         assert formula.source
 
 
@@ -212,23 +198,3 @@ def test_files_that_are_wrong(change: Callable[[dict[str, object]], object], mes
 def test_a_file_that_is_not_json() -> None:
     with pytest.raises(ConfigError, match="not a cost file"):
         CostFit.from_json("alpha = 3")
-
-
-# --- the bound ------------------------------------------------------------------------------------------------------
-
-
-def test_the_bound_by_hand() -> None:
-    cost = AllReduceCost(0.5, 0.1)
-    assert release_time_bound([], [], cost=cost, backward_s=3.0) == 3.0
-    assert release_time_bound([1.0, 2.0], [10, 1], cost=cost, backward_s=2.0) == pytest.approx(1.0 + 0.5 + 1.1)
-    assert release_time_bound([1.0, 9.0], [10, 1], cost=cost, backward_s=2.0) == pytest.approx(9.0 + 0.5 + 0.1)
-    assert release_time_bound([1.0, 2.0], [10, 1], cost=cost, backward_s=2.0, keys="ab") == pytest.approx(3.1)
-    assert release_time_bound([1.0, 2.0], [1, 1], cost=cost, backward_s=99.0) == 99.0
-
-
-def test_the_bound_needs_times() -> None:
-    for wrong in (math.nan, -1.0, math.inf):
-        with pytest.raises(ConfigError, match="backward_s"):
-            release_time_bound([1.0], [1], cost=AllReduceCost(1, 1), backward_s=wrong)
-        with pytest.raises(ConfigError, match="ready_s"):
-            release_time_bound([wrong], [1], cost=AllReduceCost(1, 1), backward_s=1.0)

@@ -31,7 +31,7 @@ from dp_compile.plan.certificate import (
     robust_with_pieces,
     worst_ratio,
 )
-from dp_compile.plan.cost import AllReduceCost, release_time_bound
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import (
     Buckets,
     ReadyGradient,
@@ -41,6 +41,7 @@ from dp_compile.plan.network import (
     in_pieces,
     jobs_of,
     launches,
+    release_time_bound,
     release_times,
 )
 from dp_compile.plan.partition import _Keys, _OneKey, earliest_partition, optimal_partition
@@ -72,13 +73,7 @@ def finish(gradients: Sequence[ReadyGradient], buckets: Buckets, cost: AllReduce
 
 
 def bound(gradients: Sequence[ReadyGradient], cost: AllReduceCost, backward_s: float = 0.0) -> float:
-    return release_time_bound(
-        release_times(gradients),
-        [gradient.nbytes for gradient in gradients],
-        cost=cost,
-        backward_s=backward_s,
-        keys=[gradient.key for gradient in gradients],
-    )
+    return release_time_bound(gradients, cost=cost, backward_s=backward_s)
 
 
 def cuts(positions: Sequence[int]) -> Iterator[Buckets]:

@@ -7,12 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
-from dp_compile.plan.links import LINKS, Link, two_level_cost
+from dp_compile.plan.links import LINKS, with_levels
+from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    BETWEEN,
     EXCHANGE,
+    INSIDE,
     REDUCE_SCATTER,
     Averaging,
     Levels,
@@ -26,7 +29,7 @@ LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
 
 def levels(count: int) -> list[Stage]:
     """So many stages, the last of them over another link."""
-    return [*([Stage(ALL_REDUCE, "out")] * (count - 1)), Stage(ALL_GATHER, "in")]
+    return [*([Stage(ALL_REDUCE, "out", link=BETWEEN)] * (count - 1)), Stage(ALL_GATHER, "in", link=INSIDE)]
 
 
 @given(st.lists(st.sampled_from([1, 2, 3, 4]), max_size=6))
@@ -70,9 +73,9 @@ def test_what_is_divided_is_divided_for_all_ranks_together(
 ) -> None:
     reduction = averaging.reduction("all", backend, 6, dtype, LEVELS)
     assert reduction.stages == (
-        Stage(REDUCE_SCATTER if backend == "nccl" else EXCHANGE, "in", ops, 3),
-        Stage(ALL_REDUCE, "out", ops),
-        Stage(ALL_GATHER, "in", parts=3),
+        Stage(REDUCE_SCATTER if backend == "nccl" else EXCHANGE, "in", ops, 3, INSIDE),
+        Stage(ALL_REDUCE, "out", ops, link=BETWEEN),
+        Stage(ALL_GATHER, "in", parts=3, link=INSIDE),
     )
     assert (reduction.scale, reduction.post_scale) == (scale, pytest.approx(post))
     assert reduction.reduce_op == ops
@@ -108,23 +111,15 @@ def test_plans_are_data_and_those_of_one_level_are_what_they_were() -> None:
 # --- what it costs --------------------------------------------------------------------------------------------------
 
 
-def test_two_levels_cost_their_three_stages() -> None:
-    """Four nodes of eight: rings of eight inside, rings of four between for an eighth of the bytes."""
-    inside, between = Link("fast", 2.0, 400.0, "here"), Link("slow", 10.0, 50.0, "here")
-    cost = two_level_cost(inside, between, ranks_inside=8, nodes=4, launch_us=5.0)
-    nbytes = 2**30
-    half_inside = 7 * (2e-6 + nbytes / 8 / 400e9)
-    all_between = 2 * 3 * (10e-6 + nbytes / 8 / 4 / 50e9)
-    assert cost.seconds(nbytes) == pytest.approx(3 * 5e-6 + 2 * half_inside + all_between, rel=1e-12)
-
-
 def test_what_is_assumed_before_anything_was_measured() -> None:
     link_of = {link.name: link for link in LINKS}
-    assert nominal_cost("nccl", 32, 8) == two_level_cost(
-        link_of["nvlink4"], link_of["infiniband-ndr"], ranks_inside=8, nodes=4
-    )
-    # A slow link between nodes is what two levels are for.
     flat, two = nominal_cost("nccl", 32), nominal_cost("nccl", 32, 8)
-    assert two.seconds(2**30) < 0.5 * flat.seconds(2**30)
+    links = link_of["nvlink4"], link_of["infiniband-ndr"]
+    assert two == with_levels(flat, *links, ranks_inside=8, nodes=4)
+    # A slow link between nodes is what two levels are for.
+    levels = Levels("", "", tuple(tuple(range(8)) for _ in range(4)))
+    stages = legs_of([Averaging().reduction("", "nccl", 32, "float32", levels).loads(2**30)], two)
+    assert sum(stage.seconds for stage in stages) < 0.5 * flat.seconds(2**30)
     loopback = link_of["loopback"]
-    assert nominal_cost("gloo", 4, 2) == two_level_cost(loopback, loopback, ranks_inside=2, nodes=2)
+    flat = loopback.cost(4)
+    assert nominal_cost("gloo", 4, 2) == with_levels(flat, loopback, loopback, ranks_inside=2, nodes=2)

@@ -12,7 +12,6 @@ from dp_compile.insight.explanation.advice import Advice, advice_for
 from dp_compile.insight.explanation.exposure import (
     SHORTEST_S,
     ExplainedBucket,
-    bound_s,
     explained_buckets,
     last_run,
     with_measured_backward,
@@ -72,7 +71,7 @@ class Explanation:
         cost: of one collective, for people.
         cost_source: where the cost is from.
         communication_s: all buckets one after the other on the network.
-        bound_s: no plan is earlier; by `cost_model.release_time_bound`.
+        bound_s: no plan is earlier; by `network.release_time_bound`.
         end_s: when the plan is predicted to be over; `None` if its timeline is not known.
         exposed_s: how much of the communication is predicted to lie behind the backward; `None` as `end_s`.
         buckets: all of them.
@@ -189,8 +188,8 @@ def explanation_of(step: Step) -> Explanation:
         cost=str(step.cost),
         cost_source=step.cost_source,
         communication_s=step.communication_s,
-        bound_s=bound_s(step),
-        end_s=max(step.backward_s, planned[-1].finish_s) if planned else None,
+        bound_s=step.bound_s(),
+        end_s=max([step.backward_s, *(each.finish_s for each in planned)]) if planned else None,
         exposed_s=sum(bucket.exposed_s for bucket in planned) if planned else None,
         buckets=buckets,
         measured=measured_figures(step),
@@ -225,7 +224,7 @@ def _bucket(data: dict[str, Any]) -> ExplainedBucket:
         **data
         | {
             "members": tuple(data["members"]),
-            "planned": None if planned is None else PlannedBucket(**planned),
+            "planned": None if planned is None else PlannedBucket.from_dict(planned),
             "measured": None if measured is None else MeasuredBucket(**measured),
         }
     )

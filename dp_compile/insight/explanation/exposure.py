@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from dp_compile.errors import ConfigError
 from dp_compile.insight.step import MeasuredBucket, PlannedBucket, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
-from dp_compile.plan.cost import release_time_bound
 
 SHORTEST_S = 1e-9
 """What is shorter is rounding."""
@@ -121,29 +120,13 @@ def _releases(step: Step) -> Iterator[tuple[str, int]]:
     """
     latest_s, name, place = -1.0, "", 0
     for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_members(), strict=True)):
-        own_s = max(times)
+        own_s = max(each.ready_s for each in times)
         if own_s >= latest_s:
-            last = [member for member, time_s in zip(bucket.members, times, strict=True) if time_s == own_s]
+            last = [member for member, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
             gradients = [member for member in last if member.gradient.name != UNUSED_FLAGS]
             largest = max(gradients or last, key=lambda member: member.nbytes)
             latest_s, name, place = own_s, largest.label, number
         yield ("", number) if step.deferred else (name, place)
-
-
-def bound_s(step: Step) -> float:
-    """When the backward and all communication could be over at the earliest, whatever the buckets.
-
-    Source: `cost_model.release_time_bound`, over the plan's gradients, in the pieces that it has.
-    """
-    ready_s = list(itertools.chain.from_iterable(step.ready_members()))
-    members = [(member.nbytes, bucket.key) for bucket in step.plan.buckets for member in bucket.members]
-    return release_time_bound(
-        ready_s,
-        [nbytes for nbytes, _ in members],
-        cost=step.cost,
-        backward_s=step.backward_s,
-        keys=[key for _, key in members],
-    )
 
 
 def last_run(buckets: Sequence[ExplainedBucket]) -> tuple[ExplainedBucket, ...]:

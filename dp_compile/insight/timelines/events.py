@@ -17,7 +17,6 @@ from typing import Final, NamedTuple
 from dp_compile.insight.explanation.exposure import with_measured_backward
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
-from dp_compile.plan.cost import release_time_bound
 from dp_compile.plan.ready_times import MEASURED as MEASURED_TIMES
 from dp_compile.plan.words import count, format_bytes
 
@@ -319,7 +318,7 @@ def facts(timeline: Timeline) -> tuple[Fact, ...]:
 
 def _view_fact(timeline: Timeline, view: View) -> Fact:
     text = summary(view)
-    bound_s = _bound_s(timeline.step)
+    bound_s = timeline.step.bound_s()
     if view.name == PLANNED and bound_s:
         text += f"; {view.end_s / bound_s:.3f} times the bound of {format_time(bound_s)}"
     return Fact(view.name, f"{text} ({view.source})")
@@ -330,11 +329,3 @@ def summary(view: View) -> str:
     share = view.exposed_s / view.end_s if view.end_s else 0.0
     exposed = f"{format_time(view.exposed_s)} of it exposed ({share:.1%})"
     return f"backward with communication {format_time(view.end_s)}, {exposed}"
-
-
-def _bound_s(step: Step) -> float:
-    members = [member for bucket in step.plan.buckets for member in bucket.members]
-    ready = [ready_s for times in step.ready_members() for ready_s in times]
-    keys = [bucket.key for bucket in step.plan.buckets for _ in bucket.members]
-    nbytes = [member.nbytes for member in members]
-    return release_time_bound(ready, nbytes, cost=step.cost, backward_s=step.backward_s, keys=keys)
