@@ -169,9 +169,11 @@ def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.
 
 
 def finish_time(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> float:
-    """When the last bucket has arrived, in seconds after the start of the backward."""
+    """When the last bucket has arrived, in seconds after the start of the backward; and compute that had to wait."""
     if any(len(job.legs) > 1 for job in jobs):
-        return max(launch.finish_s for launch in launches(jobs, slower=slower, backward_s=backward_s))
+        timeline = list(launches(jobs, slower=slower, backward_s=backward_s))
+        arrived_s = max(launch.finish_s for launch in timeline)
+        return max(arrived_s, backward_s + sum(launch.waited_s for launch in timeline))
     free = 0.0
     for job in jobs:
         free = max(job.ready_s, free) + job.legs[0].seconds * slower
