@@ -85,7 +85,8 @@ class Reduction:
 
     `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
     each stage adds up and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
-    `ranks`: how many there are, if a hook has to know.
+    `ranks`: how many there are, if a hook has to know. `given`: how many of the two factors compiled code is given when
+    it runs, the first one first; it has the others as constants, which what computes a gradient may take in.
     """
 
     stages: tuple[Stage, ...]
@@ -94,6 +95,18 @@ class Reduction:
     wire: str | None = None
     hook: str | None = None
     ranks: int = 0
+    given: int = 0
+
+    @property
+    def given_factors(self) -> tuple[float, ...]:
+        """Those that compiled code is given."""
+        return (self.scale, self.post_scale)[: self.given]
+
+    def for_code(self) -> Reduction:
+        """As compiled code knows it, which is the same for all factors that it is given."""
+        known = (self.scale, self.post_scale)[self.given :]
+        scale, post_scale = (1.0,) * self.given + known
+        return replace(self, scale=scale, post_scale=post_scale)
 
     @property
     def reduce_op(self) -> str:
@@ -134,6 +147,7 @@ class Reduction:
         more: dict[str, Any] = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
         more |= {"wire": self.wire} if self.wire is not None else {}
         more |= {"hook": self.hook, "ranks": self.ranks} if self.hook is not None else {}
+        more |= {"given": self.given} if self.given else {}
         return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more}
 
     @staticmethod
@@ -152,6 +166,7 @@ class Averaging:
             `None`: everything before, or in a collective that averages; for float16 see `before_the_sum`.
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
+        given: it changes often: compiled code is given the factors that follow from it.
         hook: key of the functional comm hook that reduces instead, in `rounds` all-reduces.
     """
 
@@ -160,6 +175,7 @@ class Averaging:
     predivide_by: float | None = None
     in_collective: bool = True
     all_before: bool = False
+    given: bool = False
     hook: str | None = None
     rounds: int = 1
 
@@ -185,8 +201,10 @@ class Averaging:
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor = self.predivide_by
+        # Without a part of its own nothing is left to be divided behind the sum, whatever the factor.
+        given = 2 if predivisor is not None else 1
         if predivisor is None and (wire or dtype) == "float16" and not self.all_before:
-            predivisor = before_the_sum(divisor)
+            predivisor, given = before_the_sum(divisor), 2
         elif predivisor is None:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
                 return Reduction(_stages(group, backend, levels, "avg"), 1.0, wire=wire)
@@ -198,7 +216,7 @@ class Averaging:
                 "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
             )
         stages = _stages(group, backend, levels, "sum")
-        return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire)
+        return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
 
 
 def _stages(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
