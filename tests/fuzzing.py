@@ -5,26 +5,30 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from parity import compare
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
+from dp_compile.modules.replicated_module import set_gradient_divide_factor
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
 VOCABULARY = 7
 
-# Relative and absolute, by the coarsest dtype in which a run computes anything. The sum over two ranks is the same
-# on both sides; what differs is that compiled forwards use torch's decompositions, which round in other places.
+# Relative and absolute, by the coarsest dtype in which a run computes anything or sends gradients: a value that lies
+# between two neighbours may be rounded to the one here and to the other there. The sum over two ranks is the same on
+# both sides; what differs is that compiled forwards use torch's decompositions, which round in other places, that a
+# factor is applied in another place, and that two levels of network add up in another order.
 TOLERANCES = {
     # Rounding errors of some 1e-7 in each operation, carried through a handful of layers and four steps.
     "float32": (1e-4, 1e-5),
@@ -91,11 +95,22 @@ class FuzzCase:
     """The head is replicated apart: two modules in each backward."""
     wire: str = ""
     """The dtype in which gradients travel, of `WIRES`."""
+    compute: str = ""
+    """The dtype to which a policy casts the parameters."""
+    divides: tuple[float, ...] = ()
+    """What sums are divided by, one step after the other, in turns."""
+    predivide: float | None = None
+    """The part of it by which ranks divide before the sum."""
+    comm_hook: bool = False
+    """A functional hook with error feedback reduces."""
+    levels: bool = False
+    """Two nodes with two ranks each."""
     seed: int = 0
 
     @property
     def coarsest(self) -> str:
-        dtypes = {"bfloat16" if self.autocast or self.wire else "float32", *(block.dtype for block in self.blocks)}
+        rounds = self.autocast or self.wire or self.compute or self.comm_hook
+        dtypes = {"bfloat16" if rounds else "float32", *(block.dtype for block in self.blocks)}
         return "bfloat16" if "bfloat16" in dtypes else "float32"
 
 
@@ -112,13 +127,12 @@ class Outcome:
 
 
 class Block(nn.Module):
-    """Takes and returns float32; computes in the dtype of its parameters."""
+    """Takes and returns float32; computes in the dtype of its parameters, or in that to which a policy casts them."""
 
     def __init__(self, width: int, spec: BlockSpec) -> None:
         super().__init__()
-        self.dtype = getattr(torch, spec.dtype)
         self.build(width, spec.hidden)
-        self.to(self.dtype)
+        self.to(getattr(torch, spec.dtype))
         parameters = list(self.parameters())
         for parameter in parameters[: {"nothing": 0, "first": 1, "all": len(parameters)}[spec.frozen]]:
             parameter.requires_grad_(False)
@@ -130,7 +144,7 @@ class Block(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.compute(x.to(self.dtype), tokens).float()
+        return self.compute(x.to(next(self.parameters()).dtype), tokens).float()
 
 
 class Linear(Block):
@@ -441,7 +455,58 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "no passes": {"passes": ()},
 }
 
-WIRES: dict[str, Any] = {"bfloat16": default_hooks.bf16_compress_hook, "float16": default_hooks.fp16_compress_hook}
+WIRES = ("bfloat16", "float16")
+
+
+# --- reductions -------------------------------------------------------------------------------------------------
+
+
+class Cast(nn.Module):
+    """What a policy says, as plain torch: a model that computes with its parameters cast."""
+
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner, self.dtype = inner, dtype
+
+    def forward(self, x: torch.Tensor, *rest: Any) -> Any:
+        cast = {name: each.to(self.dtype) for name, each in self.inner.named_parameters(remove_duplicate=False)}
+        return torch.func.functional_call(self.inner, cast, (x.to(self.dtype), *rest), tie_weights=False)
+
+
+@dataclass(frozen=True)
+class Rounded(dp_compile.FunctionalHook):
+    """The average of what is rounded to bfloat16, with the rest sent in the next step."""
+
+    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"error": torch.zeros_like(gradient)}
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        whole = [each + state["error"] for each, state in zip(bucket.gradients, bucket.state, strict=True)]
+        sent = torch.cat([each.flatten() for each in whole]).to(torch.bfloat16)
+        lost = [each - each.to(torch.bfloat16).to(each.dtype) for each in whole]
+        total = yield sent
+        parts = (total.to(whole[0].dtype) / bucket.ranks).split([each.numel() for each in whole])
+        reduced = [part.view_as(each).clone() for part, each in zip(parts, whole, strict=True)]
+        return reduced, [{"error": each} for each in lost]
+
+
+def _rounded_by_torch(errors: dict[int, torch.Tensor], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """`Rounded` as a hook of torch's DDP; by parameter, for torch makes its buckets anew."""
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        gradient += errors.get(id(parameter), torch.zeros_like(gradient))
+        errors[id(parameter)] = gradient - gradient.to(torch.bfloat16).to(gradient.dtype)
+    sent, dtype = bucket.buffer().to(torch.bfloat16), bucket.buffer().dtype
+    work = dist.all_reduce(sent, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].to(dtype) / dist.get_world_size())
+
+
+def _reduced_by_torch(case: FuzzCase, divisor: list[float], bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """What a case says of dtype and factors, as a hook of torch's DDP."""
+    whole, wire = bucket.buffer(), getattr(torch, case.wire) if case.wire else bucket.buffer().dtype
+    before = case.predivide or divisor[0]
+    wide = torch.promote_types(whole.dtype, wire)
+    work = dist.all_reduce((whole.to(wide) / before).to(wire), async_op=True)
+    return work.get_future().then(lambda done: (done.value()[0].to(wide) * (before / divisor[0])).to(whole.dtype))
 
 
 # --- running a case ---------------------------------------------------------------------------------------------
@@ -455,9 +520,14 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     twin = copy.deepcopy(stack)
     for model in (twin,) if case.hooks_late else (twin, stack):
         _set_hooks(case, model)
-    theirs = TorchDDP(twin, find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers)
-    if case.wire:
-        dist._register_comm_hook(theirs.reducer, None, WIRES[case.wire])  # DDP itself refuses bfloat16 with gloo
+    wrapped = Cast(twin, getattr(torch, case.compute)) if case.compute else twin
+    theirs = TorchDDP(wrapped, find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers)
+    divisor = [float(dist.get_world_size())]
+    # Not by DDP itself, which does not read annotations that are text.
+    if case.comm_hook:
+        dist._register_comm_hook(theirs.reducer, {}, _rounded_by_torch)
+    elif case.wire or case.divides or case.predivide:
+        dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_torch, case))
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
         exits.callback(dp_compile.unreplicate, stack)
@@ -465,7 +535,8 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
             exits.callback(dp_compile.unreplicate, stack.head)
         if case.hooks_late:
             _set_hooks(case, stack)
-        difference = _train_both(case, ours, stack, theirs, never_sync=fault == "never synchronised")
+        sides = ours, stack, theirs, twin
+        difference = _train_both(case, *sides, divisor, never_sync=fault == "never synchronised")
         report = dp_compile.report(stack)
     return Outcome(difference, report.mode, dict(report.backwards))
 
@@ -482,38 +553,65 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         find_unused_parameters=case.find_unused,
         broadcast_buffers=case.broadcast_buffers,
         check_reductions=case.check_reductions,
-        reduce_dtype=getattr(torch, case.wire) if case.wire else None,
+        reduce_dtype=getattr(torch, case.wire or "float32") if case.wire or case.compute else None,
+        param_dtype=getattr(torch, case.compute) if case.compute else None,
+        gradient_predivide_factor=case.predivide,
     )
+    options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
+    if case.levels:
+        options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
     if case.wrapper:
-        return dp_compile.DistributedDataParallel(stack, config=config, **BUCKETS[case.buckets])
-    ignored = [stack.head] if _is_split(case, stack) else None
-    for part in ignored or ():
-        dp_compile.replicate(part, config=config, **BUCKETS[case.buckets])
-    return dp_compile.replicate(stack, config=config, ignored_modules=ignored, **BUCKETS[case.buckets])
+        made: nn.Module = dp_compile.DistributedDataParallel(stack, **options)
+    else:
+        ignored = [stack.head] if _is_split(case, stack) else None
+        for part in ignored or ():
+            dp_compile.replicate(part, **options)
+        made = dp_compile.replicate(stack, ignored_modules=ignored, **options)
+    for part in _parts(case, made, stack) if case.comm_hook else ():
+        part.register_comm_hook(dp_compile.HookState(), Rounded())  # type: ignore[operator]
+    return made
 
 
-def _train_both(case: FuzzCase, ours: nn.Module, stack: Stack, theirs: TorchDDP, *, never_sync: bool) -> str:
+def _parts(case: FuzzCase, ours: nn.Module, stack: Stack) -> tuple[nn.Module, ...]:
+    """What is replicated."""
+    return (ours, stack.head) if _is_split(case, stack) else (ours,)
+
+
+def _train_both(
+    case: FuzzCase,
+    ours: nn.Module,
+    stack: Stack,
+    theirs: TorchDDP,
+    twin: nn.Module,
+    divisor: list[float],
+    *,
+    never_sync: bool,
+) -> str:
     options = {"backend": "aot_eager", "dynamic": case.dynamic}
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (stack, theirs)]
     compiled, run = COMPILED[case.compiled](ours, stack, **options), None
     difference = ""
     for number, step in enumerate(case.steps):
         run = ours if case.compiled == "late" and number == 0 else compiled
+        if case.divides:
+            divisor[0] = case.divides[number % len(case.divides)]
+            for part in _parts(case, ours, stack):
+                set_gradient_divide_factor(part, divisor[0])
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step.set_to_none)
         for position, micro in enumerate(step.micros):
             local = position + 1 < len(step.micros)
             batch = _batch(case, micro, 10 * number + position)
             with ExitStack() as scopes:
-                for part in (ours, stack.head) if _is_split(case, stack) else (ours,):
+                for part in _parts(case, ours, stack):
                     scopes.enter_context(dp_compile.no_sync(part) if local or never_sync else nullcontext())
                 _backward(case, run, batch, scope=_scope(case, micro), other=micro.other[dist.get_rank() % 2])
             with theirs.no_sync() if local else nullcontext():
                 _backward(case, theirs, batch, scope=nullcontext())
-        difference = difference or _difference(case, stack, theirs.module, f"step {number}")
+        difference = difference or _difference(case, stack, twin, f"step {number}")
         for optimizer in optimizers:
             optimizer.step()
-    return difference or _difference(case, stack, theirs.module, "the end")
+    return difference or _difference(case, stack, twin, "the end")
 
 
 @contextmanager

@@ -59,7 +59,9 @@ class CompiledBackward:
         self.gave_up = False
         self._has_code = False
         self._captured, self._binding = captured, captured.binding
-        self._plans = tuple(replica.plan for replica in replicas)
+        self._plans = tuple(replica.plan.for_code() for replica in replicas)
+        self._plans_now = self._plans
+        """With the factors that are given in the backward that runs."""
         self._passes = replicas[0].passes
         self._backend, self._dump_dir = replicas[0].config.backend, replicas[0].config.dump_directory()
         self._world_size = max(replica.group.world_size for replica in replicas)
@@ -88,6 +90,7 @@ class CompiledBackward:
         if self._is_broken:
             return self._run_in_pieces(replicas, inputs, rest)
         n_inputs = len(inputs)
+        self._plans_now = tuple(replica.plan for replica in replicas)
         inputs.extend(self._extra_inputs(replicas))
         self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
         untold = observers.NO_BUCKETS if self._deferred else "" if self._has_code else observers.COMPILED_IN_IT
@@ -117,7 +120,9 @@ class CompiledBackward:
         return BucketEvents(plans, audience) if audience and any(plan.buckets for plan in plans) else None
 
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
-        """In the order of `_add_completion`: per replica the flags, old gradients of unused parameters, state."""
+        """In the order of `with_reductions`: factors; per replica flags, old gradients of unused parameters, state."""
+        for ordinal in self._synced:
+            yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             used = sorted({*self._used[ordinal], *replica.local.used})
@@ -257,7 +262,7 @@ class CompiledBackward:
     def _telling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             # What no pass made a bucket of asks for the plan.
-            with executing(self._plans), self._events or contextlib.nullcontext():
+            with executing(self._plans_now), self._events or contextlib.nullcontext():
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]

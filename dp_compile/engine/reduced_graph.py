@@ -29,6 +29,7 @@ from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
 from dp_compile.passes.functional_hook import HOOK_STATE
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
+from dp_compile.plan.reduction import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +110,35 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted
     graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
     outputs = graph.graph_copy(captured.graph_module.graph, nodes)
     copied = {old.name: new for old, new in nodes.items()}
-    hooked = _place_reductions(graph, copied, captured, replicas, wanted)
-    inputs = copied["inputs"], captured.input_count
-    reduced = _add_completion(graph, inputs, captured.binding, hooked, replicas, wanted)
+    factors, position = _add_factors(graph, (copied["inputs"], captured.input_count), replicas, wanted)
+    hooked = _place_reductions(graph, copied, captured, replicas, wanted, factors)
+    inputs = copied["inputs"], position
+    reduced = _add_completion(graph, inputs, captured.binding, hooked, replicas, wanted, factors)
     graph.output((outputs, tuple(reduced)))
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph, "CapturedBackward")
     dynamo.set_locals_to_steal(module, ["inputs"])
     return module
+
+
+def _add_factors(
+    graph: fx.Graph, inputs: tuple[fx.Node, int], replicas: Sequence[Replica], wanted: ToReduce
+) -> tuple[dict[Place, tuple[fx.Node, ...]], int]:
+    """The factors that are given when the code runs, for each gradient that has some; and how many inputs there are."""
+    tensors, position = inputs
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    found: dict[Place, tuple[fx.Node, ...]] = {}
+    for ordinal in wanted.synced:
+        plan, nodes = replicas[ordinal].plan, dict[Reduction, tuple[fx.Node, ...]]()
+        for reduction in plan.given_reductions():
+            with graph.inserting_before(start):
+                nodes[reduction] = tuple(
+                    graph.call_function(operator.getitem, (tensors, position + each)) for each in range(reduction.given)
+                )
+            position += reduction.given
+        for gradient in plan.gradients if nodes else ():
+            found[ordinal, gradient.index] = nodes.get(gradient.key.reduction, ())
+    return found, position
 
 
 def _place_reductions(
@@ -125,6 +147,7 @@ def _place_reductions(
     captured: CapturedGraph,
     replicas: Sequence[Replica],
     wanted: ToReduce,
+    factors: Mapping[Place, tuple[fx.Node, ...]],
 ) -> dict[Place, tuple[fx.Node, bool]]:
     """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
 
@@ -145,7 +168,8 @@ def _place_reductions(
             hooked[place] = (parameter, existing)
             if not wanted.deferred:
                 with graph.inserting_after(last):
-                    graph.call_function(reduce_accumulated, (parameter, existing, place[1], place[0]))
+                    given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
+                    graph.call_function(reduce_accumulated, given)
         _take_out(graph, node)
     return hooked
 
@@ -166,6 +190,7 @@ def _add_completion(
     hooked: Mapping[Place, tuple[fx.Node, bool]],
     replicas: Sequence[Replica],
     wanted: ToReduce,
+    factors: Mapping[Place, tuple[fx.Node, ...]],
 ) -> list[fx.Node]:
     """Reduce what no hook reduces: flags, unused parameters, and everything if reductions come at the end.
 
@@ -189,11 +214,12 @@ def _add_completion(
         done: dict[int, fx.Node] = {}
         after: fx.Node | None = None
         for index in (gradient.index for gradient in replica.plan.gradients):
+            more = factors.get((ordinal, index), ())
             if index in sources:
-                after = done[index] = graph.call_function(emit, (sources[index], index, ordinal, after))
+                after = done[index] = graph.call_function(emit, (sources[index], index, ordinal, after, *more))
             elif wanted.deferred:
                 parameter, existing = hooked[ordinal, index]
-                after = graph.call_function(reduce_accumulated, (parameter, existing, index, ordinal, after))
+                after = graph.call_function(reduce_accumulated, (parameter, existing, index, ordinal, after, *more))
             after = after if wanted.deferred else None
         results += [done[index] for index in sources]
         for index in range(len(replica.parameters)):
@@ -220,6 +246,7 @@ def reduce_accumulated(
     index: int,
     replica: int,
     after: torch.Tensor | None = None,
+    *factors: torch.Tensor,
 ) -> torch.Tensor:
     """Traced behind a parameter's hooks: reduce the gradient as they left it. One that existed stays itself.
 
@@ -229,7 +256,7 @@ def reduce_accumulated(
     if grad is None:
         grad = torch.zeros_like(parameter, requires_grad=False)
         in_place = parameter.is_complex()
-    reduced = emit(real_view(grad), index, replica, after)
+    reduced = emit(real_view(grad), index, replica, after, *factors)
     if in_place:
         real_view(grad).copy_(reduced)
         parameter.grad = grad

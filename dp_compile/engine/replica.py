@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import nn
 
-from dp_compile._torch import distributed
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.gradients import dense_strides, real_view
@@ -164,6 +164,7 @@ class Replica:
     flags_told: tuple[tuple[object, ...], torch.Tensor] | None = None
     """The flags that were sent last, and what they say."""
     flags_unread: deque[UnreadFlags] = field(default_factory=deque)
+    _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
 
     def __post_init__(self) -> None:
         self.code_key = self._code_key()
@@ -181,7 +182,8 @@ class Replica:
 
     def _code_key(self) -> str:
         code = tuple(map(code_key, self.passes))
-        return repr((self.group.name, self.plan, self.passes, code, self.config))
+        config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
+        return repr((self.group.name, self.plan.for_code(), self.passes, code, config))
 
     @property
     def mode(self) -> str:
@@ -201,6 +203,16 @@ class Replica:
         """What a functional hook remembers of a gradient; of the flags nothing."""
         memory = None if self.comm_hook is None else self.comm_hook.memory
         return {} if memory is None or index == len(self.parameters) else memory.of(index)
+
+    def given_factors(self) -> tuple[torch.Tensor, ...]:
+        """What compiled code is given for `BucketPlan.given_reductions`: numbers in tensors, float64."""
+        numbers = [each for reduction in self.plan.given_reductions() for each in reduction.given_factors]
+        if self._factors is None or self._factors[0] != numbers:
+            with autograd.made_like(self.parameters[0]):
+                # Not written over: a GPU may not have read them yet.
+                tensors = [torch.tensor(each, dtype=torch.float64, device=self.device) for each in numbers]
+            self._factors = numbers, tuple(tensors)
+        return self._factors[1]
 
     def count_synced(self) -> None:
         """A synchronised backward has ended."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
@@ -160,6 +160,8 @@ def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | No
         return
     assert replica.revisions.revise is not None
     before, planned = len(replica.plan.buckets), replica.revisions.revise(times, cost)
+    # What gradients are divided by may have changed since it was said how plans are made.
+    planned = replace(planned, plan=planned.plan.with_keys_of(replica.plan.gradients))
     table, topic = table_in_backward(replica), meeting(replica, "new plan")
     if table is not None:
         # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would

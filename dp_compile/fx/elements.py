@@ -17,18 +17,24 @@ Loops = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`factor` times the elements of `source` from `offset` on; `loops` are sizes and strides."""
+    """`factor` times the elements of `source` from `offset` on; `loops` are sizes and strides.
+
+    `by`: names of numbers, not known, by which they are multiplied too.
+    """
 
     source: int
     loops: Loops
     offset: int = 0
     factor: float = 1.0
+    by: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
         return math.prod(size for size, _ in self.loops)
 
-    def times(self, factor: float) -> Run:
+    def times(self, factor: float | str) -> Run:
+        if isinstance(factor, str):
+            return replace(self, by=tuple(sorted((*self.by, factor))))
         # Factors that were multiplied in another order differ in the last place.
         return replace(self, factor=float(f"{self.factor * factor:.12g}"))
 
@@ -182,7 +188,7 @@ def _part(run: Run, first: int, last: int) -> Elements:
 
 def _continued(one: Run, other: Run) -> Run | None:
     """Both as one run, if the second goes on where the first ends: rows of the same kind at the same distance."""
-    if (one.source, one.factor) != (other.source, other.factor):
+    if (one.source, one.factor, one.by) != (other.source, other.factor, other.by):
         return None
     distance = other.offset - one.offset
     if one.loops == other.loops:

@@ -108,7 +108,7 @@ class _Recording(Observer):
 
 def _conclude(measurement: Measurement, replica: Replica, recording: _Recording) -> None:
     measurement.not_measured += recording.skipped
-    clocks = [clock for plan, clock in recording.clocks if plan == replica.plan]
+    clocks = [clock for plan, clock in recording.clocks if plan.for_code() == replica.plan.for_code()]
     measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
     steps = _steps(clocks, replica.plan)
     measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(clocks) - len(steps)

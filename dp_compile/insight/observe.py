@@ -22,7 +22,15 @@ def report(module: nn.Module) -> Report:
     if replica.certificate is not None:
         promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
     captures = tuple(replica.captures.values())
-    return Report(replica.mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
+    return Report(
+        replica.mode,
+        replica.group.world_size,
+        replica.plan,
+        captures,
+        dict(replica.backwards),
+        promise,
+        replica.group.averaging.divide_by,
+    )
 
 
 def step_of(module: nn.Module) -> Step:

@@ -14,7 +14,8 @@ from dp_compile.plan.words import count
 class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
-    `promise`: what the plan was predicted to reach, if it was made from a cost.
+    `promise`: what the plan was predicted to reach, if it was made from a cost. `divided_by`: what somebody said that
+    sums are divided by; `None`: the number of ranks, or as a comm hook does.
     """
 
     mode: str
@@ -23,10 +24,12 @@ class Report:
     captures: tuple[CaptureRecord, ...]
     backwards: Mapping[str, int] = field(default_factory=dict)
     promise: str = ""
+    divided_by: float | None = None
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
+        lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
         lines += [self.promise] if self.promise else []
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):

@@ -408,11 +408,15 @@ def _average_by(
     assert module is not None
     group = dataclasses.replace(replica.group, averaging=averaging)
     gradients = gradient_specs(replica.parameters, replica.names, group)
-    planning = make_plan(module, replica.parameters, gradients, group, request)
-    was, replica.group = replica.group.averaging, group
+    was = replica.group.averaging
+    # Where nothing but the divisor is another one, perhaps in each step, plans are made as before: it takes long.
+    as_before = dataclasses.replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
+    planning = None if as_before else make_plan(module, replica.parameters, gradients, group, request)
+    replica.group = group
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
-    replica.revisions.revise = planning.revise
-    if averaging.wire == was.wire and _keep_together(replica.plan, gradients):
+    if planning is not None:
+        replica.revisions.revise = planning.revise
+    if planning is None or (averaging.wire == was.wire and _keep_together(replica.plan, gradients)):
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
         replica.revisions.due = planning.revisions

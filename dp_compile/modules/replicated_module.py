@@ -390,7 +390,9 @@ def bind_memory(replica: Replica) -> None:
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     """Divide the sum of the gradients by `factor` from now on, not by the number of ranks; as FSDP2.
 
-    Every rank calls it, with the same factor, between the same two backwards. The next backward is compiled anew.
+    Every rank calls it, with the same factor, between the same two backwards. The first factor is a constant of what is
+    compiled, which products take in for nothing: the next backward is compiled anew. From the second one on factors are
+    inputs: that compiles once more and then never again, and gradients are multiplied on their way into their buckets.
 
     Args:
         factor: a finite number above zero.
@@ -410,7 +412,10 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
     _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     assert owner.average_by is not None
-    owner.average_by(replace(owner.group.averaging, divide_by=float(factor)))
+    averaging = owner.group.averaging
+    if averaging.divide_by != factor:
+        given = averaging.given or averaging.divide_by is not None
+        owner.average_by(replace(averaging, divide_by=float(factor), given=given))
 
 
 def _agree(replica: Replica, statement: Statement, call: str) -> None:

@@ -3,7 +3,8 @@
     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
                                                               offsets, each in its memory order; between them
                                                               zeros if `zero_gaps`, else whatever was there;
-                                                              `dtype`: rounded to it, once
+                                                              `dtype`: rounded to it, once; `factor`: a number in
+                                                              a tensor, by which all are multiplied instead
     assemble([a, b])                                      ->  one flat tensor, a and then b
 
 `lowering.py` says what compiled code makes of them.
@@ -20,7 +21,7 @@ import torch
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
     "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
-    " ScalarType? dtype=None) -> Tensor"
+    " ScalarType? dtype=None, Tensor? factor=None) -> Tensor"
 )
 
 _library.define("assemble(Tensor[] pieces) -> Tensor")
@@ -58,6 +59,12 @@ def gaps_of(places: Sequence[MemberPlace], numel: int) -> list[tuple[int, int]]:
     return gaps + ([(at, numel - at)] if numel > at else [])
 
 
+def dtype_of_product(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """The dtype in which torch's kernels multiply by a number, where the wider of two dtypes is asked for."""
+    wide = torch.promote_types(one, other)
+    return torch.float32 if wide in (torch.float16, torch.bfloat16) else wide
+
+
 def _fill(
     gradients: Sequence[torch.Tensor],
     scales: Sequence[float],
@@ -66,12 +73,17 @@ def _fill(
     numel: int,
     zero_gaps: bool = False,
     dtype: torch.dtype | None = None,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     bucket = gradients[0].new_zeros(numel, dtype=dtype)
     places = places_of([gradient.shape for gradient in gradients], strides, offsets)
     for gradient, scale, place in zip(gradients, scales, places, strict=True):
         part = bucket.as_strided(place.shape, place.stride, place.offset)
-        if scale == 1.0:
+        if factor is not None:
+            # In a dtype of its own it would be one for a gradient without dimensions too.
+            inner = dtype_of_product(gradient.dtype, bucket.dtype)
+            torch.mul(gradient.to(inner), factor.to(inner), out=part)
+        elif scale == 1.0:
             part.copy_(gradient)
         else:
             wide = torch.promote_types(gradient.dtype, bucket.dtype)
@@ -87,6 +99,7 @@ def _shape_of_bucket(
     numel: int,
     zero_gaps: bool = False,
     dtype: torch.dtype | None = None,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     return gradients[0].new_empty(numel, dtype=dtype)
 

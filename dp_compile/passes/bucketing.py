@@ -38,14 +38,14 @@ from torch import fx
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.analysis import MemberMark, analyse
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.functional_hook import HOOK_STEP
 from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_view, without_views
 from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, states_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
-from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Stage, launch_order
+from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -240,11 +240,21 @@ class _GraphOps:
                 if known is not None and position in known.items:
                     self.remembered[known.items[position]] = value
 
+    def factors(self, reduction: Reduction) -> tuple[float | fx.Node, float | fx.Node]:
+        given = self.parts[0].reduction.factors
+        if len(given) != reduction.given:
+            raise InvalidGraphError(
+                f"the reduction of {self.parts[0].member.label} is given {len(given)} factors, the plan says "
+                f"{reduction.given}"
+            )
+        scale = given[0] if reduction.given > 0 else reduction.scale
+        return scale, given[1] if reduction.given > 1 else reduction.post_scale
+
     def fill(
         self,
         members: Sequence[int],
         numel: int,
-        scale: float,
+        scale: float | fx.Node,
         dtype: torch.dtype | None,
         given: Sequence[fx.Node] | None = None,
     ) -> fx.Node:
@@ -266,16 +276,19 @@ class _GraphOps:
             # What is narrower than the wire is widened first: the product would be rounded where it need not be.
             kind = source.meta["val"].dtype
             fits = dtype is None or torch.promote_types(kind, dtype) == kind
-            folded = self.site.folds and fits and fold_factor(source, scale, provenance)
+            constant = scale if isinstance(scale, float) else 1.0
+            folded = self.site.folds and fits and fold_factor(source, constant, provenance)
             sources.append(source)
-            scales.append(1.0 if folded else scale)
+            scales.append(1.0 if folded else constant)
             strides.extend(stride)
         offsets = [part.place.offset for part in parts]
         numbers = tuple(str(part.number) for part in parts)
         # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
         gaps = self.site.zero_gaps and numel > sum(part.member.numel for part in parts)
-        zeroed = (gaps,) if dtype is None and gaps else () if dtype is None else (gaps, dtype)
-        return self.site.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *zeroed, members=numbers)
+        more: tuple[Any, ...] = (gaps, dtype) if isinstance(scale, float) else (gaps, dtype, scale)
+        while more and more[-1] in (None, False):  # as by default
+            more = more[:-1]
+        return self.site.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
 
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
         """One collective over all tensors; the first notes whose gradients it carries."""
@@ -303,8 +316,11 @@ class _GraphOps:
         view = self.site.make(aten.view.default, tensor, [parts, tensor.meta["val"].numel() // parts])
         return self.site.make(aten.sum.dim_IntList, view, [0])
 
-    def restore(self, tensor: fx.Node, scale: float, dtype: torch.dtype) -> fx.Node:
-        if scale != 1.0:
+    def restore(self, tensor: fx.Node, scale: float | fx.Node, dtype: torch.dtype) -> fx.Node:
+        if isinstance(scale, fx.Node):
+            tensor = self._cast(tensor, dtype_of_product(tensor.meta["val"].dtype, dtype))
+            tensor = self.site.make(aten.mul.Tensor, tensor, scale)
+        elif scale != 1.0:
             tensor = self._cast(tensor, torch.promote_types(tensor.meta["val"].dtype, dtype))
             tensor = self.site.make(aten.mul.Tensor, tensor, scale)
         return self._cast(tensor, dtype)

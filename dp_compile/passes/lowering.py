@@ -31,7 +31,7 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, gaps_of, places_of
+from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 
 ir = inductor.ir
 
@@ -71,11 +71,13 @@ def _lower(
     numel: int,
     zero_gaps: bool = False,
     dtype: Any = None,
+    factor: Any = None,
 ) -> Any:
     places = places_of([gradient.get_size() for gradient in gradients], strides, offsets)
     node = inductor.graph_being_lowered().current_node
     device, dtype = gradients[0].get_device(), dtype or gradients[0].get_dtype()
-    if len(gradients) == 1 and scales[0] == 1.0 and places[0].numel == numel and gradients[0].get_dtype() == dtype:
+    is_scaled = [factor is not None or scale != 1.0 for scale in scales]
+    if len(gradients) == 1 and not is_scaled[0] and places[0].numel == numel and gradients[0].get_dtype() == dtype:
         whole = _own_memory(node, gradients[0], places[0])
         if whole is not None:
             _tell(node, 0, None)
@@ -88,11 +90,11 @@ def _lower(
             part = ir.ReinterpretView(data=storage, layout=layout)
             own = _is_own(node, position, _storage_of(gradient))
             cast = gradient.get_dtype() != dtype
-            if scale == 1.0 and own and not cast and _can_be_moved(gradient, part):
+            if not is_scaled[position] and own and not cast and _can_be_moved(gradient, part):
                 bucket.inputs.append(_move(gradient, part))
                 _tell(node, position, _why_carried_over(gradient))
             else:
-                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype), part))
+                bucket.inputs.append(ir.ConcatKernel.realize_into(_scaled(gradient, scale, dtype, factor), part))
                 _tell(node, position, _why_copied(gradient, own=own, alone=len(gradients) == 1, cast=cast))
     for offset, gap in gaps_of(places, numel) if zero_gaps else ():
         layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
@@ -180,8 +182,14 @@ def _move(gradient: Any, part: Any) -> Any:
     return gradient.data.data
 
 
-def _scaled(gradient: Any, scale: float, dtype: Any) -> Any:
-    """A gradient times `scale`, rounded to `dtype`, computed by whoever reads it."""
+def _scaled(gradient: Any, scale: float, dtype: Any, factor: Any = None) -> Any:
+    """A gradient times `scale`, or `factor` if there is one, rounded to `dtype`, computed by whoever reads it."""
+    if factor is not None:
+        inner = dtype_of_product(gradient.get_dtype(), dtype)
+        return inductor.lower_cast(
+            inductor.lower_multiplication(inductor.lower_cast(gradient, inner), inductor.lower_cast(factor, inner)),
+            dtype,
+        )
     if scale != 1.0:
         wide = torch.promote_types(gradient.get_dtype(), dtype)
         if gradient.get_dtype() != wide:

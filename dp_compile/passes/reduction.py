@@ -2,10 +2,11 @@
 
 A captured graph asks with an op that says whose gradient it is, and nothing else; all that follows is in the plan:
 
-    grad -> dp_compile::reduce_grad(grad, index, replica, after) -> reduced grad
+    grad -> dp_compile::reduce_grad(grad, index, replica, after, *factors) -> reduced grad
 
 `index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
-this backward. `after` only orders: the result of the reduction that has to run before. The bucketing pass replaces the
+this backward. `after` only orders: the result of the reduction that has to run before. `factors`: those that the plan
+says are given when the code runs, each a number in a tensor, float64. The bucketing pass replaces the
 op by what `reduce_bucket` makes of the gradient's bucket. Where no pass does, the op itself reduces, as a bucket of
 one, by the plans of the `executing` block that it runs in.
 """
@@ -28,7 +29,7 @@ from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
-from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Stage
+from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
 
@@ -39,11 +40,14 @@ TensorT = TypeVar("TensorT")
 class Ops(Protocol[TensorT]):
     """What a reduction is made of: nodes in a graph, or tensors at once."""
 
+    def factors(self, reduction: Reduction) -> tuple[float | TensorT, float | TensorT]:
+        """By what each contribution, and the result, is multiplied."""
+
     def fill(
         self,
         members: Sequence[int],
         numel: int,
-        scale: float,
+        scale: float | TensorT,
         dtype: torch.dtype | None,
         given: Sequence[TensorT] | None = None,
     ) -> TensorT:
@@ -68,7 +72,7 @@ class Ops(Protocol[TensorT]):
     def add_up(self, tensor: TensorT, parts: int) -> TensorT:
         """The sum of the equal parts of a tensor, rounded once."""
 
-    def restore(self, tensor: TensorT, scale: float, dtype: torch.dtype) -> TensorT:
+    def restore(self, tensor: TensorT, scale: float | TensorT, dtype: torch.dtype) -> TensorT:
         """A reduced tensor times `scale`, in the gradients' dtype: rounded once, in every way."""
 
 
@@ -86,15 +90,16 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
     if reduction.hook is not None:
         reduced = yield from _reduced_by_hook(bucket, reduction.hook, ops)
         return [ops.fill(each, numel, 1.0, None, [reduced[member] for member in each]) for each, numel in sizes]
-    tensors = [ops.fill(members, numel, reduction.scale, wire) for members, numel in sizes]
+    scale, post_scale = ops.factors(reduction)
+    tensors = [ops.fill(members, numel, scale, wire) for members, numel in sizes]
     for stage in reduction.stages:
         launched = ops.launch(stage, tensors)
         yield
         tensors = ops.wait(launched)
         if stage.op == EXCHANGE:
             tensors = [ops.add_up(tensor, stage.parts) for tensor in tensors]
-    if wire is not None or reduction.post_scale != 1.0:
-        tensors = [ops.restore(tensor, reduction.post_scale, dtype) for tensor in tensors]
+    if wire is not None or not isinstance(post_scale, float) or post_scale != 1.0:
+        tensors = [ops.restore(tensor, post_scale, dtype) for tensor in tensors]
     return tensors
 
 
@@ -156,11 +161,14 @@ class EagerOps:
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
 
+    def factors(self, reduction: Reduction) -> tuple[float, float]:
+        return reduction.scale, reduction.post_scale
+
     def fill(
         self,
         members: Sequence[int],
         numel: int,
-        scale: float,
+        scale: float | torch.Tensor,
         dtype: torch.dtype | None,
         given: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
@@ -208,7 +216,7 @@ class EagerOps:
     def add_up(self, tensor: torch.Tensor, parts: int) -> torch.Tensor:
         return tensor.view(parts, tensor.numel() // parts).sum(0)
 
-    def restore(self, tensor: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    def restore(self, tensor: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if scale != 1.0:
             tensor = tensor.to(torch.promote_types(tensor.dtype, dtype)).mul_(scale)
         return tensor.to(dtype)
@@ -255,7 +263,10 @@ def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
 # --- in a graph ---------------------------------------------------------------------------------------------------
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define("reduce_grad(Tensor grad, int index, int replica, Tensor? after=None) -> Tensor")
+_library.define(
+    "reduce_grad(Tensor grad, int index, int replica, Tensor? after=None, Tensor? scale=None, Tensor? post_scale=None)"
+    " -> Tensor"
+)
 
 
 class _Running(threading.local):
@@ -278,7 +289,7 @@ def executing(plans: Sequence[BucketPlan]) -> Iterator[None]:
         _running.plans, _running.gradients = before
 
 
-def _reduce_now(grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | None = None) -> torch.Tensor:
+def _reduce_now(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor | None) -> torch.Tensor:
     if _running.gradients is None:
         _running.gradients = [{each.index: each for each in plan.gradients} for plan in _running.plans]
     if replica >= len(_running.gradients):
@@ -301,17 +312,23 @@ REDUCE_GRAD = torch.ops.dp_compile.reduce_grad.default
 
 @dataclass(frozen=True, slots=True)
 class GradReduction:
-    """A recognised reduction in a graph: of `grad`, which is gradient `index` of `replica`, done by `node`."""
+    """A recognised reduction in a graph: of `grad`, which is gradient `index` of `replica`, done by `node`.
+
+    `factors`: those that are given when the code runs.
+    """
 
     node: fx.Node
     grad: fx.Node
     index: int
     replica: int
+    factors: tuple[fx.Node, ...] = ()
 
 
-def emit(grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | None = None) -> torch.Tensor:
+def emit(
+    grad: torch.Tensor, index: int, replica: int, after: torch.Tensor | None = None, *factors: torch.Tensor
+) -> torch.Tensor:
     """Reduce one gradient. Returns a new tensor with the shape, dtype and strides of `grad`."""
-    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, after)
+    reduced: torch.Tensor = REDUCE_GRAD(grad, index, replica, after, *factors)
     return reduced
 
 
@@ -340,11 +357,11 @@ def states_in(graph: fx.Graph) -> dict[tuple[int, int], StateInGraph]:
 
 def match(node: fx.Node) -> GradReduction | Refusal:
     """Read a reduction back from a graph; a `Refusal` says why a node of this op was not understood."""
-    if node.kwargs or len(node.args) not in (3, 4):
-        return Refusal(node.name, f"expected 3 or 4 positional arguments, got {len(node.args)} and {node.kwargs}")
+    if node.kwargs or not 3 <= len(node.args) <= 6:
+        return Refusal(node.name, f"expected 3 to 6 positional arguments, got {len(node.args)} and {node.kwargs}")
     grad, index, replica = node.args[:3]
     if not isinstance(grad, fx.Node):
         return Refusal(node.name, f"the gradient is not a node but {grad!r}")
     if not (isinstance(index, int) and isinstance(replica, int)):
         return Refusal(node.name, f"index or replica is not a number: {index!r}, {replica!r}")
-    return GradReduction(node, grad, index, replica)
+    return GradReduction(node, grad, index, replica, tuple(each for each in node.args[4:] if isinstance(each, fx.Node)))

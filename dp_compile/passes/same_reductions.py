@@ -46,10 +46,12 @@ class _Reduced(NamedTuple):
     group: str
     reduce_op: str
     dtype: torch.dtype
+    by: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.reduce_op} over group {self.group} in {dtype}, each contribution times {self.factor:g}"
+        factors = " times ".join((f"{self.factor:g}", *self.by))
+        return f"{self.reduce_op} over group {self.group} in {dtype}, each contribution times {factors}"
 
 
 class _Share(NamedTuple):
@@ -403,6 +405,11 @@ class _Walk:
 
     def product_with_number(self, node: fx.Node) -> Elements | None:
         given, factor = self.elements_of(node.args[0]), node.args[1]
+        if isinstance(factor, fx.Node) and factor.op == "placeholder" and node.target is aten.mul.Tensor:
+            if factor.meta["val"].dim():
+                return None
+            same = _node(node.args[0]).meta["val"].dtype == node.meta["val"].dtype
+            return None if given is None or not same else tuple(run.times(self._number(factor)) for run in given)
         if given is None or not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
             return None
         source, value = _node(node.args[0]).meta["val"], node.meta["val"]
@@ -411,6 +418,10 @@ class _Walk:
         if node.target in (aten.div.Tensor, aten.div.Scalar):
             factor = 1 / factor
         return tuple(run.times(factor) for run in given)
+
+    def _number(self, node: fx.Node) -> str:
+        """A name for what a tensor without dimensions holds, equal for equal numbers."""
+        return f"number {self.of(node)}"
 
     def cast(self, node: fx.Node) -> Elements | None:
         given = self.elements_of(node.args[0])
@@ -494,11 +505,16 @@ class _Walk:
             return self._hooked(by_hook)
         dtype = node.meta["val"].dtype
         wire = dtype if planned.wire is None else dtype_of(planned.wire)
-        reduced = self._as_dtype(tuple(run.times(planned.scale) for run in given), dtype, wire)
+        if len(found.factors) != planned.given:
+            return None
+        given_factors = list(map(self._number, found.factors))
+        scale = given_factors[0] if planned.given > 0 else planned.scale
+        post_scale = given_factors[1] if planned.given > 1 else planned.post_scale
+        reduced = self._as_dtype(tuple(run.times(scale) for run in given), dtype, wire)
         for stage in planned.stages:
             if stage.reduce_op:  # else parts are put together that were cut apart
                 reduced = self._reduce(reduced, stage.group, stage.reduce_op, wire)
-        return tuple(run.times(planned.post_scale) for run in self._as_dtype(reduced, wire, dtype))
+        return tuple(run.times(post_scale) for run in self._as_dtype(reduced, wire, dtype))
 
     def _hooked(self, what: _ByHook) -> Elements:
         number, numel = self.sources.number(what), elements.numel_of(what.gradient)
@@ -638,15 +654,16 @@ class _Walk:
         gap, reduced = self.sources.number(_GAP), list[Elements]()
         for run in given:
             if run.source != gap:
-                number = self.sources.number(_Reduced(run.source, run.factor, group, reduce_op, dtype))
+                number = self.sources.number(_Reduced(run.source, run.factor, group, reduce_op, dtype, run.by))
                 if not isinstance(self.sources.key(run.source), _Sent):  # the gradients count that it is made of
                     self.numel[number] += run.numel
-                run = replace(run, source=number, factor=1.0)
+                run = replace(run, source=number, factor=1.0, by=())
             reduced.append((run,))
         return elements.joined(reduced)
 
     def bucket(self, node: fx.Node) -> Elements | None:
         members, scales, strides, offsets, numel = node.args[:5]
+        factor = node.args[7] if len(node.args) > 7 else None
         nodes = [_node(member) for member in _sequence(members)]
         shapes = [member.meta["val"].shape for member in nodes]
         places = places_of(shapes, _ints(strides), _ints(offsets))
@@ -659,7 +676,8 @@ class _Walk:
             if there is None or place.offset < at:
                 return None
             there = self._as_dtype(there, member.meta["val"].dtype, node.meta["val"].dtype)
-            parts += [elements.whole(gap, place.offset - at), tuple(run.times(float(scale)) for run in there)]
+            by = float(scale) if factor is None else self._number(_node(factor))
+            parts += [elements.whole(gap, place.offset - at), tuple(run.times(by) for run in there)]
             at = place.offset + place.numel
         return elements.joined([*parts, elements.whole(gap, int(str(numel)) - at)])
 

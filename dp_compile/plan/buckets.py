@@ -243,6 +243,18 @@ class BucketPlan:
             buckets=tuple(replace(each, key=members[0].gradient.key, members=members) for each, members in buckets),
         )
 
+    def given_reductions(self) -> tuple[Reduction, ...]:
+        """The reductions with factors that compiled code is given when it runs."""
+        found = dict.fromkeys(bucket.key.reduction for bucket in self.buckets)
+        return tuple(reduction for reduction in found if reduction.given)
+
+    def for_code(self) -> BucketPlan:
+        """As compiled code knows it: the same for all factors that it is given when it runs."""
+        if not self.given_reductions():
+            return self
+        keys = ((each, each.key._replace(reduction=each.key.reduction.for_code())) for each in self.gradients)
+        return self.with_keys_of([replace(gradient, key=key) for gradient, key in keys])
+
     def signature(self) -> str:
         """A short hash; two ranks with equal signatures run the same collectives."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]

@@ -114,6 +114,8 @@ class Reduction:
 
     `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
     each stage is given and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
+    `given`: how many of the two factors compiled code is given when it runs, the first one first; it has the others as
+    constants, which what computes a gradient may take in.
     """
 
     stages: tuple[Stage, ...]
@@ -121,6 +123,18 @@ class Reduction:
     post_scale: float = 1.0
     wire: str | None = None
     hook: str | None = None
+    given: int = 0
+
+    @property
+    def given_factors(self) -> tuple[float, ...]:
+        """Those that compiled code is given."""
+        return (self.scale, self.post_scale)[: self.given]
+
+    def for_code(self) -> Reduction:
+        """As compiled code knows it, which is the same for all factors that it is given."""
+        known = (self.scale, self.post_scale)[self.given :]
+        scale, post_scale = (1.0,) * self.given + known
+        return replace(self, scale=scale, post_scale=post_scale)
 
     @property
     def reduce_op(self) -> str:
@@ -176,6 +190,7 @@ class Reduction:
         more: dict[str, Any] = {"post_scale": self.post_scale} if self.post_scale != 1.0 else {}
         more |= {"wire": self.wire} if self.wire is not None else {}
         more |= {"hook": self.hook} if self.hook is not None else {}
+        more |= {"given": self.given} if self.given else {}
         return {"stages": [stage.to_dict() for stage in self.stages], "scale": self.scale, **more}
 
     @staticmethod
@@ -194,6 +209,7 @@ class Averaging:
             `None`: everything before, or in a collective that averages; for float16 see `before_the_sum`.
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
+        given: it changes often: compiled code is given the factors that follow from it.
         hook: key of the functional comm hook that reduces instead, by the collectives `rounds`, of `ROUNDS`.
     """
 
@@ -202,6 +218,7 @@ class Averaging:
     predivide_by: float | None = None
     in_collective: bool = True
     all_before: bool = False
+    given: bool = False
     hook: str | None = None
     rounds: tuple[str, ...] = (ALL_REDUCE,)
 
@@ -228,8 +245,10 @@ class Averaging:
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
         predivisor = self.predivide_by
+        # Without a part of its own nothing is left to be divided behind the sum, whatever the factor.
+        given = 2 if predivisor is not None else 1
         if predivisor is None and (wire or dtype) == "float16" and not self.all_before:
-            predivisor = before_the_sum(divisor)
+            predivisor, given = before_the_sum(divisor), 2
         elif predivisor is None:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
                 return Reduction(stages_of(group, backend, levels, "avg"), 1.0, wire=wire)
@@ -241,7 +260,7 @@ class Averaging:
                 "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
             )
         stages = stages_of(group, backend, levels, "sum")
-        return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire)
+        return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
 
 
 def stages_of(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from typing import Any
 
 import fuzzing
 import pytest
@@ -30,6 +31,9 @@ run of 3,000 cases the same processes grew to 6 GiB and went from 35 cases a min
 COSTLY = {"mlp", "checkpointed", "graph break", "opaque function", "recomputed"}
 NEEDS_TWO_ROWS = {"batch norm"}
 NEEDS_A_ROW = {"attention", "conv", "conv channels_last"}
+# What is computed again in a backward would be computed without the casts of the plain twin; torch's BatchNorm for CPUs
+# takes no mixture of dtypes.
+NOT_CAST = {"batch norm", "checkpointed", "recomputed"}
 
 
 @st.composite
@@ -67,7 +71,25 @@ def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> FuzzCase:
+def reductions(draw: st.DrawFn, buckets: str, kinds: set[str], world_size: int) -> dict[str, Any]:
+    """Dtypes, divisors, levels of network and hooks that go together."""
+    levels = world_size == 4 and draw(st.booleans())
+    # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by.
+    if buckets != "no passes" and not levels and draw(st.sampled_from([False] * 5 + [True])):
+        return {"comm_hook": True}
+    return {
+        "levels": levels,
+        "wire": draw(st.sampled_from(["", "", "", *WIRES])),
+        "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if not kinds & NOT_CAST else "",
+        "divides": draw(st.sampled_from([()] * 4 + [(3.0,), (0.7, 5.0), (2.0, 3.0, 0.3)])),
+        "predivide": draw(st.sampled_from([None] * 5 + [3.0])),
+        # torch's reducer knows neither hooks of ours nor levels.
+        "python_hook": levels or draw(st.sampled_from([True] * 15 + [False])),
+    }
+
+
+@st.composite
+def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     blocks = tuple(draw(block_specs()) for _ in range(draw(st.sampled_from([1, 1, 1, 1, 2, 2, 3]))))
     kinds = {block.kind for block in blocks}
     # torch's DDP takes what only an inner backward reaches for unused, and this package takes a gradient that a hook
@@ -78,7 +100,8 @@ def cases(draw: st.DrawFn) -> FuzzCase:
     ways = ((), *draw(st.lists(some_blocks, max_size=2, unique=True))) if find_unused else ((),)
     fewest_rows = 2 if kinds & NEEDS_TWO_ROWS else 1 if kinds & NEEDS_A_ROW else draw(st.sampled_from([1, 1, 0]))
     buckets = draw(st.sampled_from(list(BUCKETS)))
-    wrapper = buckets not in ("per module", "no passes") and draw(st.booleans())
+    reduction = draw(reductions(buckets, kinds, world_size))
+    wrapper = buckets not in ("per module", "no passes") and not reduction.get("levels") and draw(st.booleans())
     return FuzzCase(
         blocks=blocks,
         width=draw(st.integers(1, 6)),
@@ -88,7 +111,6 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         dynamic=draw(st.sampled_from([None] * 5 + [True, False])),
         buckets=buckets,
         wrapper=wrapper,
-        python_hook=draw(st.sampled_from([True] * 15 + [False])),
         find_unused=find_unused,
         broadcast_buffers=draw(st.sampled_from([True, True, False])),
         check_reductions=draw(st.sampled_from([True, True, True, False])),
@@ -98,7 +120,7 @@ def cases(draw: st.DrawFn) -> FuzzCase:
         hooks_late=draw(st.booleans()),
         # A module that is left out as a whole, on one rank, is an error.
         split=not (wrapper or find_unused) and draw(st.booleans()),
-        wire=draw(st.sampled_from(["", "", "", *WIRES])),
+        **reduction,
         seed=draw(st.integers(0, 99)),
     )
 
@@ -115,7 +137,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
     numbers = itertools.count(1)
 
     @settings(max_examples=examples, phases=(Phase.explicit, Phase.generate, Phase.shrink))
-    @given(cases())
+    @given(cases(ranks.world_size))
     def run(case: FuzzCase) -> None:
         note(repr(case))
         outcomes = ranks.run(fuzzing.run_case, case)
@@ -123,6 +145,9 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         met.update({case.compiled, case.buckets, outcomes[0].mode, *(block.kind for block in case.blocks)})
         met.update(outcomes[0].backwards.keys())
         met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
+        kinds = {"compute": case.compute, "levels": case.levels, "comm hook": case.comm_hook}
+        kinds |= {"predivide": case.predivide, "divides": case.divides, "other factors": len(case.divides) > 1}
+        met.update(kind for kind, is_there in kinds.items() if is_there)
         if next(numbers) % CASES_PER_POOL == 0:
             ranks.stop()  # the next case starts new processes
 

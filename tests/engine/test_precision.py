@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile.plan.reduction import Averaging, before_the_sum
+from dp_compile.plan.reduction import Averaging, Reduction, before_the_sum
 from dp_compile.testing.ranks import Ranks
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -268,6 +269,88 @@ def test_another_factor_does_not_bring_the_first_backward_back(ranks2: Ranks) ->
     """strategy='ddp' would wait for the order of the gradients for ever, and capture nothing."""
     for found in ranks2.run(run_ddp_then_factor):
         assert found == {"eager hooks": 1, "captured": 3}
+
+
+def run_factor_of_each_step(
+    way: str, dtype: torch.dtype, options: dict[str, Any]
+) -> tuple[dict[str, int], int, list[str]]:
+    """Another factor in each step, on a rank with captured code beside one whose hooks run eagerly in odd steps."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, alone = Scalars().to(dtype), Scalars().to(dtype)
+    alone.load_state_dict(model.state_dict())
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(**{"backend": "aot_eager"} | options))
+    signatures, run = [], WAYS[way][0](model)
+    for step in range(6):
+        factor = (3.0, 7.0, 0.3, 12.0, 1.0, 1e-3)[step]
+        model.set_gradient_divide_factor(factor)
+        for each in (model, alone):
+            each.zero_grad()
+        by_hooks = way == "eager hooks" or (way == "captured" and step == 3 and dist.get_rank() == 1)
+        with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False) if by_hooks else nullcontext():
+            warnings.simplefilter("ignore")
+            run(batch(step).to(dtype)).square().mean().backward()
+        alone(batch(step).to(dtype)).square().mean().backward()
+        signatures.append(dp_compile.report(model).plan.signature())
+        (key,) = {each.key for each in dp_compile.report(model).plan.buckets}
+        assert f"divided by {factor:g}" in str(dp_compile.report(model))
+        for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+            expected, what = reduced_by_hand(other.grad, key.reduction), f"{name}, step {step}"
+            if way == "inductor":  # products and sums in another order, which may round to another neighbour
+                eps = torch.finfo(getattr(torch, key.reduction.wire or "float64")).eps
+                torch.testing.assert_close(one.grad, expected, rtol=4 * eps, atol=eps, msg=lambda t, w=what: w + t)
+            else:
+                assert torch.equal(one.grad, expected), what
+    found = dict(dp_compile.report(model).backwards), len(dp_compile.report(model).captures), signatures
+    dp_compile.unreplicate(model)
+    return found
+
+
+class Scalars(nn.Module):
+    """A parameter without dimensions: beside a number in a tensor it is promoted otherwise than the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.scale = mlp(), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x) * self.scale
+        return result
+
+
+def reduced_by_hand(grad: torch.Tensor, reduction: Reduction) -> torch.Tensor:
+    """Rounded once before the sum and once behind it, each in the wider dtype."""
+    wire = grad.dtype if reduction.wire is None else getattr(torch, reduction.wire)
+    wide = torch.promote_types(grad.dtype, wire)
+    sent = (grad.to(wide) * reduction.scale).to(wire)
+    dist.all_reduce(sent)
+    return (sent.to(wide) * reduction.post_scale).to(grad.dtype)
+
+
+@pytest.mark.parametrize(
+    ("way", "dtype", "options"),
+    [
+        ("captured", F32, {}),
+        pytest.param("captured", FP16, {}, marks=pytest.mark.nightly),
+        ("captured", BF16, {"gradient_predivide_factor": 3.0}),
+        ("captured", F32, {"reduce_dtype": FP16}),
+        ("inductor", F32, {"reduce_dtype": BF16}),
+        pytest.param("inductor", torch.float64, {}, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(
+    ranks2: Ranks, way: str, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    for rank, (ways, captures, signatures) in enumerate(
+        ranks2.run(run_factor_of_each_step, way, dtype, options | WAYS[way][1])
+    ):
+        by_hooks = 6 if way == "eager hooks" else int(way == "captured" and rank == 1)
+        assert ways == {
+            key: count for key, count in {"captured": 6 - by_hooks, "eager hooks": by_hooks}.items() if count
+        }
+        # The first factor is a constant, which products take in; from the second on it is an input.
+        assert captures == (0 if way == "eager hooks" else 2)
+        assert len(set(signatures)) == 6
 
 
 class Branches(nn.Module):

@@ -55,8 +55,8 @@ def test_an_order_between_two_reductions_is_matched() -> None:
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
     [
-        (("grad",), {}, "expected 3 or 4 positional arguments, got 1"),
-        (("grad", *GOOD, None, None), {}, "expected 3 or 4 positional arguments, got 5"),
+        (("grad",), {}, "expected 3 to 6 positional arguments, got 1"),
+        (("grad", *GOOD, *[None] * 4), {}, "expected 3 to 6 positional arguments, got 7"),
         (("grad", *GOOD), {"after": None}, "positional arguments"),
         ((1.0, *GOOD), {}, "the gradient is not a node but 1.0"),
         (("grad", "zero", 0), {}, "is not a number: 'zero', 0"),
