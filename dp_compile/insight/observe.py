@@ -22,7 +22,9 @@ def report(module: nn.Module) -> Report:
     if replica.certificate is not None:
         promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
     captures = tuple(replica.captures.values())
-    return Report(replica.mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise)
+    hook = replica.called_hook
+    why = "" if hook is None else f"comm hook {hook.name} is called by torch's C++ reducer: {hook.why_called}"
+    return Report(replica.mode, replica.group.world_size, replica.plan, captures, dict(replica.backwards), promise, why)
 
 
 def step_of(module: nn.Module) -> Step:

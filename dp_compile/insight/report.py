@@ -14,7 +14,8 @@ from dp_compile.plan.words import count
 class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
-    `promise`: what the plan was predicted to reach, if it was made from a cost.
+    `promise`: what the plan was predicted to reach, if it was made from a cost. `why_not_captured`: why torch's reducer
+    has to call the comm hook, if it has to.
     """
 
     mode: str
@@ -23,11 +24,12 @@ class Report:
     captures: tuple[CaptureRecord, ...]
     backwards: Mapping[str, int] = field(default_factory=dict)
     promise: str = ""
+    why_not_captured: str = ""
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
-        lines += [self.promise] if self.promise else []
+        lines += [text for text in (self.why_not_captured, self.promise) if text]
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record}")
