@@ -88,6 +88,12 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         "--reduce-dtype says otherwise (fp16 without loss scaling)",
     )
     group.add_argument(
+        "--comm-hook",
+        metavar="NAME",
+        help="let a comm hook reduce: int8 or fp8 with error feedback, or torch's own for bf16 or fp16; --check "
+        "compares int8 and fp8 with torch's average in float32",
+    )
+    group.add_argument(
         "--no-ddp-python-hook",
         dest="ddp_python_hook",
         action="store_const",

@@ -39,15 +39,17 @@ class CommHook:
     """A hook that is called here, in every way that a backward goes; plans know it by name, and hold it by this."""
     memory: Remembering | None = None
     """What it remembers."""
+    why_called: str = ""
+    """Why torch's reducer has to call it."""
 
     @property
     def is_torchs(self) -> bool:
         """Whether torch's reducer could call it as well."""
         return not isinstance(self.function, FunctionalHook)
 
-    def called_by_torch(self) -> CommHook:
-        """The same, as one of which nothing is known."""
-        return CommHook(self.state, self.function)
+    def called_by_torch(self, why: str) -> CommHook:
+        """The same, as one that torch's reducer has to call."""
+        return CommHook(self.state, self.function, why_called=why)
 
     @property
     def name(self) -> str:
@@ -77,7 +79,8 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
         return CommHook(state, function, PLAIN, memory.hook, memory)
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
-    hook = CommHook(state, function, _averaging_of(state, function, group))
+    averaging = _averaging_of(state, function, group)
+    hook = CommHook(state, function, averaging, why_called="" if averaging else _why_unknown(state, function, group))
     signature = inspect.signature(function)
     try:
         signature.bind(state, None)
@@ -125,6 +128,15 @@ def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> 
     plain = (None, hooks.allreduce_hook), ("float16", hooks.fp16_compress_hook), ("bfloat16", hooks.bf16_compress_hook)
     found = [wire for wire, hook in plain if function is hook]
     return Averaging(found[0], in_collective=False, all_before=True) if found else None
+
+
+def _why_unknown(state: Any, function: TorchHook, group: dist.ProcessGroup) -> str:
+    if function is powerSGD_hook and type(state) is not PowerSGDState:
+        return f"its state is a {type(state).__name__}, not a PowerSGDState"
+    known = function in (powerSGD_hook, hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook)
+    if known and not _is_of(state.process_group if function is powerSGD_hook else state, group):
+        return "it averages over another group than the module's"
+    return "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
 
 
 def _is_of(given: Any, group: dist.ProcessGroup) -> bool:

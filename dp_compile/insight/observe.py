@@ -22,6 +22,8 @@ def report(module: nn.Module) -> Report:
     if replica.certificate is not None:
         promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
     captures = tuple(replica.captures.values())
+    hook = replica.called_hook
+    why = "" if hook is None else f"comm hook {hook.name} is called by torch's C++ reducer: {hook.why_called}"
     return Report(
         replica.mode,
         replica.group.world_size,
@@ -29,7 +31,8 @@ def report(module: nn.Module) -> Report:
         captures,
         dict(replica.backwards),
         promise,
-        replica.group.averaging.divide_by,
+        divided_by=replica.group.averaging.divide_by,
+        why_not_captured=why,
     )
 
 

@@ -15,7 +15,8 @@ class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
     `promise`: what the plan was predicted to reach, if it was made from a cost. `divided_by`: what somebody said that
-    sums are divided by; `None`: the number of ranks, or as a comm hook does.
+    sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer has
+    to call the comm hook, if it has to.
     """
 
     mode: str
@@ -25,12 +26,13 @@ class Report:
     backwards: Mapping[str, int] = field(default_factory=dict)
     promise: str = ""
     divided_by: float | None = None
+    why_not_captured: str = ""
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
         lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
-        lines += [self.promise] if self.promise else []
+        lines += [text for text in (self.why_not_captured, self.promise) if text]
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record}")

@@ -314,9 +314,11 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
     owner.comm_hook = made
     if made.averaging is None:
         logger.warning(
-            "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured.",
+            "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured: "
+            "%s.",
             name,
             made.name,
+            made.why_called,
         )
 
 
@@ -342,8 +344,7 @@ def _take(replica: Replica, hook: CommHook) -> None:
 def _feasible(replica: Replica, hook: CommHook) -> CommHook:
     """The hook; if it cannot run here, and torch's reducer could call it, one that torch's reducer calls."""
     if hook.is_torchs and (obstacles := _obstacles(replica)):
-        logger.info("comm hook %s is left to torch's C++ reducer: %s", hook.name, " and ".join(obstacles))
-        return hook.called_by_torch()
+        return hook.called_by_torch(" and ".join(obstacles))
     check_functional(replica, hook.name)
     return hook
 

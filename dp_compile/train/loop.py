@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
-from dp_compile.train.check import Twin
+from dp_compile.train.check import Twin, register_hook
 from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig
 from dp_compile.train.options import TrainOptions
@@ -87,6 +87,8 @@ def train(options: TrainOptions, place: Place) -> bool:
     model = GPT(sizes).to(place.device)
     twin = Twin(model, options) if options.check else None
     replicate(model, config=options.replicate_config())
+    if options.comm_hook is not None:
+        register_hook(model, options.comm_hook)
     run = Run(options, place, corpus, model, twin)
     run.introduce()
     before, after, timing = run.run()

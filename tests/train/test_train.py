@@ -93,6 +93,11 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--timeout-s", "inf"), "--timeout-s must be a number > 0 and finite, got inf"),
         (("--reduce-dtype", "bf16"), "--reduce-dtype must be one of float16, bfloat16, got 'bf16'"),
         (("--mp", "bfloat16"), "--mp must be one of bf16, fp16, got 'bfloat16'"),
+        (("--comm-hook", "powersgd"), "--comm-hook must be one of bf16, fp16, int8, fp8, got 'powersgd'"),
+        (
+            ("--comm-hook", "int8", "--reduce-dtype", "float16"),
+            "--comm-hook and --reduce-dtype both say",
+        ),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -206,6 +211,23 @@ def test_other_dtypes_end_where_torch_does(option: str, name: str, beside: str) 
     assert "sum in bfloat16" in out
     wire = TrainOptions(**{option[2:].replace("-", "_"): name}).replicate_config().wire_dtype
     assert wire == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("int8", "all_to_all all_gather by dp_compile.engine.quantized_hook.QuantizedHook(dtype=torch.int8"),
+        pytest.param("fp8", "QuantizedHook(dtype=torch.float8_e4m3fn", marks=pytest.mark.nightly),
+        pytest.param("bf16", "sum in bfloat16", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_comm_hook_ends_where_torch_does(name: str, said: str) -> None:
+    process = start("--steps", "8", "--check", "--comm-hook", name)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
+    assert "backwards: 8 captured" in out
+    assert said in out
 
 
 def children(parent: int) -> list[int]:
