@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,14 @@ def tell_modules(parameters: Sequence[torch.Tensor], process_group: dist.Process
             replica.local.made_equal(averaged)
 
 
+class _Look(NamedTuple):
+    """What tensors are like, their buckets, and a number that other tensors do not have."""
+
+    said: tuple[tuple[Any, ...], ...]
+    plan: BucketPlan
+    hash: int
+
+
 @dataclass(eq=False, slots=True)
 class Exchange:
     """The averagings of one averager.
@@ -95,10 +103,8 @@ class Exchange:
     schedule: Mapping[str, Any]
     _topic: str = ""
     _has_met: bool = False
-    _said: tuple[tuple[Any, ...], ...] = ()
-    """Of the tensors that `_plan` and `_hash` are of."""
-    _plan: BucketPlan = field(default_factory=lambda: BucketPlan(()))
-    _hash: int = 0
+    _looks: dict[str, _Look] = field(default_factory=dict)
+    """The last one at what a group averages, by the group's name."""
     _meetings: int = 0
 
     def __post_init__(self) -> None:
@@ -135,12 +141,12 @@ class Exchange:
         """
         if dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1:
             return
-        self._look_at(tensors, process_group)
+        look = self._look_at(tensors, process_group)
         try:
             with torch.no_grad():
-                if not self._all_mean_the_same(tensors[0].device, step, process_group):
+                if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
                     self._compare(process_group, tensors, step)
-                self._reduce(tensors)
+                _reduce(look.plan, tensors)
         except DesyncError:
             raise
         except RuntimeError as error:
@@ -149,38 +155,17 @@ class Exchange:
             said = self._who_is_missing(process_group, step)
             raise CommunicationError(f"{CALL} at step {step}: {said} ({error})") from error
 
-    def _look_at(self, tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
-        """Make the plan for these tensors, if it is not that of the last time."""
-        group_name = distributed.group_name(process_group)
-        said = tuple((group_name, *_described(tensor), tensor.device.type) for tensor in tensors)
-        if said == self._said:
-            return
+    def _look_at(self, tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> _Look:
+        name = distributed.group_name(process_group)
+        said = tuple((*_described(tensor), tensor.device.type) for tensor in tensors)
+        if name in self._looks and self._looks[name].said == said:
+            return self._looks[name]
         groups = {kind: group_on(process_group, kind) for kind in dict.fromkeys(each.device.type for each in tensors)}
         specs = [tensor_spec(i, str(i), tensor, groups[tensor.device.type]) for i, tensor in enumerate(tensors)]
-        self._plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, first_bucket_cap_mb=BUCKET_MB)
+        plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, first_bucket_cap_mb=BUCKET_MB)
         described = repr([_described(tensor) for tensor in tensors])
-        self._hash = int.from_bytes(hashlib.sha256(described.encode()).digest()[:7])
-        self._said = said
-
-    def _all_mean_the_same(self, device: torch.device, step: int, process_group: dist.ProcessGroup) -> bool:
-        own = torch.tensor([step, self._hash])
-        both = torch.cat([own, -own]).to(device)
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=process_group)
-        largest, smallest = both.cpu().view(2, 2)
-        return torch.equal(largest, -smallest)
-
-    def _reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        sources = [real_view(tensor.detach()) for tensor in tensors]
-        flights: deque[tuple[Bucket, Generator[None, None, list[torch.Tensor]]]] = deque()
-        for bucket in self._plan.buckets:
-            members = [sources[member.gradient.index] for member in bucket.members]
-            reducing = reduce_bucket(bucket, EagerOps(bucket, members, members[0].device))
-            next(reducing)
-            flights.append((bucket, reducing))
-            if len(flights) == IN_FLIGHT:
-                _land(*flights.popleft(), sources)
-        while flights:
-            _land(*flights.popleft(), sources)
+        self._looks[name] = _Look(said, plan, int.from_bytes(hashlib.sha256(described.encode()).digest()[:7]))
+        return self._looks[name]
 
     def _compare(
         self, process_group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], step: int, **more: Any
@@ -220,6 +205,28 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What has to be the same on all ranks. Memory order too: buckets keep it."""
     order = () if tensor.is_contiguous() else ("strides", dense_strides(tensor))
     return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *order)
+
+
+def _all_mean_the_same(device: torch.device, step: int, hashed: int, process_group: dist.ProcessGroup) -> bool:
+    own = torch.tensor([step, hashed])
+    both = torch.cat([own, -own]).to(device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=process_group)
+    largest, smallest = both.cpu().view(2, 2)
+    return torch.equal(largest, -smallest)
+
+
+def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor]) -> None:
+    sources = [real_view(tensor.detach()) for tensor in tensors]
+    flights: deque[tuple[Bucket, Generator[None, None, list[torch.Tensor]]]] = deque()
+    for bucket in plan.buckets:
+        members = [sources[member.gradient.index] for member in bucket.members]
+        reducing = reduce_bucket(bucket, EagerOps(bucket, members, members[0].device))
+        next(reducing)
+        flights.append((bucket, reducing))
+        if len(flights) == IN_FLIGHT:
+            _land(*flights.popleft(), sources)
+    while flights:
+        _land(*flights.popleft(), sources)
 
 
 def _land(bucket: Bucket, reducing: Generator[None, None, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:

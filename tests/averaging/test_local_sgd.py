@@ -107,11 +107,11 @@ def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
 
 
 def without_an_average(averaged: str) -> list[str]:
-    """Local steps, then reductions; `averaged`: all parameters, some of them, over this rank alone, or none."""
+    """Local steps, then reductions; `averaged`: all parameters, some of them, over this rank alone, by torch, or none."""
     torch._dynamo.reset()
     model: Any = dp_compile.replicate(build(), config=CONFIG)
     group = {True: None, False: [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]}[averaged != "alone"]
-    averager = averaging.PeriodicModelAverager(2, 0, group)
+    averager = (theirs if averaged == "by torch" else averaging).PeriodicModelAverager(2, 0, group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     errors = []
     for step in range(4):
@@ -127,7 +127,7 @@ def without_an_average(averaged: str) -> list[str]:
     return errors
 
 
-@pytest.mark.parametrize("averaged", ["none", "some", "alone", "all"])
+@pytest.mark.parametrize("averaged", ["none", "some", "alone", "by torch", "all"])
 def test_no_average_before_reductions_is_an_error(ranks2: Ranks, averaged: str) -> None:
     for errors in ranks2.run(without_an_average, averaged):
         assert bool(errors) == (averaged != "all")
