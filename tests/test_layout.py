@@ -25,6 +25,7 @@ ROOMS = (
     ("testing", "train"),
     ("__init__",),
     ("insight",),
+    ("averaging",),
     ("modules",),
     ("engine",),
     ("passes",),

@@ -112,7 +112,8 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
     return (
         f"{whose} changed before the gradient was reduced, so the ranks differ now: did optimizer.step() run after a "
         "backward under no_sync, or inside a hook, where gradients are still this rank's own? Call it after a backward "
-        "outside of no_sync; or pass check_reductions=False if it changes parameters in the same way on every rank."
+        "outside of no_sync; end local steps with an average over all ranks (dp_compile.averaging); or pass "
+        "check_reductions=False if it changes parameters in the same way on every rank."
     )
 
 

@@ -15,19 +15,25 @@ from dp_compile.plan.flags import MORE
 
 def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group) -> tuple[GradientSpec, ...]:
     """The gradients of a module in the order in which they are expected: last parameter first, flags at the end."""
-    specs = []
-    for index, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        dtype, shape, stride = parameter.dtype, tuple(parameter.shape), dense_strides(parameter)
-        if parameter.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
-            dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
-        reduction = group.reduction(parameter.dtype)
-        itemsize = (dtype if reduction.wire is None else dtype_of(reduction.wire)).itemsize
-        key = BucketKey(reduction, str(dtype).removeprefix("torch."), parameter.device.type)
-        specs.append(GradientSpec(index, name, shape, stride, itemsize, key))
+    specs = [
+        tensor_spec(index, name, parameter, group)
+        for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
+    ]
     first, length = specs[0], len(specs) + MORE
     key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype))
     flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, key)
     return (*reversed(specs), flags)
+
+
+def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> GradientSpec:
+    """What a plan needs to know of something that is averaged: the gradient of a parameter, or a parameter."""
+    dtype, shape, stride = tensor.dtype, tuple(tensor.shape), dense_strides(tensor)
+    if tensor.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
+        dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
+    reduction = group.reduction(tensor.dtype)
+    itemsize = (dtype if reduction.wire is None else dtype_of(reduction.wire)).itemsize
+    key = BucketKey(reduction, str(dtype).removeprefix("torch."), tensor.device.type)
+    return GradientSpec(index, name, shape, stride, itemsize, key)
 
 
 def real_view(grad: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -61,6 +61,15 @@ class LocalGradients:
             changed = {index for index, (before, now) in enumerate(versions) if before != now}
             self.stepped |= changed - self.exempt
             self._at_start = ()
+
+    def made_equal(self, indices: Collection[int]) -> None:
+        """These parameters were averaged over all ranks: whatever each rank did to them, they are equal again."""
+        self.stepped.difference_update(indices)
+        self.versions |= {
+            index: autograd.version_of(self.parameters[index]) for index in indices if index in self.versions
+        }
+        if self.exempt.union(indices).issuperset(range(len(self.parameters))):
+            self.moved = False
 
     def _note_changes(self) -> None:
         """Which parameters changed since a local backward.

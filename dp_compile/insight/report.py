@@ -15,8 +15,8 @@ class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
     `promise`: what the plan was predicted to reach, if it was made from a cost. `divided_by`: what somebody said that
-    sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer has
-    to call the comm hook, if it has to.
+    sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer
+    has to call the comm hook, if it has to.
     """
 
     mode: str

@@ -7,6 +7,7 @@ As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNe
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import logging
@@ -17,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Final, NoReturn, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex
 
 from torch import nn
 
@@ -70,13 +71,6 @@ class ReplicatedModule:
         """Let `hook(state, bucket)` reduce the buckets; see `register_comm_hook` in this file."""
         register_comm_hook(_module(self), state, hook)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ModuleError(
-            f"a replicated {class_name(self)} cannot be deep-copied: nobody would reduce the gradients of the copy. "
-            "Copy before replicate(), or after unreplicate(); or build a second module and load this one's "
-            "state_dict()."
-        )
-
     def __prepare_scriptable__(self) -> nn.Module:
         """What `torch.jit.script` takes instead: the same parameters without our hooks, which it cannot read."""
         module = _module(self)
@@ -85,7 +79,10 @@ class ReplicatedModule:
         return plain
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        """Pickles hold the plain module, of its own class and without our hooks, and load without this package."""
+        """Pickles hold the plain module, of its own class and without our hooks, and load without this package.
+
+        So do copies of `copy.deepcopy`, as `torch.optim.swa_utils.AveragedModel` makes them: nobody reduces theirs.
+        """
         reduced: Any = super().__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
@@ -138,12 +135,18 @@ def replicated_class(kind: type[nn.Module], *, waiting: bool = False, casts: boo
         return found
     body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
     body |= {"forward": _casting_forward(kind)} if casts else {}
+    body |= {"__deepcopy__": _copied_as_its_author_says} if hasattr(kind, "__deepcopy__") else {}
     try:
         made = types.new_class(f"DDP{kind.__name__}", (mixin, kind), {}, lambda namespace: namespace.update(body))
     except Exception as error:
         raise ModuleError(f"{kind.__name__} cannot be replicated, it refuses a subclass: {error}") from error
     _classes[kind, mixin] = made
     return made
+
+
+def _copied_as_its_author_says(module: ReplicatedModule, memo: dict[int, Any]) -> Any:
+    """A copy of the plain module by its class's own `__deepcopy__`, which may ask for the class and its attributes."""
+    return copy.deepcopy(module.__prepare_scriptable__(), memo)
 
 
 def _casting_forward(kind: type[nn.Module]) -> Callable[..., Any]:

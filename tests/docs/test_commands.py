@@ -47,6 +47,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 2": (CI,),
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
     },
+    "averaging.md": {
+        "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
     "bench.md": {
         "dp-compile bench run short": (
             "bench/test_bench_smoke.py::test_everything_was_measured",
@@ -237,6 +240,16 @@ def plan_in_pairs(code: str) -> tuple[str, list[int]]:
     return f"{dp_compile.step_of(model).strategy}", [len(bucket.members) for bucket in report.plan.buckets]
 
 
+def train_locally(code: str) -> tuple[int, list[float]]:
+    """Run the lines on local SGD, two reduced steps and five of each rank: averages, and the parameters."""
+    torch.manual_seed(dist.get_rank())
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "WARMUP": 2, "loss_fn": F.mse_loss}
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(7)]
+    with as_on_a_rank_of_the_tests():
+        exec(code, names)
+    return names["averager"].step, nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+
+
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
     assert "backwards: 3 captured" in report
@@ -244,6 +257,9 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     for text, sizes in ranks2.run(plan_in_pairs, python_of("plans.md")):
         assert "in pairs" in text
         assert sizes == [2, 2, 1]
+    (steps, one), (_, other) = ranks2.run(train_locally, python_of("averaging.md"))
+    assert steps == 7
+    assert one == other
     for text, step, traced in ranks2.run(look_inside, python_of("guide.md")):
         assert "What would help" in text
         assert step.measured is not None

@@ -492,8 +492,8 @@ class TestModules:
     def test_pickles_and_copies_are_plain(self) -> None:
         model = replicated(Net(), full_precision_modules=(nn.LayerNorm,))
         loaded = pickle.loads(pickle.dumps(model))
-        assert type(loaded) is Net
-        for each in (loaded, copy.deepcopy(model.layers), copy.deepcopy(model.norm)):
+        assert type(loaded) is type(copy.deepcopy(model)) is Net
+        for each in (loaded, copy.deepcopy(model), copy.deepcopy(model.layers), copy.deepcopy(model.norm)):
             assert each(X).dtype == F32
         dp_compile.unreplicate(model)
 

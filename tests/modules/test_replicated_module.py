@@ -106,12 +106,21 @@ class TestClass:
         assert blocks[1:][0] is blocks[1]
         assert type(blocks + nn.ModuleList([nn.ReLU()])) is nn.ModuleList
 
-    def test_deepcopy_is_refused_with_the_reason(self) -> None:
+    def test_copies_are_plain(self) -> None:
+        """Also where something inside points back, and with hooks of the user's, but without ours."""
         model = dp_compile.replicate(Net())
+        model.register_forward_pre_hook(hook_of_the_user)
+        model.head.root = [model]
         for outermost in (model, nn.Sequential(model)):
-            with pytest.raises(dp_compile.ModuleError, match=r"replicated Net cannot be deep-copied.*unreplicate\(\)"):
-                copy.deepcopy(outermost)
-        assert type(copy.deepcopy(dp_compile.unreplicate(model))) is Net
+            twin = copy.deepcopy(outermost)
+            twin = twin if outermost is model else twin[0]
+            assert type(twin) is Net
+            assert twin.head.root == [twin]
+            assert list(twin._forward_pre_hooks.values()) == [hook_of_the_user]
+            twin(torch.ones(1, 4)).sum().backward()
+            with pytest.raises(dp_compile.ModuleError, match="Net is not replicated"):
+                dp_compile.report(twin)
+        assert type(model).__name__ == "DDPNet"
 
     @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
     @pytest.mark.parametrize("inside", [False, True])
@@ -324,9 +333,9 @@ class TestPending:
         with torch.device("meta"):
             model = Net()
         dp_compile.replicate(model)
-        with pytest.raises(dp_compile.ModuleError, match="cannot be deep-copied"):
-            copy.deepcopy(model)
-        for twin in (copy.deepcopy(model.body), pickle.loads(pickle.dumps(model)).body):
+        copied = copy.deepcopy(model)
+        assert type(copied) is Net
+        for twin in (copied.body, copy.deepcopy(model.body), pickle.loads(pickle.dumps(model)).body):
             twin.to_empty(device="cpu")(torch.ones(3, 4)).sum().backward()
         with pytest.raises(dp_compile.ModuleError, match="not replicated yet"):
             dp_compile.report(model)

@@ -1,0 +1,240 @@
+"""Tensors averaged over a process group where they lie, if all its ranks mean the same tensors at the same step.
+
+    first call       ranks compare tensors, step and schedule in the key-value store
+    each averaging   one small all-reduce (step and a hash of the tensors) that is read, then the buckets
+
+The small all-reduce comes first, so that no rank sends a bucket to one that expects another: with gloo such a rank
+hangs, or adds up what does not belong together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dp_compile._torch import distributed
+from dp_compile.engine.agreement import agree
+from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
+from dp_compile.engine.owners import owners
+from dp_compile.engine.settling import table_of
+from dp_compile.errors import CommunicationError, ConfigError, DesyncError
+from dp_compile.modules.meeting import group_on
+from dp_compile.passes.reduction import EagerOps, reduce_bucket, view_of
+from dp_compile.plan.buckets import Bucket, BucketPlan, plan_buckets
+
+BUCKET_MB: Final = 25.0
+"""As large as those of torch's DDP; for each dtype and type of device its own."""
+IN_FLIGHT: Final = 2
+"""Buckets that are on their way at a time: one is filled while the other travels, and memory stays small."""
+ASK_S: Final = 5.0
+"""How long ranks that could not reach each other look for those that are missing."""
+CALL: Final = "average_parameters()"
+AVERAGED: Final = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128)
+
+_exchanges: Final[Counter[str]] = Counter()
+
+
+def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> list[torch.Tensor]:
+    """All parameters of an iterable of them or of an optimizer's groups, each once, with a gradient or without.
+
+    Raises:
+        NotImplementedError: it holds something else, as with torch's averagers.
+        ConfigError: it holds none, or one that has no average.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for each in params:
+        if not isinstance(each, (torch.Tensor, dict)):
+            raise NotImplementedError(
+                f"params must hold parameters or parameter groups, got {type(each).__name__}. "
+                "Pass model.parameters() or optimizer.param_groups."
+            )
+        for parameter in each["params"] if isinstance(each, dict) else (each,):
+            found[id(parameter)] = parameter
+    if not found:
+        raise ConfigError(
+            "params holds no parameters: a generator that was used up? Call model.parameters() anew each time."
+        )
+    for place, parameter in enumerate(found.values()):
+        plain = type(parameter.detach()) is torch.Tensor and parameter.layout is torch.strided
+        if not plain or parameter.dtype not in AVERAGED or parameter.is_meta:
+            raise ConfigError(
+                f"parameter {place} of params is a {parameter.dtype} {type(parameter.detach()).__name__} on "
+                f"{parameter.device}, which has no average. Averaged are dense {', '.join(map(str, AVERAGED))}."
+            )
+    return list(found.values())
+
+
+def tell_modules(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
+    """Parameters of replicated modules are equal again on the ranks of a group: steps of each rank's own are over."""
+    equal = set(dist.get_process_group_ranks(process_group))
+    indices: dict[Any, list[int]] = {}
+    for found in filter(None, map(owners.find, parameters)):
+        indices.setdefault(found[0], []).append(found[1])
+    for replica, averaged in indices.items():
+        if equal.issuperset(dist.get_process_group_ranks(replica.group.process_group)):
+            replica.local.made_equal(averaged)
+
+
+class _Look(NamedTuple):
+    """What tensors are like, their buckets, and a number that other tensors do not have."""
+
+    said: tuple[tuple[Any, ...], ...]
+    plan: BucketPlan
+    hash: int
+
+
+@dataclass(eq=False, slots=True)
+class Exchange:
+    """The averagings of one averager.
+
+    Args:
+        process_group: of all ranks that take part. A rank that is not in it does nothing.
+        schedule: what has to be the same on all ranks beside tensors and step.
+    """
+
+    process_group: dist.ProcessGroup
+    schedule: Mapping[str, Any]
+    _topic: str = ""
+    _has_met: bool = False
+    _looks: dict[str, _Look] = field(default_factory=dict)
+    """The last one at what a group averages, by the group's name."""
+    _meetings: int = 0
+
+    def __post_init__(self) -> None:
+        if self.has_others:
+            name = distributed.group_name(self.process_group)
+            _exchanges[name] += 1
+            self._topic = f"dp_compile.averaging/{name}/{_exchanges[name]}"
+
+    @property
+    def has_others(self) -> bool:
+        """Whether there is anybody to average with."""
+        return dist.get_rank(self.process_group) >= 0 and dist.get_world_size(self.process_group) > 1
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the ranks have compared what they were given."""
+        return self._has_met or not self.has_others
+
+    def meet(self, tensors: Sequence[torch.Tensor], step: int, **more: Any) -> None:
+        """Compare once with all ranks of the group; `more` is compared too.
+
+        Raises:
+            DesyncError: on every rank, they were given different tensors, steps or schedules, or one did not come.
+        """
+        self._compare(self.process_group, tensors, step, **self.schedule, **more)
+        self._has_met = True
+
+    def average(self, tensors: Sequence[torch.Tensor], step: int, process_group: dist.ProcessGroup) -> None:
+        """Set each tensor to its average over the ranks of a group, in place.
+
+        Raises:
+            DesyncError: on every rank of the group, other ranks have other tensors or are at another step.
+            CommunicationError: a rank did not come within the group's time-out.
+        """
+        if dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1:
+            return
+        look = self._look_at(tensors, process_group)
+        try:
+            with torch.no_grad():
+                if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
+                    self._compare(process_group, tensors, step)
+                _reduce(look.plan, tensors)
+        except DesyncError:
+            raise
+        except RuntimeError as error:
+            if not distributed.is_communication_error(error):
+                raise
+            said = self._who_is_missing(process_group, step)
+            raise CommunicationError(f"{CALL} at step {step}: {said} ({error})") from error
+
+    def _look_at(self, tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> _Look:
+        name = distributed.group_name(process_group)
+        said = tuple((*_described(tensor), tensor.device.type) for tensor in tensors)
+        if name in self._looks and self._looks[name].said == said:
+            return self._looks[name]
+        groups = {kind: group_on(process_group, kind) for kind in dict.fromkeys(each.device.type for each in tensors)}
+        specs = [tensor_spec(i, str(i), tensor, groups[tensor.device.type]) for i, tensor in enumerate(tensors)]
+        plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, first_bucket_cap_mb=BUCKET_MB)
+        described = repr([_described(tensor) for tensor in tensors])
+        self._looks[name] = _Look(said, plan, int.from_bytes(hashlib.sha256(described.encode()).digest()[:7]))
+        return self._looks[name]
+
+    def _compare(
+        self, process_group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], step: int, **more: Any
+    ) -> None:
+        self._meetings += 1
+        group = group_on(process_group, tensors[0].device.type)
+        timeout_s = distributed.timeout_of(process_group, tensors[0].device)
+        topic = f"{self._topic}/{group.name}/{self._meetings}"
+        parameters = [" ".join(map(str, _described(tensor))) for tensor in tensors]
+        if (table := table_of(group, timeout_s)) is not None:
+            agree(table, topic, {**more, "step": step, "parameters": parameters}, call=CALL)
+
+    def _who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> str:
+        """Asked in the store by every rank that gave up: those that wait at another step are found there, too."""
+        store, own = distributed.default_store(), dist.get_rank()
+        others = [rank for rank in dist.get_process_group_ranks(process_group) if rank != own]
+        missing: list[int] = []
+        elsewhere: list[str] = []
+        try:
+            store.set(f"{self._topic}/lost/{own}", str(step))
+            for rank in others:
+                try:
+                    store.wait([f"{self._topic}/lost/{rank}"], timedelta(seconds=0.1 if missing else ASK_S))
+                except RuntimeError:
+                    missing.append(rank)
+                    continue
+                there = int(store.get(f"{self._topic}/lost/{rank}"))
+                elsewhere += [f"rank {rank} is at step {there}"] if there != step else []
+        except RuntimeError:
+            return "the key-value store does not answer, so it is not known who is missing"
+        absent = ", ".join(map(str, missing))
+        elsewhere += [f"rank(s) {absent} did not come, or have not noticed yet"] if missing else []
+        return "; ".join(elsewhere) or "all ranks were there, and could not reach each other"
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What has to be the same on all ranks. Memory order too: buckets keep it."""
+    order = () if tensor.is_contiguous() else ("strides", dense_strides(tensor))
+    return (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), *order)
+
+
+def _all_mean_the_same(device: torch.device, step: int, hashed: int, process_group: dist.ProcessGroup) -> bool:
+    own = torch.tensor([step, hashed])
+    both = torch.cat([own, -own]).to(device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=process_group)
+    largest, smallest = both.cpu().view(2, 2)
+    return torch.equal(largest, -smallest)
+
+
+def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor]) -> None:
+    sources = [real_view(tensor.detach()) for tensor in tensors]
+    flights: deque[tuple[Bucket, Generator[None, None, list[torch.Tensor]]]] = deque()
+    for bucket in plan.buckets:
+        members = [sources[member.gradient.index] for member in bucket.members]
+        reducing = reduce_bucket(bucket, EagerOps(bucket, members, members[0].device))
+        next(reducing)
+        flights.append((bucket, reducing))
+        if len(flights) == IN_FLIGHT:
+            _land(*flights.popleft(), sources)
+    while flights:
+        _land(*flights.popleft(), sources)
+
+
+def _land(bucket: Bucket, reducing: Generator[None, None, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
+    """Wait for a bucket and put the averages where the tensors lie."""
+    reduced: list[torch.Tensor] = []
+    try:
+        next(reducing)
+    except StopIteration as end:
+        reduced = end.value
+    for member, place in zip(bucket.members, bucket.places(), strict=True):
+        tensors[member.gradient.index].copy_(view_of(member, reduced[place.tensor], place.offset))

@@ -1,0 +1,178 @@
+"""Optimizers that step alone and average now and then: post-local SGD, and an outer optimizer over averaged changes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging import averagers
+
+from dp_compile.averaging.exchange import Exchange, parameters_in, tell_modules
+from dp_compile.engine.drift import fingerprints
+from dp_compile.errors import ConfigError
+
+with warnings.catch_warnings():  # what lies beside it uses the TorchScript that torch itself deprecates
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import PostLocalSGDOptimizer as TorchOptimizer
+
+
+class PostLocalSGDOptimizer(TorchOptimizer):
+    """Steps a local optimizer, then calls an averager: arXiv 1808.07217.
+
+    As torch's, and what torch's lacks: `step` takes a closure, and `param_groups` and `defaults` are those of the local
+    optimizer at any time, also after `load_state_dict`, so that schedulers of the learning rate go on working.
+
+    Args:
+        optim: the local optimizer.
+        averager: one of this package, or torch's.
+    """
+
+    def __init__(self, optim: torch.optim.Optimizer, averager: averagers.ModelAverager) -> None:
+        self.optim, self.averager = optim, averager
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The local optimizer's."""
+        return self.optim.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The local optimizer's."""
+        return self.optim.defaults
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step of the local optimizer, and one call of the averager.
+
+        Args:
+            closure: as for the local optimizer; what it returns is returned.
+        """
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.averager.average_parameters(self.param_groups)
+        return loss
+
+
+class OuterOptimizer(PostLocalSGDOptimizer):
+    """Steps a local optimizer; every `every` steps the ranks average how far they came, and an outer SGD goes there.
+
+    DiLoCo, arXiv 2311.08105: with the parameters `outer` of the last time, the same on all ranks,
+
+        delta = mean over ranks of (outer - parameters)
+        velocity = momentum * velocity + delta
+        outer -= outer_lr * (delta + momentum * velocity if nesterov else velocity)
+        parameters = outer
+
+    With `outer_lr=1` and `momentum=0` this is averaging of parameters.
+
+    Args:
+        optim: the local optimizer. Its parameters are equal on all ranks: that is compared in the first step.
+        every: local steps from one averaging to the next, >= 1.
+        outer_lr: learning rate of the outer SGD.
+        momentum: its momentum, >= 0; 0: no memory for velocities is needed.
+        nesterov: look ahead by one velocity.
+        process_group: of all ranks; `None`: the default group.
+
+    Raises:
+        ConfigError: one of them is not allowed.
+    """
+
+    def __init__(
+        self,
+        optim: torch.optim.Optimizer,
+        every: int,
+        outer_lr: float = 0.7,
+        momentum: float = 0.9,
+        nesterov: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(f"every must be an integer >= 1, got {every!r}.")
+        if outer_lr <= 0 or momentum < 0:
+            raise ConfigError(f"outer_lr must be > 0 and momentum >= 0, got {outer_lr!r} and {momentum!r}.")
+        if not dist.is_initialized():
+            raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() before.")
+        outer = _OuterStep(process_group, every, outer_lr, momentum, nesterov, parameters_in(optim.param_groups))
+        super().__init__(optim, outer)
+        self._outer = outer
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks."""
+        said: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
+        return said | {"outer": {"parameters": self._outer.outer, "velocities": self._outer.velocities}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` gave. Without `outer` the parameters of now are where the outer optimizer stands."""
+        outer, local = state_dict.get("outer"), {key: value for key, value in state_dict.items() if key != "outer"}
+        super().load_state_dict(local)  # type: ignore[no-untyped-call]
+        self._outer.load(parameters_in(self.param_groups), outer)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters to both optimizers, on every rank and between the same steps."""
+        super().add_param_group(param_group)  # type: ignore[no-untyped-call]
+        self._outer.add(parameters_in(self.param_groups))
+
+
+class _OuterStep(averagers.ModelAverager):
+    """The outer SGD, as an averager. `outer` and `velocities` are in the order of the parameters."""
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        every: int,
+        outer_lr: float,
+        momentum: float,
+        nesterov: bool,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        super().__init__(process_group)
+        self.every, self.outer_lr, self.momentum, self.nesterov = every, outer_lr, momentum, nesterov
+        self.outer: list[torch.Tensor] = []
+        self.velocities: list[torch.Tensor] = []
+        self.add(parameters)
+
+    @cached_property
+    def _exchange(self) -> Exchange:
+        said = {name: getattr(self, name) for name in ("every", "outer_lr", "momentum", "nesterov")}
+        return Exchange(self.process_group, said)
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take those in that are new, behind the others: where they are now is where they start."""
+        added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
+        self.outer += added
+        self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []
+        self.__dict__.pop("_exchange", None)  # compared once more
+
+    def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
+        self.outer, self.velocities = [], []
+        self.add(parameters)
+        for ours, name in ((self.outer, "parameters"), (self.velocities, "velocities")):
+            theirs = ours if state is None else state[name]
+            if len(ours) != len(theirs):
+                raise ConfigError(f"state_dict has {len(theirs)} outer {name}, this optimizer {len(ours)}.")
+            for tensor, value in zip(ours, theirs, strict=True):
+                tensor.copy_(value)
+
+    @torch.no_grad()
+    def average_parameters(self, params: Any) -> None:
+        parameters = [parameter.detach() for parameter in parameters_in(params)]
+        if not self._exchange.has_met:
+            # What differs in the beginning would differ for ever: only changes are averaged.
+            start = [int(each) for each in fingerprints(self.outer)]
+            self._exchange.meet(parameters, self.step, outer_parameters=start)
+        if (self.step + 1) % self.every == 0:
+            self._step(parameters)
+            if self._exchange.has_others:
+                tell_modules(parameters_in(params), self.process_group)
+        self.step += 1
+
+    def _step(self, parameters: list[torch.Tensor]) -> None:
+        deltas = [outer - parameter for outer, parameter in zip(self.outer, parameters, strict=True)]
+        self._exchange.average(deltas, self.step, self.process_group)
+        for place, (outer, parameter, delta) in enumerate(zip(self.outer, parameters, deltas, strict=True)):
+            if self.momentum:
+                velocity = self.velocities[place].mul_(self.momentum).add_(delta)
+                delta = delta.add_(velocity, alpha=self.momentum) if self.nesterov else velocity
+            parameter.copy_(outer.add_(delta, alpha=-self.outer_lr))

@@ -1,0 +1,310 @@
+"""Averages of parameters: torch's own averagers on their schedule; what they leave out; ranks that differ."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.model_averaging import averagers as theirs
+from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as their_hierarchy
+
+import dp_compile
+from dp_compile import averaging
+from dp_compile.averaging import exchange
+from dp_compile.testing.ranks import Ranks
+
+TheirOptimizer: Any = torch.distributed.optim.PostLocalSGDOptimizer  # loading it warns, unless ours did that before
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+
+
+def go_astray(model: nn.Module, step: int) -> None:
+    """What an optimizer on data of its own does to the parameters of a rank."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+        with torch.no_grad():
+            parameter -= 0.1 * parameter.grad
+
+
+def same_as_torchs(kind: str, cases: list[tuple[Any, ...]], steps: int) -> int:
+    """Bit for bit after each step; returns how often the parameters were averaged, with whomever."""
+    ours, torchs = {
+        "periodic": (averaging.PeriodicModelAverager, theirs.PeriodicModelAverager),
+        "hierarchical": (averaging.HierarchicalModelAverager, their_hierarchy.HierarchicalModelAverager),
+    }[kind]
+    averaged = 0
+    for given in cases:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            averagers = ours(*given), torchs(*given)
+        assert len(said) in (0, 2)
+        assert len({str(each.message) for each in said}) <= 1
+        assert isinstance(averagers[0], torchs)
+        models = net(), net()
+        for step in range(steps):
+            for model, averager in zip(models, averagers, strict=True):
+                go_astray(model, step)
+                alone = next(model.parameters()).detach().clone()
+                averager.average_parameters(model.parameters() if step % 2 else [{"params": list(model.parameters())}])
+            averaged += not torch.equal(alone, next(model.parameters()))
+            for mine, other in zip(*(model.parameters() for model in models), strict=True):
+                assert torch.equal(mine, other), (given, step)
+            assert averagers[0].step == averagers[1].step == step + 1
+    return averaged
+
+
+def test_periodic_as_torchs(ranks2: Ranks) -> None:
+    assert ranks2.run(same_as_torchs, "periodic", [(1, 0), (3, 0), (2, 3)], 7)[0] == 7 + 3 + 2
+
+
+def test_hierarchical_as_torchs(ranks4: Ranks) -> None:
+    """Three levels, and a warm-up that no period divides: periods count from step 0."""
+    cases = [({1: 1, 2: 2, 4: 4}, 0), ({2: 2, 4: 4}, 3), ({3: 4}, 0)]
+    assert ranks4.run(same_as_torchs, "hierarchical", cases, 9)[0] == 5 + 3 + 3
+
+
+# --- what torch's leave out, or do to parameters --------------------------------------------------------------------
+
+
+def in_place(bucket_mb: float) -> None:
+    """Several dtypes, memory orders, a parameter twice, one without a gradient, frozen ones; views stay views."""
+    exchange.BUCKET_MB = bucket_mb  # type: ignore[misc]
+    rank, flat = dist.get_rank(), torch.zeros(24)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.complex64)
+    tensors = [nn.Parameter(torch.full((2, 3, 2, 2), 1.0 + 2 * rank).to(dtype)) for dtype in dtypes]
+    tensors.append(nn.Parameter(torch.full((2, 3, 2, 2), 4.0 * rank).to(memory_format=torch.channels_last)))
+    tensors.append(nn.Parameter(flat[:12].view(3, 4)))
+    tensors.append(nn.Parameter(torch.arange(12.0).view(3, 4).t() * rank, requires_grad=False))
+    tensors.append(nn.Parameter(torch.empty(0)))
+    with torch.no_grad():
+        tensors[6] += 1 + rank
+    before = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+    given = [{"params": tensors[:4]}, {"params": tensors[3:]}]
+    averaging.PeriodicModelAverager(2).average_parameters(given)
+    assert [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in tensors] == before
+    for tensor, value in zip(tensors[:7], [2.0] * 5 + [2.0, 1.5], strict=True):
+        assert torch.equal(tensor, torch.full_like(tensor, value))
+    assert torch.equal(flat, torch.tensor([1.5, 0.0]).repeat_interleave(12))
+    assert torch.equal(tensors[7], torch.arange(12.0).view(3, 4).t() / 2)
+
+
+@pytest.mark.parametrize("bucket_mb", [25.0, 1e-5])
+def test_in_place_and_each_in_its_own_dtype(ranks2: Ranks, bucket_mb: float) -> None:
+    ranks2.run(in_place, bucket_mb)
+
+
+def without_gradients() -> list[list[float]]:
+    """`torch` averages what has a gradient: here one of two; ours both."""
+    found = []
+    for kind in (averaging.PeriodicModelAverager, theirs.PeriodicModelAverager):
+        parameters = [nn.Parameter(torch.tensor([float(dist.get_rank())])) for _ in range(2)]
+        parameters[0].grad = torch.ones(1)
+        kind(2).average_parameters(parameters)
+        found.append([parameter.item() for parameter in parameters])
+    return found
+
+
+def test_parameters_without_a_gradient_are_averaged_too(ranks2: Ranks) -> None:
+    """A deviation: after `zero_grad()` torch's averagers average nothing, and do not say so."""
+    assert ranks2.run(without_gradients) == [[[0.5, 0.5], [0.5, 0.0]], [[0.5, 0.5], [0.5, 1.0]]]
+
+
+def part_of_the_ranks() -> list[float]:
+    group = dist.new_group([1, 2])
+    parameter = nn.Parameter(torch.tensor([float(dist.get_rank())]))
+    averager = averaging.PeriodicModelAverager(2, process_group=group)
+    averager.average_parameters([parameter])
+    return [parameter.item(), averager.step]
+
+
+def test_ranks_outside_of_the_group_only_count(ranks4: Ranks) -> None:
+    assert ranks4.run(part_of_the_ranks) == [[0, 1], [1.5, 1], [1.5, 1], [3, 1]]
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestRefused:
+    def test_numbers_as_torchs(self) -> None:
+        for kind in (averaging.PeriodicModelAverager, theirs.PeriodicModelAverager):
+            with pytest.raises(ValueError, match="period"):
+                kind(0)
+            with pytest.raises(ValueError, match="warmup_steps"):
+                kind(2, -1)
+            with pytest.warns(UserWarning, match="When period is 1") as said:
+                kind(1)
+            assert said[0].filename == __file__
+
+    @pytest.mark.parametrize("given", [None, {}, {0: 2}, {2: 1}])
+    def test_hierarchies_as_torchs(self, given: Any) -> None:
+        for kind in (averaging.HierarchicalModelAverager, their_hierarchy.HierarchicalModelAverager):
+            with pytest.raises(ValueError, match="period_group_size_dict"):
+                kind(given)
+
+    @pytest.mark.parametrize("given", [{4: 1, 2: 2}, {2: 2, 4: 1}, {2: 2, 1: 2}])
+    def test_hierarchies_that_do_not_grow(self, given: Any) -> None:
+        """Torch takes the first: at a step that both divide, it averages by what stands last."""
+        with pytest.raises(dp_compile.ConfigError, match="from short periods and small groups"):
+            averaging.HierarchicalModelAverager(given)
+
+    def test_parameters(self) -> None:
+        averager = averaging.PeriodicModelAverager(2)
+        used_up = net().parameters()
+        list(used_up)
+        with pytest.raises(dp_compile.ConfigError, match="a generator that was used up"):
+            averager.average_parameters(used_up)
+        with pytest.raises(NotImplementedError, match="got str"):
+            averager.average_parameters(["weight"])  # type: ignore[list-item]
+        for other in (torch.zeros(2, dtype=torch.long), torch.eye(2).to_sparse(), torch.zeros(2, device="meta")):
+            with pytest.raises(dp_compile.ConfigError, match=r"parameter 1 of params is a .* which has no average"):
+                averager.average_parameters([torch.zeros(1), other])
+        assert averager.step == 0
+
+
+# --- ranks that differ ----------------------------------------------------------------------------------------------
+
+
+def differently(fault: str) -> list[str]:
+    """What is said in each of three calls; the fault is on rank 1."""
+    there, errors = dist.get_rank() == 1, []
+    parameters = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(2, 2))]
+    averager = averaging.PeriodicModelAverager(3 if there and fault == "period" else 2)
+    if there and fault == "count":
+        parameters.pop()
+    for call in range(3):
+        if there and fault == "step" and call == 2:
+            averager.step = 4
+        if there and fault == "shape" and call == 2:
+            parameters[1] = nn.Parameter(torch.zeros(1, 4))
+        if there and fault == "order" and call == 2:
+            parameters[1] = nn.Parameter(torch.zeros(2, 2).t())
+        if there and fault == "dtype" and call == 2:
+            parameters[0] = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+        try:
+            averager.average_parameters(parameters)
+            errors.append("")
+        except dp_compile.DesyncError as error:
+            errors.append(str(error))
+            break
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("fault", "call", "said"),
+    [
+        ("period", 0, "period is 3 there, 2 on rank 0"),
+        ("count", 0, 'parameters[1] is missing there, "float32 (2, 2)" on rank 0'),
+        ("step", 2, "step is 4 there, 2 on rank 0"),
+        ("shape", 2, 'parameters[1] is "float32 (1, 4)" there, "float32 (2, 2)" on rank 0'),
+        ("order", 2, 'parameters[1] is "float32 (2, 2) strides (1, 2)" there'),
+        ("dtype", 2, 'parameters[0] is "float64 (4,)" there'),
+    ],
+)
+def test_ranks_that_differ_are_named_at_once(ranks2: Ranks, fault: str, call: int, said: str) -> None:
+    """Also what one rank alone changes after the first call, where only it knows."""
+    one, other = ranks2.run(differently, fault)
+    assert one == other
+    assert len(one) == call + 1
+    assert not any(one[:call])
+    assert "average_parameters(): rank 1 differs from rank 0" in one[call]
+    assert said in one[call]
+
+
+def missing() -> str:
+    """Rank 1 is a step behind in a hierarchy: it waits for its neighbour, rank 0 for all."""
+    exchange.ASK_S = 2.0  # type: ignore[misc]
+    rank = dist.get_rank()
+    hierarchy = {1: 1, 2: 2}
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    averager = averaging.HierarchicalModelAverager(hierarchy, process_group=group)
+    model = net()
+    averager.average_parameters(model.parameters())
+    averager.step += rank
+    if rank == 1:
+        return ""  # its own group is of one rank, and it ends
+    averager.step = 2
+    with pytest.raises(dp_compile.CommunicationError, match="step 2") as raised:
+        averager.average_parameters(model.parameters())
+    return str(raised.value)
+
+
+def test_a_rank_that_does_not_come_is_named(own_ranks: Ranks) -> None:
+    said, _ = own_ranks.run(missing)
+    assert "rank(s) 1 did not come" in said
+
+
+# --- post-local SGD -------------------------------------------------------------------------------------------------
+
+
+def post_local(mixture: str) -> None:
+    """Every mixture of torch's classes and ours trains alike; a checkpoint of one loads in the other."""
+    kinds = {"ours": averaging.PeriodicModelAverager, "torch": theirs.PeriodicModelAverager}
+    averager = kinds["torch" if mixture == "torch's averager" else "ours"](2, 1)
+    kind = TheirOptimizer if mixture == "torch's optimizer" else averaging.PostLocalSGDOptimizer
+    models = net(), net()
+    optimizers = (
+        kind(torch.optim.SGD(models[0].parameters(), lr=0.1, momentum=0.9), averager),
+        TheirOptimizer(
+            torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9), theirs.PeriodicModelAverager(2, 1)
+        ),
+    )
+    assert isinstance(optimizers[0], TheirOptimizer)
+    for step in range(5):
+        if step == 3:
+            states = [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]
+            assert states[0]["step"] == states[1]["step"] == 3
+            for optimizer, state in zip(optimizers, reversed(states), strict=True):
+                optimizer.averager.step = 0
+                optimizer.load_state_dict(state)
+                assert optimizer.averager.step == 3
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            model(x).square().sum().backward()
+            optimizer.step()
+        for mine, other in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("mixture", ["both ours", "torch's averager", "torch's optimizer"])
+def test_post_local_sgd_as_torchs(ranks2: Ranks, mixture: str) -> None:
+    ranks2.run(post_local, mixture)
+
+
+@pytest.mark.usefixtures("fake_group")
+class TestPostLocalSGD:
+    def build(self, kind: Any = averaging.PostLocalSGDOptimizer) -> Any:
+        return kind(torch.optim.SGD(net().parameters(), lr=0.1), theirs.PeriodicModelAverager(100, 50))
+
+    def test_a_state_without_a_step(self) -> None:
+        optimizer = self.build()
+        optimizer.averager.step = 7
+        with pytest.warns(UserWarning, match="does not contain a step counter"):
+            optimizer.load_state_dict(optimizer.optim.state_dict())
+        assert optimizer.averager.step == 0
+
+    def test_a_closure_and_its_loss(self) -> None:
+        optimizer = self.build()
+        assert optimizer.step(lambda: 2.5) == 2.5
+        assert optimizer.averager.step == 1
+
+    def test_schedulers_go_on_after_a_load(self) -> None:
+        """A deviation: torch's keeps the groups from before, and a scheduler changes those."""
+        for kind, rate in ((averaging.PostLocalSGDOptimizer, 0.01), (TheirOptimizer, 0.1)):
+            optimizer = self.build(kind)
+            optimizer.load_state_dict(optimizer.state_dict())
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+            for parameter in optimizer.optim.param_groups[0]["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            scheduler.step()
+            assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(rate)
+        assert averaging.PostLocalSGDOptimizer(torch.optim.Adam(net().parameters()), optimizer.averager).defaults["lr"]
