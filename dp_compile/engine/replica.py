@@ -232,8 +232,10 @@ class Replica:
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
+        same_code = planned.plan.for_code() == self.plan.for_code()
         self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready
-        self.code_key = self._code_key()
+        if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
+            self.code_key = self._code_key()
 
     def take_for_static(self) -> None:
         """Every backward will use the same parameters in the same way.
