@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -62,6 +62,8 @@ class ReplicateConfig:
             `calibrate().cost`. `None`: a nominal link.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
             `None`: `param_dtype`, and without it their own.
+        reduce_dtypes: `Mapping[type[nn.Module] | str, torch.dtype | None]`, default empty. Exceptions from
+            `reduce_dtype`: submodules by class or name, with all below them. `None`: the gradients' own dtype.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
         gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
@@ -129,6 +131,10 @@ class ReplicateConfig:
     """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
     divided first and rounded once. What is complex, or has this dtype already, travels as it is. `None`: `param_dtype`,
     and without it their own."""
+
+    reduce_dtypes: Mapping[type[nn.Module] | str, torch.dtype | None] | tuple[tuple[Any, torch.dtype | None], ...] = ()
+    """Exceptions from `reduce_dtype`: norms in float32, embeddings in float16. Submodules by class or by fully
+    qualified name, with all below them. `None`: their own dtype."""
 
     gradient_divide_factor: float | None = None
     """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
@@ -238,6 +244,7 @@ class ReplicateConfig:
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         self._check_unused()
         self._check_averaging()
+        self._check_reduce_dtypes()
         self._check_full_precision()
         self._check_strategy()
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
@@ -301,6 +308,22 @@ class ReplicateConfig:
                 if math.isinf(value):
                     raise ConfigError(f"{name} must be finite, got {value!r}. Gradients are divided by it.")
 
+    def _check_reduce_dtypes(self) -> None:
+        given = self.reduce_dtypes
+        pairs = tuple(given.items()) if isinstance(given, Mapping) else given
+        if not isinstance(pairs, tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
+            raise ConfigError(f"reduce_dtypes must map module classes or names to dtypes, got {given!r}.")
+        object.__setattr__(self, "reduce_dtypes", pairs)  # a value that can be compared and hashed
+        for module, dtype in pairs:
+            if not (isinstance(module, str) or (isinstance(module, type) and issubclass(module, nn.Module))):
+                raise ConfigError(
+                    f"reduce_dtypes must be of module classes or names, got {type(module).__name__}. A module is given "
+                    "by its name in named_modules()."
+                )
+            if dtype is not None and dtype not in FLOATING:
+                allowed = ", ".join(map(str, FLOATING))
+                raise ConfigError(f"reduce_dtypes must hold dtypes of {allowed}, or None, got {dtype!r} for {module}.")
+
     def _check_full_precision(self) -> None:
         given = self.full_precision_modules
         if isinstance(given, (str, type)) or not isinstance(given, Iterable):
@@ -325,6 +348,12 @@ class ReplicateConfig:
     def wire_dtype(self) -> torch.dtype | None:
         """The dtype in which gradients travel; `None`: their own."""
         return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
+
+    @property
+    def wire_exceptions(self) -> tuple[tuple[type[nn.Module] | str, torch.dtype | None], ...]:
+        """`reduce_dtypes` as pairs."""
+        assert isinstance(self.reduce_dtypes, tuple)
+        return self.reduce_dtypes
 
     @property
     def unused(self) -> str:

@@ -60,6 +60,12 @@ def ranks2(ranks: Ranks) -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def ranks3() -> Iterator[Ranks]:
+    """Three real processes in one gloo group: no power of two."""
+    yield from _pool(3, "forkserver")
+
+
+@pytest.fixture(scope="session")
 def ranks4() -> Iterator[Ranks]:
     """Four real processes in one gloo group."""
     yield from _pool(4, "forkserver")

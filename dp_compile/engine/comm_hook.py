@@ -41,6 +41,8 @@ class CommHook:
     """What it remembers."""
     why_called: str = ""
     """Why torch's reducer has to call it."""
+    units: frozenset[str] | None = None
+    """The modules whose gradients it reduces, by fully qualified name; `None`: all."""
 
     @property
     def is_torchs(self) -> bool:
@@ -59,7 +61,8 @@ class CommHook:
     def said(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
         memory = "" if self.memory is None else f", {self.memory.said}"
-        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}"
+        units = "" if self.units is None else f", for {', '.join(sorted(self.units))}"
+        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}{units}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: str) -> CommHook:

@@ -11,6 +11,7 @@ from dp_compile.engine.group import Group
 from dp_compile.passes.reduction import dtype_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec
 from dp_compile.plan.flags import MORE
+from dp_compile.plan.reduction import Reduction
 
 
 def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group) -> tuple[GradientSpec, ...]:
@@ -20,8 +21,9 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
         for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
     ]
     first, length = specs[0], len(specs) + MORE
-    key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype))
-    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, key)
+    key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype, names[0]))
+    itemsize = _on_the_wire(parameters[0].dtype.to_real(), key.reduction).itemsize
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), itemsize, key)
     return (*reversed(specs), flags)
 
 
@@ -30,10 +32,13 @@ def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> Gr
     dtype, shape, stride = tensor.dtype, tuple(tensor.shape), dense_strides(tensor)
     if tensor.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
         dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
-    reduction = group.reduction(tensor.dtype)
-    itemsize = (dtype if reduction.wire is None else dtype_of(reduction.wire)).itemsize
+    reduction = group.reduction(tensor.dtype, name)
     key = BucketKey(reduction, str(dtype).removeprefix("torch."), tensor.device.type)
-    return GradientSpec(index, name, shape, stride, itemsize, key)
+    return GradientSpec(index, name, shape, stride, _on_the_wire(dtype, reduction).itemsize, key)
+
+
+def _on_the_wire(dtype: torch.dtype, reduction: Reduction) -> torch.dtype:
+    return dtype if reduction.wire is None or reduction.hook is not None else dtype_of(reduction.wire)
 
 
 def real_view(grad: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -25,16 +26,33 @@ class Group:
     averaging: Averaging
     levels: Levels | None = None
     """Its ranks by node, if the network between nodes is another one than inside."""
+    wires: Mapping[str, str | None] = field(default_factory=dict)
+    """Of some parameters, by name, the dtype in which their gradients travel; else as `averaging` says."""
+    by_hook: frozenset[str] | None = None
+    """The parameters that the comm hook of `averaging` reduces, by name; `None`: all."""
 
-    def reduction(self, dtype: torch.dtype) -> Reduction:
-        """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts."""
-        averaging = replace(self.averaging, wire=None, hook=None) if dtype.is_complex else self.averaging
+    def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
+        """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts.
+
+        Args:
+            parameter: whose gradient it is, if that may matter.
+        """
+        averaging = replace(self.averaging, wire=self.wires.get(parameter, self.averaging.wire))
+        if self.by_hook is not None and parameter not in self.by_hook:
+            averaging = replace(averaging, hook=None)
+        if dtype.is_complex:
+            averaging = replace(averaging, wire=None, hook=None)
         name = str(dtype.to_real()).removeprefix("torch.")
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
 
-    def reduction_of_flags(self, dtype: torch.dtype) -> Reduction:
-        """As that of the gradients of this dtype, but never by a hook, which may lose some of them."""
-        return replace(self, averaging=replace(self.averaging, hook=None)).reduction(dtype)
+    def reduction_of_flags(self, dtype: torch.dtype, parameter: str) -> Reduction:
+        """As that of the gradient of this parameter, but never by a hook, which may lose some of them."""
+        return replace(self, averaging=replace(self.averaging, hook=None)).reduction(dtype, parameter)
+
+    @property
+    def has_kinds(self) -> bool:
+        """Whether parts of a module are reduced in different ways."""
+        return bool(self.wires) or self.by_hook is not None
 
     @property
     def ranks_inside(self) -> int | None:

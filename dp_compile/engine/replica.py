@@ -202,7 +202,17 @@ class Replica:
     def state_of_hook(self, index: int) -> State:
         """What a functional hook remembers of a gradient; of the flags nothing."""
         memory = None if self.comm_hook is None else self.comm_hook.memory
-        return {} if memory is None or index == len(self.parameters) else memory.of(index)
+        if memory is None or index == len(self.parameters):
+            return {}
+        if self.group.by_hook is None:
+            return memory.of(index)
+        return memory.of(self.hooked.index(index)) if index in self.hooked else {}
+
+    @property
+    def hooked(self) -> tuple[int, ...]:
+        """The parameters that a functional hook reduces."""
+        chosen = self.group.by_hook
+        return tuple(index for index, name in enumerate(self.names) if chosen is None or name in chosen)
 
     def given_factors(self) -> tuple[torch.Tensor, ...]:
         """What compiled code is given for `BucketPlan.given_reductions`: numbers in tensors, float64."""
@@ -222,8 +232,10 @@ class Replica:
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
+        same_code = planned.plan.for_code() == self.plan.for_code()
         self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready
-        self.code_key = self._code_key()
+        if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
+            self.code_key = self._code_key()
 
     def take_for_static(self) -> None:
         """Every backward will use the same parameters in the same way.

@@ -21,6 +21,7 @@ from dp_compile.modules.join import join, join_hook, joinable
 from dp_compile.modules.precision import precision_of
 from dp_compile.modules.replicate import replicate, replicate_with_gradients
 from dp_compile.modules.replicated_module import (
+    HookedModules,
     is_replicated,
     no_sync,
     register_comm_hook,
@@ -34,6 +35,7 @@ from dp_compile.modules.selection import device_of, is_waiting
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
 _REFUSED = {
     "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
@@ -96,7 +98,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         ddp_python_hook: bool | None = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
+        mp_policy: MixedPrecisionPolicy | CustomPolicy | None = None,
         config: ReplicateConfig | None = None,
         **unsupported: Any,
     ) -> None:
@@ -156,7 +158,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         with no_sync(self.module):
             yield
 
-    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+    def register_comm_hook(self, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
         """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.modules.replicated_module.register_comm_hook`.
 
         Raises:
@@ -164,7 +166,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ConfigError: the hook is not a function of (state, bucket), or not offered for the group's backend.
             DesyncError: another rank registers another hook, or none.
         """
-        register_comm_hook(self.module, state, hook)
+        register_comm_hook(self.module, state, hook, modules)
 
     def join(
         self,

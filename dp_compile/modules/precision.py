@@ -15,6 +15,7 @@ from dp_compile.engine.precision import ATTRIBUTE, CastSite, Precision, cast_all
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.selection import Selection
+from dp_compile.modules.units import modules_named
 
 
 def make_precision(target: Selection, config: ReplicateConfig) -> Precision | None:
@@ -120,22 +121,12 @@ def _full_precision(module: nn.Module, config: ReplicateConfig) -> list[nn.Modul
     Raises:
         ConfigError: a name is not one of the module's.
     """
-    kinds = tuple(each for each in config.full_precision_modules if not isinstance(each, str))
-    names = {each for each in config.full_precision_modules if isinstance(each, str)}
-    named = {name: each for name, each in module.named_modules() if name}
-    missing = names - {*named, *map(fully_qualified, named)}
-    if missing:
-        raise ConfigError(
-            f"full_precision_modules names '{min(missing)}', which {class_name(module)} does not have. Give classes, "
-            "or names as in named_modules()."
-        )
     found: list[nn.Module] = []
     below: set[int] = set()
-    for name, each in named.items():
-        if id(each) in below or not (isinstance(each, kinds) or {name, fully_qualified(name)} & names):
-            continue
-        found.append(each)
-        below.update(map(id, each.modules()))
+    for each in modules_named(module, config.full_precision_modules, "full_precision_modules").values():
+        if id(each) not in below:
+            found.append(each)
+            below.update(map(id, each.modules()))
     return found
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from dp_compile.modules.forward_hooks import (
     refuse_traced_backward,
     remove_forward_hooks,
 )
+from dp_compile.modules.kinds import POLICY, options_by_module, wires_of
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
@@ -49,6 +50,7 @@ from dp_compile.modules.replicated_module import (
     has_lost_its_wrapper,
     is_of_a_module_that_is_gone,
     is_pending,
+    parameters_by_hook,
     replicated_class,
     restore_class,
     set_state,
@@ -76,10 +78,9 @@ from dp_compile.plan.words import BYTES_PER_MB
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
-POLICY: Final = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
-"""The options that FSDP2's policy has."""
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -98,7 +99,7 @@ def replicate(
     static_graph: bool | None = None,
     gradient_as_bucket_view: bool = True,
     device_ids: Sequence[int | torch.device] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | CustomPolicy | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     plan: BucketPlan | str | os.PathLike[str] | None = None,
@@ -135,7 +136,9 @@ def replicate(
             allow it are computed in their buckets, whatever is said.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
-            `fully_shard`: the dtype of compute, of what is sent, of outputs. `config` has the same, and more.
+            `fully_shard`: the dtype of compute, of what is sent, of outputs. `config` has the same, and more. Or a
+            `torch.distributed.fsdp.wrap.CustomPolicy` that gives `{"mp_policy": ...}` for some modules: what is sent of
+            their gradients, and whether they compute in their own dtype (no `param_dtype`); for the whole module: its.
         passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
             fully qualified name and the module that returns whether it is a unit, or a policy of
@@ -161,7 +164,7 @@ def replicate(
     with meeting.telling_the_others():
         _check_torch_options(gradient_as_bucket_view, device_ids)
         if mp_policy is not None:
-            given |= _options_of(mp_policy)
+            given |= _options_of(mp_policy, inner, ignored_modules)
         options = _merge_options(config, given)
         if meeting.group.levels is not None and not options.uses_python_hook():
             raise ConfigError(
@@ -283,12 +286,18 @@ def _check_torch_options(gradient_as_bucket_view: bool, device_ids: Sequence[int
         raise ConfigError(f"gradient_as_bucket_view must be True or False, got {gradient_as_bucket_view!r}.")
 
 
-def _options_of(policy: MixedPrecisionPolicy) -> dict[str, Any]:
+def _options_of(
+    policy: MixedPrecisionPolicy | CustomPolicy, module: nn.Module, ignored: Iterable[nn.Module] | None
+) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # loaded already by whoever made one
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
+    if isinstance(policy, CustomPolicy):
+        return options_by_module(module, policy, check_ignored(ignored))
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ConfigError(
-            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got {type(policy).__name__}."
+            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a CustomPolicy, got "
+            f"{type(policy).__name__}."
         )
     return {name: getattr(policy, name) for name in POLICY}
 
@@ -361,10 +370,17 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     group, levels = group_on(order.meeting.group.process_group, parameters[0].device.type), order.meeting.group.levels
-    averaging = _averaging(config)
+    averaging, by_hook = _averaging(config), None
     if comm_hook is not None and comm_hook.averaging is not None:
-        averaging = comm_hook.averaging
-    group = dataclasses.replace(group, averaging=averaging, levels=levels)
+        averaging = _with_hook(averaging, comm_hook, comm_hook.averaging)
+        by_hook = parameters_by_hook(comm_hook, target.module, names)
+    wires = wires_of(target.module, names, config)
+    group = dataclasses.replace(group, averaging=averaging, levels=levels, wires=wires, by_hook=by_hook)
+    if group.has_kinds and not config.uses_python_hook():
+        raise ConfigError(
+            "reduce_dtypes needs dp_compile's hooks, but ddp_python_hook is False: torch's C++ reducer reduces all "
+            "gradients of a bucket in one way. Leave one of the two out."
+        )
     request = order.request.of(target)
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
@@ -385,7 +401,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         beside_shards=target.sharded,
         comm_hook=comm_hook,
         # torch's reducer has one level, and calls hooks of its own kind.
-        by_hooks=None if levels is None and (comm_hook is None or comm_hook.functional is None) else True,
+        by_hooks=None if levels is None and not wires and (comm_hook is None or comm_hook.functional is None) else True,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
@@ -406,6 +422,8 @@ def _average_by(
     replica, module = of(), within()
     assert replica is not None
     assert module is not None
+    if replica.comm_hook is not None:
+        averaging = _with_hook(replica.group.averaging, replica.comm_hook, averaging)
     group = dataclasses.replace(replica.group, averaging=averaging)
     gradients = gradient_specs(replica.parameters, replica.names, group)
     was = replica.group.averaging
@@ -416,7 +434,7 @@ def _average_by(
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
     if planning is not None:
         replica.revisions.revise = planning.revise
-    if planning is None or (averaging.wire == was.wire and _keep_together(replica.plan, gradients)):
+    if planning is None or _keep_together(replica.plan, gradients):
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
         replica.revisions.due = planning.revisions
@@ -428,10 +446,20 @@ def _average_by(
 def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
     """Whether the buckets of a plan can stay what they are when gradients are reduced in another way."""
     keys = {gradient.index: gradient.key for gradient in gradients}
+    sizes = {gradient.index: gradient.itemsize for gradient in gradients}
+    if any(sizes[gradient.index] != gradient.itemsize for gradient in plan.gradients):
+        return False
     in_one_piece = all(member.rows is None for bucket in plan.buckets for member in bucket.members)
     by_hook = any(key.reduction.hook is not None for key in keys.values())
     together = ({keys[member.gradient.index] for member in bucket.members} for bucket in plan.buckets)
     return all(len(found) == 1 for found in together) and (in_one_piece or not by_hook)
+
+
+def _with_hook(averaging: Averaging, hook: CommHook, by_hook: Averaging) -> Averaging:
+    """As a hook says; if it reduces some modules only, only what concerns it."""
+    if hook.units is None:
+        return by_hook
+    return dataclasses.replace(averaging, hook=by_hook.hook, rounds=by_hook.rounds)
 
 
 def _averaging(config: ReplicateConfig) -> Averaging:
@@ -492,6 +520,10 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
         options[name] = str(options[name])
     kinds = (each if isinstance(each, str) else f"{each.__module__}.{each.__qualname__}" for each in kept_full)
     options["full_precision_modules"] = sorted(kinds)
+    options["reduce_dtypes"] = sorted(
+        f"{each if isinstance(each, str) else f'{each.__module__}.{each.__qualname__}'}: {dtype}"
+        for each, dtype in config.wire_exceptions
+    )
     options["strategy"] = config.strategy if isinstance(config.strategy, str | None) else repr(config.strategy)
     return options
 

@@ -15,10 +15,10 @@ import math
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Final, SupportsIndex
+from typing import Any, ClassVar, Final, SupportsIndex, TypeAlias
 
 from torch import nn
 
@@ -30,8 +30,11 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_in_backward, table_of
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
+from dp_compile.modules.kinds import members_of, units_named
+from dp_compile.modules.units import BucketPolicy
 
 logger = logging.getLogger("dp_compile.replicated_module")
+HookedModules: TypeAlias = "BucketPolicy | Collection[type[nn.Module] | str]"
 
 _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
 _wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -59,6 +62,14 @@ class ReplicatedModule:
             raise ConfigError(f"requires_gradient_sync must be True or False, got {requires_gradient_sync!r}.")
         state_of(_module(self)).sync = requires_gradient_sync
 
+    def set_requires_all_reduce(self, requires_all_reduce: bool) -> None:
+        """FSDP2's name. `True` is how it is: a backward with synchronisation reduces over all ranks.
+
+        Raises:
+            ConfigError: `False`: accumulation inside nodes only is not supported; or neither of the two was given.
+        """
+        refuse_no_all_reduce(_module(self), requires_all_reduce)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
         return no_sync(_module(self))
@@ -67,9 +78,9 @@ class ReplicatedModule:
         """Divide the sum of gradients by `factor`; see `set_gradient_divide_factor` in this file."""
         set_gradient_divide_factor(_module(self), factor)
 
-    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
+    def register_comm_hook(self, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
         """Let `hook(state, bucket)` reduce the buckets; see `register_comm_hook` in this file."""
-        register_comm_hook(_module(self), state, hook)
+        register_comm_hook(_module(self), state, hook, modules)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What `torch.jit.script` takes instead: the same parameters without our hooks, which it cannot read."""
@@ -273,7 +284,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         state_of(module).sync = before  # the module may have started meanwhile
 
 
-def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
+def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
     Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook`, the two wrappers
@@ -286,11 +297,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         state: handed to the hook as its first argument; of a functional hook a `HookState`.
         hook: `hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`, as in
             `torch.distributed.algorithms.ddp_comm_hooks`; or a `FunctionalHook`.
+        modules: of which submodules it reduces the gradients, with all below them: classes and names, or a policy as
+            for `bucket_policy`. All others are reduced as options say. For functional hooks and PowerSGD. `None`: all.
 
     Raises:
         ModuleError: the module is not replicated, has a hook already, or has run a backward already.
         ConfigError: see `make_comm_hook`; or options say how gradients are averaged already; or there are two levels
-            of network, and the hook is not one that is known.
+            of network, and the hook is not one that is known; or `modules` names what the module does not have.
         DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
@@ -300,6 +313,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
     if isinstance(owner, Replica) and owner.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
     made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
+    if modules is not None:
+        if made.functional is None:
+            raise ConfigError(
+                f"comm hook {made.name} cannot reduce some modules only. Use a FunctionalHook or PowerSGD; or, for a "
+                "dtype, ReplicateConfig(reduce_dtypes={...})."
+            )
+        made = replace(made, units=units_named(behind(module), modules, "modules"))
     if made.functional is not None and isinstance(owner, Replica):
         made = _feasible(owner, made)
     if made.averaging is None and owner.group.levels is not None:
@@ -307,8 +327,10 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
             f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
             f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
         )
-    given = {"reduce_dtype", "gradient_divide_factor", "gradient_predivide_factor"}
-    if said := [option for option in sorted(given) if getattr(owner.config, option) is not None]:
+    given = {"reduce_dtype", "reduce_dtypes", "gradient_divide_factor", "gradient_predivide_factor"}
+    if modules is None and (
+        said := [option for option in sorted(given) if getattr(owner.config, option) not in (None, ())]
+    ):
         raise ConfigError(
             f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
         )
@@ -327,13 +349,14 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
 
 def _take(replica: Replica, hook: CommHook) -> None:
     """Reduce by a hook from now on, if all ranks do."""
-    replica.comm_hook = hook
+    before, replica.comm_hook = replica.group, hook
+    replica.group = replace(before, by_hook=parameters_by_hook(hook, replica.outline.root(), replica.names))
     try:
         said = hook.said
         bind_memory(replica)
         _agree(replica, {"comm hook": said}, "register_comm_hook()")
     except BaseException:
-        replica.comm_hook = None
+        replica.comm_hook, replica.group = None, before
         if hook.memory is not None:
             hook.memory.unbind()
         raise
@@ -346,7 +369,7 @@ def _take(replica: Replica, hook: CommHook) -> None:
 
 def _feasible(replica: Replica, hook: CommHook) -> CommHook:
     """The hook; if it cannot run here, and torch's reducer could call it, one that torch's reducer calls."""
-    if hook.is_torchs and (obstacles := _obstacles(replica)):
+    if hook.is_torchs and hook.units is None and (obstacles := _obstacles(replica)):
         return hook.called_by_torch(" and ".join(obstacles))
     check_functional(replica, hook.name)
     return hook
@@ -359,6 +382,18 @@ def _obstacles(replica: Replica) -> list[str]:
         "no pass makes buckets": replica.strategy == "single",
     }
     return [obstacle for obstacle, stands in obstacles.items() if stands]
+
+
+def parameters_by_hook(hook: CommHook, module: nn.Module | None, names: Sequence[str]) -> frozenset[str] | None:
+    """The parameters that a hook reduces, by name; `None`: all.
+
+    Raises:
+        ModuleError: a tied parameter is one of them in some of its places only.
+    """
+    if hook.units is None:
+        return None
+    assert module is not None
+    return frozenset(members_of(module, names, hook.units, "modules"))
 
 
 def check_functional(replica: Replica, name: str) -> None:
@@ -388,7 +423,23 @@ def bind_memory(replica: Replica) -> None:
             if table is not None:
                 agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
 
-        hook.memory.bind(replica.names, replica.parameters, compare)
+        chosen = replica.hooked
+        hook.memory.bind(
+            [replica.names[each] for each in chosen], [replica.parameters[each] for each in chosen], compare
+        )
+
+
+def refuse_no_all_reduce(module: nn.Module, requires_all_reduce: object) -> None:
+    """For `fully_shard` a rank that reduces inside its node keeps a part of the sum, and memory is what that saves."""
+    if not isinstance(requires_all_reduce, bool):
+        raise ConfigError(f"requires_all_reduce must be True or False, got {requires_all_reduce!r}.")
+    if not requires_all_reduce:
+        raise ConfigError(
+            f"set_requires_all_reduce(False) is not supported: each rank has whole gradients of {class_name(module)}, "
+            "there is no place for a part of the sum of a node. Use no_sync() or set_requires_gradient_sync(False) for "
+            "all micro-steps but the last: nothing is sent in them, inside nodes neither, and the gradients are the "
+            "same."
+        )
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:

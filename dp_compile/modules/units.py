@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
 from dp_compile._torch import distributed
-from dp_compile.engine.module_names import fully_qualified
+from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +51,28 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
             raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
         chosen = {each for each, answer, _ in answers if answer}
     return frozenset(fully_qualified(name) for name, each in module.named_modules() if each in chosen)
+
+
+def modules_named(module: nn.Module, given: Iterable[type[nn.Module] | str], option: str) -> dict[str, nn.Module]:
+    """The submodules of these classes or names, by fully qualified name.
+
+    Raises:
+        ConfigError: a name is not one of the module's; the text has all such names.
+    """
+    given = tuple(given)
+    kinds = tuple(each for each in given if not isinstance(each, str))
+    names = {each for each in given if isinstance(each, str)}
+    named = {name: each for name, each in module.named_modules() if name}
+    if missing := names - {*named, *map(fully_qualified, named)}:
+        raise ConfigError(
+            f"{option} names {', '.join(repr(each) for each in sorted(missing))}, which {class_name(module)} does not "
+            "have. Give classes, or names as in named_modules()."
+        )
+    return {
+        fully_qualified(name): each
+        for name, each in named.items()
+        if isinstance(each, kinds) or {name, fully_qualified(name)} & names
+    }
 
 
 def _by_wrap_policy(module: nn.Module, policy: object, left_alone: Collection[nn.Module]) -> Iterator[nn.Module]:

@@ -303,6 +303,13 @@ def plan_ddp(gradients: Sequence[GradientSpec], assignment: Sequence[Sequence[in
     """
     by_index = {gradient.index: gradient for gradient in gradients}
     buckets = [[by_index[index] for index in indices] for indices in assignment]
+    for bucket in buckets:
+        odd = [gradient for gradient in bucket if gradient.key != bucket[0].key]
+        if odd:
+            raise ConfigError(
+                f"strategy 'ddp' puts gradients into the buckets of torch's DDP, which are reduced in one way, but "
+                f"{bucket[0].name} is {bucket[0].key} and {odd[0].name} is {odd[0].key}. Use another strategy."
+            )
     buckets.append([gradient for gradient in gradients if gradient.name == UNUSED_FLAGS])
     laid_out = tuple(PACKED.bucket(members[0].key, members, "as torch's DDP") for members in buckets)
     return Planned(BucketPlan(laid_out, folds_scale=False))

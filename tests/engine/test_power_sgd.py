@@ -92,6 +92,14 @@ def test_as_torch_s_ddp(ranks2: Ranks, case: str) -> None:
         assert others == {"captured": 16, "eager hooks": 4}
 
 
+@pytest.mark.parametrize("pool", ["ranks3", pytest.param("ranks4", marks=pytest.mark.nightly)])
+def test_as_torch_s_ddp_on_more_ranks(request: pytest.FixtureRequest, pool: str) -> None:
+    """Ten steps, through the start iteration, one rank by hooks in some of them."""
+    found = request.getfixturevalue(pool).run(twenty_steps, {"min_compression_rate": 1.4}, True, (4, 6), 1)
+    ways = [each for each, _, _ in found]
+    assert ways == [{"captured": 10}, {"captured": 8, "eager hooks": 2}, *[{"captured": 10}] * (len(ways) - 2)]
+
+
 def saved_and_loaded(rank_1_has_counted: int) -> str:
     """As users save torch's state: a pickle of it. Loaded into other buckets, in the middle of it all."""
     ours, theirs, state = pair({}, replace(AOT, bucket_cap_mb=1e-5))

@@ -198,6 +198,13 @@ def test_a_sum_that_does_not_fit_into_float16(ranks: Ranks) -> None:
         assert found == 40_000.0
 
 
+@pytest.mark.parametrize("pool", ["ranks3", "ranks4"])
+def test_a_sum_over_more_ranks_that_does_not_fit_into_float16(request: pytest.FixtureRequest, pool: str) -> None:
+    for found, plain in request.getfixturevalue(pool).run(run_large, 30_000.0):
+        assert plain == float("inf")
+        assert found == pytest.approx(30_000.0, rel=2**-10)  # a third is rounded
+
+
 def run_rounding(way: str, wire: torch.dtype, options: dict[str, float], value: float) -> float:
     torch._dynamo.reset()
     model = nn.Linear(1, 1, bias=False).half()

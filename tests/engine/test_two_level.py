@@ -374,6 +374,39 @@ def test_mixed_precision(ranks4: Ranks) -> None:
     assert all(ranks4.run(run_policy))
 
 
+def run_accumulated() -> str:
+    """Three micro-steps, of which only the last sends anything: the gradients of one process with all of the batch."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
+    torch.manual_seed(0)
+    model = mlp(7).double()
+    alone = copy.deepcopy(model)
+    dp_compile.replicate(model, device_mesh=mesh, config=AOT)
+    try:
+        model.set_requires_all_reduce(False)  # type: ignore[operator]
+        said = ""
+    except dp_compile.ConfigError as error:
+        said = str(error)
+    model.set_requires_all_reduce(True)  # type: ignore[operator]
+    run = compiled(model)
+    for micro in range(3):
+        model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
+        run(batch(micro).double()).square().sum().backward()
+    everything = [[torch.zeros(3, 6, dtype=torch.float64) for _ in range(4)] for _ in range(3)]
+    for micro, parts in enumerate(everything):
+        dist.all_gather(parts, batch(micro).double())
+    (alone(torch.cat([part for parts in everything for part in parts])).square().sum() / 4).backward()
+    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+    assert dp_compile.report(model).backwards == {"captured without sync": 2, "captured": 1}
+    return said
+
+
+def test_accumulation_is_that_of_one_process_with_the_joint_batch(ranks4: Ranks) -> None:
+    for said in ranks4.run(run_accumulated):
+        assert "set_requires_all_reduce(False) is not supported: each rank has whole gradients" in said
+
+
 def run_measured() -> tuple[str, str]:
     """The stages are measured, and the buckets planned anew from that, as on one level."""
     torch._dynamo.reset()

@@ -24,6 +24,7 @@ def test_defaults() -> None:
         "cost": None,
         "replan_after": None,
         "reduce_dtype": None,
+        "reduce_dtypes": (),
         "gradient_divide_factor": None,
         "gradient_predivide_factor": None,
         "param_dtype": None,

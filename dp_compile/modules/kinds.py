@@ -1,0 +1,139 @@
+"""Different reductions for parts of one model: which parameters travel in which dtype, or are reduced by a hook."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from dp_compile._torch import distributed
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.module_names import class_name, fully_qualified
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.modules.units import BucketPolicy, modules_named, units_of
+
+POLICY: Final = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+"""The options that FSDP2's policy has."""
+
+
+def wires_of(module: nn.Module, names: Iterable[str], config: ReplicateConfig) -> dict[str, str | None]:
+    """The dtypes in which parameters travel that `reduce_dtypes` makes exceptions, by fully qualified name.
+
+    Args:
+        names: of the parameters that are reduced; a tied one by one of its names.
+
+    Raises:
+        ConfigError: a name is not one of the module's, or two entries speak of the same module.
+        ModuleError: a parameter belongs to modules of different kinds.
+    """
+    units: dict[str, torch.dtype | None] = {}
+    disputed: dict[str, None] = {}
+    for given, dtype in config.wire_exceptions:
+        for name in modules_named(module, (given,), "reduce_dtypes"):
+            if units.setdefault(name, dtype) != dtype:
+                disputed |= {f"'{name}' is {units[name]} and {dtype}": None}
+    inside = {
+        f"'{name}' is {dtype}, '{outer}' around it is {units[outer]}": None
+        for name, dtype in units.items()
+        for outer in units
+        if name.startswith(f"{outer}.") and units[outer] != dtype
+    }
+    if complaints := disputed | inside:
+        raise ConfigError(
+            f"reduce_dtypes says two things of the same parameters: {'; '.join(complaints)}. Leave out one."
+        )
+    kinds = {name: str(dtype).removeprefix("torch.") if dtype else None for name, dtype in units.items()}
+    members = members_of(module, names, units, "reduce_dtypes", tell_apart=kinds)
+    return {name: kinds[unit] for name, unit in members.items()}
+
+
+def members_of(
+    module: nn.Module,
+    names: Iterable[str],
+    units: Collection[str],
+    option: str,
+    tell_apart: Mapping[str, object] | None = None,
+) -> dict[str, str]:
+    """The parameters among `names` that lie in some of the units, each with one of those.
+
+    Args:
+        tell_apart: the kind of each unit; `None`: all are alike.
+
+    Raises:
+        ModuleError: a tied parameter is in units of different kinds, or in one and outside of all.
+    """
+    places: dict[int, list[tuple[str, str | None]]] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            full = fully_qualified(f"{prefix}.{name}" if prefix else name)
+            around = [unit for unit in units if full.startswith(f"{unit}.")]
+            places.setdefault(id(parameter), []).append((full, max(around, key=len, default=None)))
+    kind_of: dict[str | None, object] = {unit: True if tell_apart is None else ("", tell_apart[unit]) for unit in units}
+    shared = [each for each in places.values() if len({repr(kind_of.get(unit)) for _, unit in each}) > 1]
+    if shared:
+        said = "; ".join(" = ".join(name for name, _ in each) for each in shared)
+        raise ModuleError(
+            f"{option} means one of the places of a shared parameter only, which is reduced once: {said}. Name the "
+            "modules of all its places, or of none."
+        )
+    wanted = set(names)
+    found = ((name, unit) for each in places.values() for name, unit in each if name in wanted)
+    return {name: unit for name, unit in found if unit is not None}
+
+
+def units_named(
+    module: nn.Module, given: BucketPolicy | Collection[type[nn.Module] | str], option: str
+) -> frozenset[str]:
+    """Modules by fully qualified name: given by classes and names, or by a policy as for buckets.
+
+    Raises:
+        ConfigError: a name is not one of the module's, or nothing is named.
+    """
+    if isinstance(given, (str, type)):
+        given = (given,)
+    plain = not distributed.is_wrap_policy(given) and not callable(given) and isinstance(given, Collection)
+    names = frozenset(modules_named(module, given, option)) if plain else units_of(module, given)  # type: ignore[arg-type]
+    if not names:
+        raise ConfigError(f"{option} names no module of {class_name(module)}. Give classes, names or a policy.")
+    return names
+
+
+def options_by_module(module: nn.Module, policy: Any, ignored: Collection[nn.Module]) -> dict[str, Any]:
+    """What torch's `CustomPolicy` says of precision, as options: of the whole, and of the modules that it names.
+
+    Raises:
+        ConfigError: it gives something else than `mp_policy`, or a policy that cannot be that of a part.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    names = {each: fully_qualified(name) for name, each in module.named_modules()}
+    units: dict[str, Any] = {}
+    try:
+        found = distributed.run_wrap_policy(policy, module, set(ignored))
+    except ValueError as error:
+        raise ConfigError(f"mp_policy: {error}") from error
+    for each, given in found.items():
+        name = names[each]
+        if set(given) != {"mp_policy"} or not isinstance(given["mp_policy"], MixedPrecisionPolicy):
+            raise ConfigError(
+                f"mp_policy must give {{'mp_policy': MixedPrecisionPolicy(...)}} for a module or False, got {given!r} "
+                f"for '{name}'."
+            )
+        units[name] = given["mp_policy"]
+    whole = units.pop("", None) or MixedPrecisionPolicy()
+    odd = [
+        f"'{name}' with {each!r}"
+        for name, each in units.items()
+        if each.param_dtype not in (None, whole.param_dtype) or each.output_dtype is not None
+    ]
+    if odd:
+        raise ConfigError(
+            f"mp_policy: parts of a module compute in its param_dtype, {whole.param_dtype}, or in their own, and "
+            f"return what they compute; got {', '.join(odd)}."
+        )
+    full = [name for name, each in units.items() if each.param_dtype is None and whole.param_dtype is not None]
+    wires = {name: each.reduce_dtype or each.param_dtype for name, each in units.items()}
+    options: dict[str, Any] = {name: getattr(whole, name) for name in POLICY}
+    return options | {"full_precision_modules": tuple(full), "reduce_dtypes": wires}
