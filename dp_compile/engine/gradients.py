@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dp_compile.engine.group import Group
+from dp_compile.passes.functional_hook import sent_nbytes
 from dp_compile.passes.reduction import dtype_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec
 from dp_compile.plan.flags import MORE
@@ -23,7 +24,8 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
         reduction = group.reduction(parameter.dtype)
         itemsize = (dtype if reduction.wire is None else dtype_of(reduction.wire)).itemsize
         key = BucketKey(reduction, str(dtype).removeprefix("torch."), parameter.device.type)
-        specs.append(GradientSpec(index, name, shape, stride, itemsize, key))
+        sent = () if reduction.hook is None else sent_nbytes(reduction, shape, dtype)
+        specs.append(GradientSpec(index, name, shape, stride, itemsize, key, sent))
     first, length = specs[0], len(specs) + MORE
     key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype))
     flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), first.itemsize, key)
