@@ -22,6 +22,7 @@ from dp_compile.plan.strategies import WITH_OPTIONS, Fixed, Optimal, Strategy
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 BACKENDS: Final = ("inductor", "aot_eager")
+TWO_LEVELS: Final = ("always", "auto")
 UNUSED: Final = ("error", "zeros", "find")
 STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -58,8 +59,10 @@ class ReplicateConfig:
             least this much, 25 if not given; `math.inf`: one bucket.
         first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
             given.
-        cost: `AllReduceCost | None`, default `None`. For `optimal` and `coalesced`: what an all-reduce costs, from
-            `calibrate().cost`. `None`: a nominal link.
+        cost: `AllReduceCost | None`, default `None`. For `optimal`, `coalesced` and `two_levels="auto"`: what an
+            all-reduce costs, from `calibrate().cost`. `None`: a nominal link.
+        two_levels: `str`, default `"always"`. On a `device_mesh` with two dimensions: reduce every bucket on both
+            levels, or with `"auto"` on one where that is predicted to be sooner.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
             `None`: `param_dtype`, and without it their own.
         reduce_dtypes: `Mapping[type[nn.Module] | str, torch.dtype | None]`, default empty. Exceptions from
@@ -126,6 +129,11 @@ class ReplicateConfig:
     cost: AllReduceCost | None = None
     """For `optimal` and `coalesced`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal
     link."""
+
+    two_levels: str = "always"
+    """Of buckets on a `device_mesh` with two dimensions: `always`, each is reduced inside nodes and between them;
+    `auto`, or over all ranks at once where its stages are predicted to take longer than that. The prediction is as good
+    as `cost`: `calibrate(device_mesh=mesh).cost`, or what `replan_after` measures; nominal links before."""
 
     reduce_dtype: torch.dtype | None = None
     """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
@@ -252,8 +260,8 @@ class ReplicateConfig:
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
         _check_every("compare_parameters_every", self.compare_parameters_every)
-        if self.backend not in BACKENDS:
-            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
+        _check_one_of("backend", self.backend, BACKENDS)
+        _check_one_of("two_levels", self.two_levels, TWO_LEVELS)
 
     def _check_unused(self) -> None:
         if self.unused_parameters is not None and self.unused_parameters not in UNUSED:
@@ -377,7 +385,11 @@ class ReplicateConfig:
             "first_bucket_cap_mb": ("fixed", self.first_bucket_cap_mb is not None),
             "bucket_policy": ("per_module", has_policy),
             "plan": ("explicit", has_plan),
-            "cost": ("coalesced" if self.strategy == "coalesced" else "optimal", self.cost is not None),
+            # Whatever the strategy is, levels are chosen by it.
+            "cost": (
+                "coalesced" if self.strategy == "coalesced" else "optimal",
+                self.cost is not None and self.two_levels != "auto",
+            ),
             "replan_after": ("coalesced" if self.strategy == "coalesced" else "optimal", self.replan_after is not None),
         }
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
@@ -425,6 +437,11 @@ def _check_positive(name: str, value: object, hint: str) -> None:
 def _check_every(name: str, value: object) -> None:
     if value is not None and (type(value) is not int or value < 0):
         raise ConfigError(f"{name} must be a number of backwards >= 0, or None, got {value!r}. 0 switches it off.")
+
+
+def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
 
 
 def _check_path(name: str, value: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from graphs import bucket_key
 
@@ -10,6 +11,8 @@ from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_
 from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
+from dp_compile.plan.reduction import Averaging, Levels
+from dp_compile.plan.strategies import nominal_cost
 
 LAYOUT = Layout(64)
 PARTS = ("attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "mlp.expand.weight", "mlp.shrink.weight")
@@ -39,6 +42,17 @@ def step_of_buckets(
     cost = AllReduceCost(0.2 * backward_s / n_buckets, 1.05 * backward_s / plan.nbytes)
     ready = ReadyTimes(shares, backward_s, MEASURED)
     step = Step("python hooks", "optimal", 8, "nccl", "cuda", plan, ready, cost, "measured on this group")
+    return measured_like(step) if measured else step
+
+
+def two_level_step(n_buckets: int, *, slower: float = 1.0, measured: bool = False) -> Step:
+    """The same on four nodes of eight ranks, with nominal links that may be `slower`; 10 ms of compute."""
+    step = step_of_buckets(n_buckets, backward_s=0.01)
+    levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
+    reduction = Averaging().reduction("", "nccl", 32, "float32", levels)
+    gradients = [replace(each, key=each.key._replace(reduction=reduction)) for each in step.plan.gradients]
+    cost = nominal_cost("nccl", 32, 8).scaled(slower)
+    step = replace(step, plan=step.plan.with_keys_of(gradients), cost=cost, world_size=32)
     return measured_like(step) if measured else step
 
 

@@ -181,11 +181,12 @@ _records: Final[dict[str, _Record]] = {}
 
 
 def _launched(replica: Replica) -> int:
-    """Collectives of which each bucket has one: on two levels, those between nodes."""
+    """Collectives of which each bucket has one: on two levels, those between nodes, or over all ranks at once."""
     group, levels = replica.group.process_group, replica.group.levels
+    groups = [group]
     if levels is not None and distributed.is_alive(group):
-        group = distributed.group_of_name(levels.between)
-    return distributed.collectives_launched(group, replica.device)
+        groups.append(distributed.group_of_name(levels.between))
+    return sum(distributed.collectives_launched(each, replica.device) for each in groups)
 
 
 def _concerns_others(error: BaseException) -> bool:

@@ -34,6 +34,7 @@ from dp_compile.plan.strategies import (
     check_complete,
     check_grouped,
     nominal_cost,
+    on_cheaper_levels,
     plan_ddp,
     plan_explicit,
     plan_per_module,
@@ -100,7 +101,24 @@ def make_plan(
     """
     planning = _plan(module, parameters, gradients, group, request)
     check_grouped(planning.planned.plan, group.backend)
-    return planning
+    revise, judged = planning.revise, partial(on_its_levels, group, request.config)
+
+    def revise_and_judge(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
+        assert revise is not None
+        return judged(revise(times, measured), times, measured)
+
+    planned = judged(planning.planned, planning.ready, None)
+    return replace(planning, planned=planned, revise=None if revise is None else revise_and_judge)
+
+
+def on_its_levels(
+    group: Group, config: ReplicateConfig, planned: Planned, times: ReadyTimes, measured: AllReduceCost | None
+) -> Planned:
+    """A plan whose buckets are reduced on as many levels of network as `two_levels` asks for."""
+    if group.levels is None or config.two_levels != "auto":
+        return planned
+    nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    return on_cheaper_levels(planned, group.name, config.cost or measured or nominal, times)
 
 
 def _plan(

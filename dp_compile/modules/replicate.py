@@ -40,7 +40,7 @@ from dp_compile.modules.forward_hooks import (
 )
 from dp_compile.modules.kinds import POLICY, options_by_module, wires_of
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
-from dp_compile.modules.planning import PlanRequest, make_plan
+from dp_compile.modules.planning import PlanRequest, make_plan, on_its_levels
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
 from dp_compile.modules.replicated_module import (
     behind,
@@ -435,7 +435,9 @@ def _average_by(
     if planning is not None:
         replica.revisions.revise = planning.revise
     if planning is None or _keep_together(replica.plan, gradients):
-        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
+        planned = Planned(replica.plan.with_keys_of(gradients), replica.certificate)
+        cost = None if replica.certificate is None else replica.certificate.cost
+        replica.adopt(on_its_levels(group, replica.config, planned, replica.ready, cost), replica.ready)
     else:
         replica.revisions.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)

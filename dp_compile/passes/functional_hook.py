@@ -19,6 +19,7 @@ Each step names all that the function has seen, so that none of it is written ov
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from dp_compile._torch import autograd, distributed
 from dp_compile.config import has_address
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.passes.sources import source_key
-from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS
+from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS, Reduction
 
 State = Mapping[str, torch.Tensor]
 """What a hook remembers of one gradient, by names of its own."""
@@ -122,6 +123,29 @@ def _hook_of(key: str) -> FunctionalHook:
     if hook is None:
         raise ReductionError(f"comm hook {key} is gone: no replicated module has it any more.")
     return hook
+
+
+@functools.lru_cache(maxsize=4096)
+def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """How many bytes of a gradient a hook hands out for each of its rounds; empty if it has to see values to say.
+
+    It is run on a gradient without memory, as the only one of its bucket. The same on every rank.
+    """
+    assert reduction.hook is not None
+    hook, like = _hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
+    sent: list[torch.Tensor] = []
+    try:
+        with torch.no_grad():
+            bucket = bucket_of((like,), (hook.initial_state(like),), reduction.stages[0].group)
+            reducing = hook.reduce(bucket._replace(rank=0))
+            sent.append(next(reducing))
+            for stage in reduction.stages[:-1]:
+                given = sent[-1]
+                behind = (given.shape,) if stage.op == ALL_REDUCE else (stage.numel_behind(given.numel()),)
+                sent.append(reducing.send(given.new_empty(*behind)))
+            return tuple(each.nbytes for each in sent)
+    except Exception:  # Whatever is wrong with a hook is said where it reduces.
+        return ()
 
 
 @dataclass(eq=False, slots=True)

@@ -62,18 +62,19 @@ class Leg(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """A stage on the network: on which link, and when, in seconds after the start of the backward."""
+    """A stage on the network: on which link, and when, in seconds after the start of the backward.
+
+    `waited_s`: how long compute stands still for it, behind its own end too.
+    """
 
     link: str
     start_s: float
     finish_s: float
+    waited_s: float = 0.0
 
 
 class Launch(NamedTuple):
-    """One bucket on the network; times in seconds after the start of the backward.
-
-    `waited_s`: how long compute stands still for it, behind its end too.
-    """
+    """One bucket on the network; times as in `Carried`."""
 
     ready_s: float
     start_s: float
@@ -137,17 +138,18 @@ def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.
 
     `backward_s`: how long the backward computes, at least until the last job may start.
     """
-    free, ends, waited = dict.fromkeys((INSIDE, BETWEEN), 0.0), [0.0] * len(jobs), [0.0] * len(jobs)
+    free = dict.fromkeys((INSIDE, BETWEEN), 0.0)
     ready = [job.ready_s for job in jobs]
     carried: list[list[Carried]] = [[] for _ in jobs]
     clock = stalled = 0.0
 
     def wait_for(bucket: int) -> None:
         nonlocal clock, stalled
-        if ends[bucket] > clock:
-            waited[bucket] += ends[bucket] - clock
-            stalled += ends[bucket] - clock
-            clock = ends[bucket]
+        stage = carried[bucket][-1]
+        if stage.finish_s > clock:
+            carried[bucket][-1] = stage._replace(waited_s=stage.finish_s - clock)
+            stalled += stage.finish_s - clock
+            clock = stage.finish_s
 
     for bucket, stage in launch_order([job.legs for job in jobs]):
         link, seconds = jobs[bucket].legs[stage]
@@ -159,13 +161,13 @@ def launches(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.
             wait_for(bucket)
         lanes = (INSIDE, BETWEEN) if link == WHOLE else (link,)
         start = max(clock, *(free[lane] for lane in lanes))
-        ends[bucket] = start + seconds * slower
-        free |= dict.fromkeys(lanes, ends[bucket])
-        carried[bucket].append(Carried(link, start, ends[bucket]))
+        carried[bucket].append(Carried(link, start, start + seconds * slower))
+        free |= dict.fromkeys(lanes, carried[bucket][-1].finish_s)
     clock = max(clock, backward_s + stalled)
     for bucket, stages in enumerate(carried):
         wait_for(bucket)
-        yield Launch(ready[bucket], stages[0].start_s, ends[bucket], waited[bucket], tuple(stages))
+        waited_s = sum(stage.waited_s for stage in stages)
+        yield Launch(ready[bucket], stages[0].start_s, stages[-1].finish_s, waited_s, tuple(stages))
 
 
 def finish_time(jobs: Sequence[Job], *, slower: float = 1.0, backward_s: float = 0.0) -> float:

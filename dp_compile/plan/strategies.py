@@ -19,7 +19,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from dp_compile.errors import ConfigError
@@ -28,6 +28,7 @@ from dp_compile.plan.buckets import (
     PACKED,
     PLAN_VERSION,
     UNUSED_FLAGS,
+    Bucket,
     BucketPlan,
     GradientSpec,
     Layout,
@@ -37,12 +38,13 @@ from dp_compile.plan.buckets import (
     plan_buckets,
     row_blocks,
 )
-from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, robust_with_pieces
+from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, certify, robust_with_pieces
 from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula
 from dp_compile.plan.links import link, with_levels
-from dp_compile.plan.network import ReadyGradient, in_pieces
+from dp_compile.plan.network import ReadyGradient, in_pieces, legs_of
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, in_ready_order, ready_gradients
-from dp_compile.plan.words import BYTES_PER_MB
+from dp_compile.plan.reduction import ALL_REDUCE, Stage
+from dp_compile.plan.words import BYTES_PER_MB, count
 
 RANKS_OF_A_NODE: Final = 8
 PIECE_COUNTS: Final = (2, 4, 8)
@@ -275,10 +277,10 @@ def _cuts(
     place = max(fit, key=lambda each: times.products[ordered[each].index].produced)
     gradient, product = ordered[place], times.products[ordered[place].index]
     whole = replace(ready[place], produced_s=backward_s * product.produced)
-    for count in PIECE_COUNTS:
-        if gradient.shape[0] >= count and gradient.nbytes >= count * PIECE_NBYTES:
+    for pieces_count in PIECE_COUNTS:
+        if gradient.shape[0] >= pieces_count and gradient.nbytes >= pieces_count * PIECE_NBYTES:
             row_nbytes = gradient.nbytes // gradient.shape[0]
-            sizes = [(last - first) * row_nbytes for first, last in row_blocks(gradient.shape[0], count)]
+            sizes = [(last - first) * row_nbytes for first, last in row_blocks(gradient.shape[0], pieces_count)]
             pieces = in_pieces(whole, sizes)
             yield Cut((*ready[:place], *pieces, *ready[place + 1 :]), backward_s * product.copied / gradient.nbytes)
 
@@ -346,6 +348,46 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
             f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
             f"{', '.join(GROUPED)}. Use another strategy than 'coalesced', or a plan without members apart."
         )
+
+
+def on_cheaper_levels(planned: Planned, group: str, cost: AllReduceCost, times: ReadyTimes) -> Planned:
+    """The same buckets; those of two levels on one, over all ranks of `group`, if that takes less time than the stages.
+
+    Each bucket is judged by itself, as if the links had nothing else to carry. Gradients in pieces stay as they are.
+    """
+    plan = planned.plan
+    buckets = tuple(_on_cheaper_levels(bucket, group, cost) for bucket in plan.buckets)
+    plan, certificate = replace(plan, buckets=buckets), planned.certificate
+    flat = sum(before.key != after.key for before, after in zip(planned.plan.buckets, buckets, strict=True))
+    if certificate is not None and flat:
+        backward_s = certificate.backward_s
+        members = [member for bucket in buckets for member in bucket.members]
+        ends = list(accumulate(len(bucket.members) for bucket in buckets))
+        promised = certify(
+            ready_gradients(members, times, backward_s),
+            tuple(tuple(range(start, end)) for start, end in pairwise([0, *ends])),
+            cost=certificate.cost,
+            backward_s=backward_s,
+            strategy=f"{certificate.strategy}, {count(flat, 'bucket')} on one level",
+            band=certificate.band,
+        )
+        certificate = replace(promised, exact=False, reasons=tuple(bucket.reason for bucket in buckets))
+    return Planned(plan, certificate)
+
+
+def _on_cheaper_levels(bucket: Bucket, group: str, cost: AllReduceCost) -> Bucket:
+    reduction = bucket.key.reduction
+    if reduction.ranks_inside == 1 or any(member.rows is not None for member in bucket.members):
+        return bucket
+    two_s = sum(leg.seconds for leg in legs_of([member.loads for member in bucket.members], cost))
+    flat_s = cost.seconds(bucket.nbytes)
+    times = f"{flat_s * 1e3:.3g} ms on one level, {two_s * 1e3:.3g} ms on two"
+    if two_s <= flat_s:
+        return replace(bucket, reason=f"{bucket.reason}; {times}")
+    flat = replace(reduction, stages=(Stage(ALL_REDUCE, group, reduction.stages[0].reduce_op),))
+    key = bucket.key._replace(reduction=flat)
+    members = tuple(replace(each, gradient=replace(each.gradient, key=key)) for each in bucket.members)
+    return Bucket(key, members, f"{bucket.reason}; {times}")
 
 
 def nominal_cost(backend: str, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:

@@ -15,6 +15,7 @@ from dp_compile.testing.ranks import Ranks as Ranks
 from dp_compile.testing.same_training import Difference as Difference
 from dp_compile.testing.same_training import assert_same_training as assert_same_training
 from dp_compile.testing.schedule import Schedule as Schedule
+from dp_compile.testing.schedule import Sent as Sent
 from dp_compile.testing.seen import Counts as Counts
 from dp_compile.testing.seen import SeenBackward as SeenBackward
 from dp_compile.testing.seen import backward_of as backward_of
@@ -27,6 +28,7 @@ __all__ = [
     "Ranks",
     "Schedule",
     "SeenBackward",
+    "Sent",
     "Training",
     "assert_counts",
     "assert_end_below",

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import autograd, compiler, inductor
 from dp_compile.engine.record import CaptureRecord
@@ -69,7 +70,9 @@ class Recorder:
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
         names = node_names(graph, plans, ())
-        events = events_of(graph, names, self.device, self.efficiency)
+        stages = (stage for plan in plans for bucket in plan.buckets for stage in bucket.key.reduction.stages)
+        links = {stage.group: stage.link for stage in stages}
+        events = events_of(graph, names, self.device, self.efficiency, links)
         text = outline(graph, names, shown=_around_collectives(graph))
         self.graphs.append(SeenGraph(text, events, frozenset(_cloned(graph, names))))
         return PassResult(changed=False)
@@ -105,7 +108,7 @@ class Steps:
     codes: tuple[str, ...] | None
 
 
-def run_steps(training: Training, recorder: Recorder, on: str) -> Steps:
+def run_steps(training: Training, recorder: Recorder, on: str, device_mesh: DeviceMesh | None = None) -> Steps:
     """Train without an optimizer until the plan is settled, and `AGAIN` times more.
 
     Raises:
@@ -114,15 +117,15 @@ def run_steps(training: Training, recorder: Recorder, on: str) -> Steps:
     with inductor.generated_anew(), tempfile.TemporaryDirectory() as directory:
         if training.config.backend == INDUCTOR:
             training = replace(training, config=replace(training.config, dump_dir=directory))
-        return _replicated(training, recorder, on)
+        return _replicated(training, recorder, on, device_mesh)
 
 
-def _replicated(training: Training, recorder: Recorder, on: str) -> Steps:
+def _replicated(training: Training, recorder: Recorder, on: str, device_mesh: DeviceMesh | None) -> Steps:
     with torch.device(on):
         model = training.model()
     batch = autograd.tree_map_only(torch.Tensor, lambda tensor: tensor.to(on), training.make_batch(0, 0))
     model.to(on)
-    wishes = training.wishes
+    wishes = training.wishes | {"device_mesh": device_mesh}
     wishes["passes"] = (*(DEFAULT_PASSES if training.passes is None else training.passes), recorder)
     if on == CPU:
         replicate(model, config=training.config, **wishes)

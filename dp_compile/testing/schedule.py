@@ -2,19 +2,21 @@
 
     mm  mm  >> launch 0  mm  >> launch 1  mm  << wait 0 (stands still)  copy_  << wait 1
 
-The model of `timeline`: one network that carries one collective at a time. What is taken from the plan there is taken
-from the graph here, so that a launch that comes late or a wait that comes early costs what it would cost.
+The model of `plan/network.py`: a link carries one collective at a time. What is taken from the plan there is taken from
+the graph here, so that a launch that comes late or a wait that comes early costs what it would cost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 from torch import fx
 
+from dp_compile._torch import distributed
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.printer import is_op
 from dp_compile.insight.explanation.text import format_ms
@@ -23,6 +25,8 @@ from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.devices import Device
+from dp_compile.plan.network import is_on, legs_of
+from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, INSIDE, WHOLE, Load
 
 aten = torch.ops.aten
 
@@ -39,10 +43,53 @@ class Compute:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A collective starts. `name` is what it is called in the graph's text."""
+    """A collective starts. `name` is what it is called in the graph's text.
+
+    `collective`: torch's name of it, as `all_reduce`; `link` as in a plan's stages; `ranks`: of its group. `nbytes`: of
+    what it is given; `whole_nbytes`: or of what it makes, if that is more.
+    """
 
     name: str
     nbytes: int
+    collective: str = ALL_REDUCE
+    link: str = WHOLE
+    dtype: str = ""
+    ranks: int = 1
+    whole_nbytes: int = 0
+
+    @property
+    def load(self) -> Load:
+        phases = 2 if self.collective.startswith(ALL_REDUCE) else 1
+        return Load(self.link, phases, max(self.nbytes, self.whole_nbytes))
+
+    @property
+    def sent_nbytes(self) -> int:
+        """What this rank sends: in each phase the shares of all others, as rings do."""
+        return self.load.phases * int(self.load.nbytes) * (self.ranks - 1) // self.ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What this rank sends in one backward by one kind of collective, on one link, in one dtype.
+
+    `link`: `whole`, or of two levels of network `inside` a node or `between` nodes. `launches`: how many collectives.
+    `nbytes`: sent, as rings send: of n ranks (n - 1)/n of the bytes, an all-reduce twice that.
+    """
+
+    collective: str
+    link: str
+    dtype: str
+    launches: int
+    nbytes: int
+
+
+def sent_by(events: Sequence[Event]) -> tuple[Sent, ...]:
+    """What this rank sends, kind by kind, in the order of their first launches."""
+    found: dict[tuple[str, str, str], list[int]] = {}
+    for each in events:
+        if isinstance(each, Launch):
+            found.setdefault((each.collective, each.link, each.dtype), []).append(each.sent_nbytes)
+    return tuple(Sent(*kind, len(sent), sum(sent)) for kind, sent in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,24 +102,33 @@ class Wait:
 Event = Compute | Launch | Wait
 
 
-def events_of(graph: fx.Graph, names: Mapping[fx.Node, str], device: Device, efficiency: float) -> tuple[Event, ...]:
+def events_of(
+    graph: fx.Graph,
+    names: Mapping[fx.Node, str],
+    device: Device,
+    efficiency: float,
+    links: Mapping[str, str] = MappingProxyType({}),
+) -> tuple[Event, ...]:
     """What a graph does, node by node, in the order in which it stands there.
 
     Args:
         graph: with values in `meta["val"]`.
         names: what nodes are called, as in `graph_names.node_names`.
+        links: by name of a group, on which link it is.
         device: what computes.
         efficiency: which share of its peak matrix products reach.
     """
-    return tuple(_events(graph, names, device, efficiency))
+    return tuple(_events(graph, names, device, efficiency, links))
 
 
-def _events(graph: fx.Graph, names: Mapping[fx.Node, str], device: Device, efficiency: float) -> Iterator[Event]:
+def _events(
+    graph: fx.Graph, names: Mapping[fx.Node, str], device: Device, efficiency: float, links: Mapping[str, str]
+) -> Iterator[Event]:
     launched: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if is_collective(node):
             launched[node] = names.get(node, f"{node.name} (of the model)")
-            yield Launch(launched[node], sum(each.nbytes for each in _tensors(_values(node.args[0]))))
+            yield _launch(node, launched[node], links)
         elif node.target is REDUCE_GRAD:  # no pass made a bucket of it: it runs where it stands
             name = names.get(node, node.name)
             yield Launch(name, sum(each.nbytes for each in _tensors(_values(node.args[0]))))
@@ -82,6 +138,21 @@ def _events(graph: fx.Graph, names: Mapping[fx.Node, str], device: Device, effic
         elif is_op(node.target) and node.target not in _COSTS_NOTHING:
             args, kwargs = _values((node.args, node.kwargs))
             yield Compute(op_seconds(node.target, args, kwargs, node.meta.get("val"), device, efficiency))
+
+
+def _launch(node: fx.Node, name: str, links: Mapping[str, str]) -> Launch:
+    given, made = _tensors(_values(node.args[0])), _tensors(node.meta.get("val"))
+    group = str(node.args[-1])
+    target: Any = node.target
+    return Launch(
+        name,
+        sum(each.nbytes for each in given),
+        target.overloadpacket.__name__.removesuffix("_"),
+        links.get(group, WHOLE),
+        str(given[0].dtype).removeprefix("torch.") if given else "",
+        distributed.group_of_name(group).size(),
+        sum(each.nbytes for each in made),
+    )
 
 
 def _launch_behind(wait: fx.Node) -> fx.Node:
@@ -144,7 +215,7 @@ class Schedule:
 
 
 def schedule(events: Sequence[Event], cost: AllReduceCost, basis: str) -> Schedule:
-    """What events take if one collective costs `cost` and the network carries one at a time.
+    """What events take if an all-reduce costs `cost` and a link carries one collective at a time.
 
     Source: the model of MG-WFBP (arXiv 1912.09268), applied to the order of a graph.
     """
@@ -155,21 +226,22 @@ def schedule(events: Sequence[Event], cost: AllReduceCost, basis: str) -> Schedu
 
 
 def _run(events: Sequence[Event], cost: AllReduceCost) -> tuple[tuple[ScheduledCollective, ...], float]:
-    clock_s, network_free_s = 0.0, 0.0
+    clock_s, free_s = 0.0, dict.fromkeys((INSIDE, BETWEEN), 0.0)
     seen: dict[str, ScheduledCollective] = {}
     waited: set[str] = set()
     for event in events:
         if isinstance(event, Compute):
             clock_s += event.seconds
         elif isinstance(event, Launch):
-            start_s = max(clock_s, network_free_s)
-            network_free_s = start_s + cost.seconds(event.nbytes)
-            seen[event.name] = ScheduledCollective(
-                event.name, event.nbytes, clock_s, start_s, network_free_s, network_free_s, 0.0
-            )
+            (leg,) = legs_of([[event.load]], cost)
+            busy = [link for link in free_s if is_on(leg, link)]
+            start_s = max(clock_s, *(free_s[link] for link in busy))
+            finish_s = start_s + leg.seconds
+            free_s |= dict.fromkeys(busy, finish_s)
+            seen[event.name] = ScheduledCollective(event.name, event.nbytes, clock_s, start_s, finish_s, finish_s, 0.0)
         elif event.name not in waited:
             waited.add(event.name)
             stalled_s = max(0.0, seen[event.name].finish_s - clock_s)
             seen[event.name] = replace(seen[event.name], wait_s=clock_s, stalled_s=stalled_s)
             clock_s += stalled_s
-    return tuple(seen.values()), max(clock_s, network_free_s)
+    return tuple(seen.values()), max(clock_s, *free_s.values())

@@ -12,10 +12,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.record import Placement
 from dp_compile.errors import ConfigError
+from dp_compile.insight.prediction import LINK_INSIDE
 from dp_compile.insight.rehearsal import CPU, META, check_ranks, fake_group
 from dp_compile.passes.result import PeakMemory
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
@@ -23,6 +25,7 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.plan.devices import device as device_of
 from dp_compile.plan.links import link as link_of
+from dp_compile.plan.links import with_levels
 from dp_compile.plan.strategies import formula_for
 from dp_compile.plan.words import count
 from dp_compile.testing.generated_code import read_code
@@ -35,7 +38,7 @@ from dp_compile.testing.recording import (
     kernels_called,
     run_steps,
 )
-from dp_compile.testing.schedule import Launch, Schedule, schedule
+from dp_compile.testing.schedule import Launch, Schedule, Sent, schedule, sent_by
 from dp_compile.testing.training import Training
 
 
@@ -77,6 +80,7 @@ class SeenBackward:
         copied: gradients that are copied, and why; empty without Inductor.
         touched: what generated code does with memory that the network has at that time, a line each; empty if all is
             well, `None` without Inductor.
+        sent: what this rank sends, by kind of collective, link and dtype.
     """
 
     plan: BucketPlan
@@ -87,10 +91,21 @@ class SeenBackward:
     memory: PeakMemory | None
     copied: tuple[Placement, ...] = ()
     touched: tuple[str, ...] | None = None
+    sent: tuple[Sent, ...] = ()
+
+    def sent_on(self, link: str) -> int:
+        """Bytes that this rank sends on a link: `whole`, or of two levels `inside` a node or `between` nodes."""
+        return sum(each.nbytes for each in self.sent if each.link == link)
 
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {value:,}" for name, value in asdict(self.counts).items() if value is not None)
-        known = [counts, str(self.schedule), *([] if self.memory is None else [str(self.memory)])]
+        sent = ", ".join(f"{each.collective} {each.link} {each.dtype} {each.nbytes:,}" for each in self.sent)
+        known = [
+            counts,
+            f"sent bytes: {sent}",
+            str(self.schedule),
+            *([] if self.memory is None else [str(self.memory)]),
+        ]
         return "\n".join([self.plan_text, self.graph_text, *known])
 
 
@@ -99,6 +114,8 @@ def backward_of(
     *,
     link: str,
     ranks: int,
+    ranks_inside: int | None = None,
+    link_inside: str = LINK_INSIDE,
     device: str | Device = "h100-sxm",
     efficiency: float = EFFICIENCY,
     backend: str = "aot_eager",
@@ -114,6 +131,9 @@ def backward_of(
         training: what is trained, and how it is replicated.
         link: between the ranks: a name of `links.LINKS`.
         ranks: of the group, at least 2.
+        ranks_inside: ranks of a node, where gradients are reduced on two levels of network; `link` is between nodes
+            then, and `link_inside` inside them.
+        link_inside: as `link`.
         device: what it would compute on, a name of `devices.DEVICES` or a `Device`.
         efficiency: which share of the device's peak matrix products reach.
         backend: what compiles here. `inductor` generates code, so that kernels and copies can be counted: it takes
@@ -126,7 +146,7 @@ def backward_of(
     """
     device = device_of(device) if isinstance(device, str) else device
     _check(ranks, efficiency, backend, on)
-    cost = link_of(link).cost(ranks, formula=formula_for(ranks))
+    cost = _cost(link, ranks, link_inside, ranks_inside)
     config = _planning_for(training, replace(training.config, backend=backend), cost, on)
     recorder = Recorder(device, efficiency)
     with torch.random.fork_rng(devices=[]), fake_group(ranks), fresh_compiler():
@@ -134,20 +154,34 @@ def backward_of(
             raise ConfigError(
                 f"a fake process group of {dist.get_world_size()} ranks is up, but ranks={ranks}. Destroy it first."
             )
-        steps = run_steps(replace(training, config=config), recorder, on)
+        shape = None if ranks_inside is None else (ranks // ranks_inside, ranks_inside)
+        mesh = None if shape is None else init_device_mesh("cpu", shape)
+        steps = run_steps(replace(training, config=config), recorder, on, mesh)
     graphs = recorder.graphs[-steps.record.graphs :]
-    basis = f"{link}, {ranks} ranks, {device.name} at {efficiency:.0%} of its peak"
-    predicted = schedule([event for graph in graphs for event in graph.events], cost, basis)
+    nodes = "" if ranks_inside is None else f" ({ranks_inside} in a node, {link_inside})"
+    basis = f"{link}, {ranks} ranks{nodes}, {device.name} at {efficiency:.0%} of its peak"
+    events = [event for graph in graphs for event in graph.events]
     return SeenBackward(
         plan=steps.plan,
         plan_text=plan_text(steps.plan),
         graph_text=_graph_text(graphs),
         counts=_counts(steps, graphs),
-        schedule=predicted,
+        schedule=schedule(events, cost, basis),
         memory=steps.record.memory,
         copied=tuple(each for each in _placements(steps, graphs) if each.copied),
         touched=None if steps.codes is None else tuple(line for code in steps.codes for line in read_code(code).faults),
+        sent=sent_by(events),
     )
+
+
+def _cost(link: str, ranks: int, link_inside: str, ranks_inside: int | None) -> AllReduceCost:
+    whole = link_of(link).cost(ranks, formula=formula_for(ranks))
+    if ranks_inside is None:
+        return whole
+    if not 1 < ranks_inside < ranks or ranks % ranks_inside:
+        raise ConfigError(f"{ranks} ranks do not fill two nodes or more of ranks_inside={ranks_inside}.")
+    links = link_of(link_inside), link_of(link)
+    return with_levels(whole, *links, ranks_inside=ranks_inside, nodes=ranks // ranks_inside)
 
 
 def _check(ranks: int, efficiency: float, backend: str, on: str) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import importlib.util
+import itertools
 import json
 import shutil
 import textwrap
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,16 @@ import pytest
 from browser import browser, keep_screenshot, served
 from expecttest import assert_expected_inline
 from graphs import bucket_key
-from steps import LAYOUT, gradient, measured_like, step_of_buckets
+from steps import LAYOUT, gradient, measured_like, step_of_buckets, two_level_step
 
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
 from dp_compile.insight.timelines.events import Interval, critical_path_text, facts, format_time, timeline_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes
 
 KEY = bucket_key("", "sum", "float32", "cpu")
@@ -549,3 +552,55 @@ def test_missing_options(options: list[str], capsys: pytest.CaptureFixture[str])
         cli.main(["timeline", *options])
     assert stopped.value.code == 2
     assert "dp-compile timeline --help" in capsys.readouterr().err
+
+
+# --- two levels of network ------------------------------------------------------------------------------------------
+
+
+def test_two_levels_have_a_lane_for_each_link() -> None:
+    step = two_level_step(4, slower=6.0)
+    timeline = timeline_of(step)
+    assert timeline.lanes == ("network inside", "network between")
+    (view,) = timeline.views
+    lanes = [[box for box in view.boxes if box.lane == lane] for lane in (0, 1)]
+    assert [len(boxes) for boxes in lanes] == [8, 4]
+    for boxes in lanes:  # one at a time on a link
+        assert all(one.finish_s <= other.start_s for one, other in itertools.pairwise(boxes))
+    inside, between = lanes
+    assert any(a.start_s < b.finish_s and b.start_s < a.finish_s for a in inside for b in between)  # beside each other
+    for bucket, planned in enumerate(planned_buckets(step)):
+        legs = legs_of([member.stages for member in step.ready_members()[bucket]], step.cost)
+        own = [box for box in view.boxes if box.bucket == bucket]
+        assert [box.lane for box in own] == [0, 1, 0]
+        for box, leg in zip(own, legs, strict=True):
+            assert box.finish_s is not None
+            assert box.finish_s - box.start_s == pytest.approx(leg.seconds)
+        assert own[-1].finish_s == planned.finish_s
+    assert view.exposed_s == pytest.approx(view.end_s - step.backward_s)
+    assert [box.critical for box in view.boxes if box.bucket == 3] == [False, True, True]
+    assert critical_path_text(view) == "compute until blocks.0.attention.qkv.weight (10.0 ms), then buckets 2 to 3"
+
+
+def test_compute_that_stands_still_on_the_way_ends_later() -> None:
+    step = two_level_step(4, slower=200.0)
+    (view,) = timeline_of(step).views
+    on_the_way = [each for each in view.exposed if each.end_s < view.backward_s]
+    assert on_the_way
+    assert view.backward_s > step.backward_s
+    assert view.exposed_s == pytest.approx(view.end_s - step.backward_s)
+
+
+def test_all_forms_show_the_stages() -> None:
+    step = two_level_step(3, measured=True)
+    events = timeline_trace(step)["traceEvents"]
+    threads = {event["args"]["name"]: event["tid"] for event in events if event["name"] == "thread_name"}
+    assert {"network inside", "network between", "network, all stages"} <= threads.keys()
+    seen = Counter(event["tid"] for event in events if event["ph"] == "X" and event["name"].startswith("bucket"))
+    assert [seen[threads[f"network {where}"]] for where in ("inside", "between")] == [6, 3]
+    assert seen[threads["network, all stages"]] == 3
+    data = json.loads(timeline_page(step).partition('id="data">')[2].partition("</script>")[0])
+    assert [len(view["boxes"]) for view in data["views"]] == [9, 3]
+    assert [len(view["transfers"]) for view in data["views"]] == [3, 3]
+    picture = timeline_picture(step)
+    assert "network inside" in picture
+    assert picture.count('fill="#0067a3"') + picture.count('fill="#bf4b00"') >= 12

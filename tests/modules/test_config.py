@@ -23,6 +23,7 @@ def test_defaults() -> None:
         "first_bucket_cap_mb": None,
         "cost": None,
         "replan_after": None,
+        "two_levels": "always",
         "reduce_dtype": None,
         "reduce_dtypes": (),
         "gradient_divide_factor": None,
@@ -69,6 +70,12 @@ def test_an_alignment_is_a_power_of_two(value: Any) -> None:
 @pytest.mark.parametrize("value", [1, 2, 4096])
 def test_allowed_alignments(value: int) -> None:
     assert ReplicateConfig(alignment_bytes=value).alignment_bytes == value
+
+
+@pytest.mark.parametrize("value", ["never", None, True, 2])
+def test_two_levels_always_or_as_predicted(value: Any) -> None:
+    with pytest.raises(ConfigError, match="two_levels must be one of always, auto, got"):
+        ReplicateConfig(two_levels=value)
 
 
 @pytest.mark.parametrize("backend", ["eager", "", None, "Inductor"])

@@ -118,6 +118,7 @@ def test_all_of_it_is_told_in_short(seen: testing.SeenBackward) -> None:
         told.removeprefix(f"{seen.plan_text}\n{seen.graph_text}\n"),
         """\
 collectives 3, reduced_nbytes 50,148, captures 1, recompiles 0, graph_breaks 0
+sent bytes: all_reduce whole float32 50,148
 compute alone 0.655 ms, with communication 0.671 ms, 0.0152 ms exposed
   predicted: nvlink4, 2 ranks, cpu-core at 40% of its peak
 simulated peak memory: 705.2 KiB, as torch's DDP 754.2 KiB""",

@@ -9,7 +9,6 @@ from typing import Final
 
 from dp_compile.insight.prediction import Prediction, Scenario, predict
 from dp_compile.insight.step import Step
-from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.words import count
 
@@ -127,11 +126,12 @@ def _fewer_bytes(step: Step, now: Prediction) -> Iterator[Advice]:
 
 def _other_links(step: Step, now: Prediction) -> Iterator[Advice]:
     """What limits: the latency, or the bandwidth."""
-    alpha_s, beta = step.cost.alpha_s, step.cost.beta_s_per_byte
-    soon = predict(step, Scenario(cost=AllReduceCost(alpha_s / 2, beta)))
-    latencies = f"{_us(alpha_s / 2)} us instead of {_us(alpha_s)}"
+    alpha_s = step.cost.on(step.links[-1]).alpha_s
+    where = " between nodes" * (len(step.links) > 1)
+    soon = predict(step, Scenario(cost=step.cost.scaled(1.0, latency=0.5)))
+    latencies = f"{_us(alpha_s / 2)} us instead of {_us(alpha_s)}{where}"
     yield _advice(f"half the latency of a collective, {latencies}: a limit of the link", _end(now), _end(soon))
-    fast = predict(step, Scenario(cost=AllReduceCost(alpha_s, beta / 2)))
+    fast = predict(step, Scenario(cost=step.cost.scaled(0.5, latency=2.0)))
     yield _advice("twice the bandwidth between ranks: a limit of the link", _end(now), _end(fast))
 
 

@@ -1,9 +1,9 @@
 """A step as lanes and events: pure data that the page, the trace and the picture draw.
 
 Two views of one step, both on the same axis, in seconds after the start of the backward: `planned` is the prediction
-of `step.planned_buckets`, `measured` what one rank saw. A measured bucket's launch and end are known, when it got the
-network is not: it is drawn from the end of the bucket before it in its lane. Compute is taken to stand still up to
-the end of the bucket that it waits for.
+of `step.planned_buckets`, on two levels of network with a lane for each; `measured` what one rank saw. A measured
+bucket's launch and end are known, when it got the network is not: it is drawn from the end of the bucket before it in
+its lane. Compute is taken to stand still up to the end of the bucket that it waits for.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Final, NamedTuple
 from dp_compile.insight.explanation.exposure import with_measured_backward
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
+from dp_compile.plan.network import Carried
 from dp_compile.plan.ready_times import MEASURED as MEASURED_TIMES
+from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE
 from dp_compile.plan.words import count, format_bytes
 
+LINK_NAMES: Final = {INSIDE: "network inside", BETWEEN: "network between"}
 PLANNED: Final = "planned"
 MEASURED: Final = "measured"
 
@@ -44,6 +47,7 @@ class Transfer:
         exposed_s: how long compute stood still for it.
         row: where it waits for the network: two that wait at the same time are in different rows.
         critical: it is on the critical path.
+        stages: what is on the network in its place, where links carry its stages: each as if it were a bucket.
     """
 
     bucket: int
@@ -54,6 +58,7 @@ class Transfer:
     exposed_s: float
     row: int = 0
     critical: bool = False
+    stages: tuple[Transfer, ...] = ()
 
     @property
     def exposed(self) -> Interval | None:
@@ -89,6 +94,11 @@ class View:
     optimizer_s: float | None = None
 
     @property
+    def boxes(self) -> list[Transfer]:
+        """What is on the network, in the order in which it starts there."""
+        return sorted((box for each in self.transfers for box in each.stages or (each,)), key=lambda box: box.start_s)
+
+    @property
     def end_s(self) -> float:
         """When the backward and all its buckets are over."""
         return max([self.backward_s, *(each.finish_s for each in self.transfers if each.finish_s is not None)])
@@ -101,7 +111,7 @@ class View:
     def exposed(self) -> list[Interval]:
         """When compute stands still, in order; intervals that touch are one."""
         joined: list[Interval] = []
-        for each in sorted(transfer.exposed for transfer in self.transfers if transfer.exposed is not None):
+        for each in sorted(box.exposed for box in self.boxes if box.exposed is not None):
             if joined and each.start_s <= joined[-1].end_s + 1e-12:
                 joined[-1] = Interval(joined[-1].start_s, max(joined[-1].end_s, each.end_s))
             else:
@@ -121,7 +131,9 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All views of a step. `lanes`: a name for each network lane, one for each key of the plan's buckets."""
+    """All views of a step. `lanes`: a name for each network lane: one for each key of the plan's buckets, on two levels
+    of network one for each link, and one for measured buckets, of whose stages nobody knows when they were there.
+    """
 
     step: Step
     lanes: tuple[str, ...]
@@ -146,9 +158,14 @@ class Fact(NamedTuple):
 def timeline_of(step: Step) -> Timeline:
     """The planned view, and the measured one if the step was measured."""
     step = with_measured_backward(step)
-    lanes = _lane_names([tuple(str(bucket.key).split()) for bucket in step.plan.buckets])
-    numbers = {key: number for number, key in enumerate(dict.fromkeys(bucket.key for bucket in step.plan.buckets))}
-    lane_of = [numbers[bucket.key] for bucket in step.plan.buckets]
+    keys = [bucket.key for bucket in step.plan.buckets]
+    if len(step.links) > 1:
+        lanes: tuple[str, ...] = (*LINK_NAMES.values(), *(["network, all stages"] if step.measured else []))
+        lane_of = [len(LINK_NAMES)] * len(keys)
+    else:
+        lanes = _lane_names([tuple(str(key).split()) for key in keys])
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        lane_of = [numbers[key] for key in keys]
     views = [_planned(step, lane_of)]
     if step.measured is not None:
         views.append(_measured(step, step.measured, lane_of))
@@ -168,12 +185,27 @@ def _lane_names(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _planned(step: Step, lane_of: Sequence[int]) -> View:
-    transfers = [
-        Transfer(number, lane, each.ready_s, each.start_s, each.finish_s, each.exposed_s)
-        for number, (lane, each) in enumerate(zip(lane_of, planned_buckets(step), strict=True))
-    ]
+    several = len(step.links) > 1
+    transfers = []
+    for number, (lane, each) in enumerate(zip(lane_of, planned_buckets(step), strict=True)):
+        times = each.ready_s, each.start_s, each.finish_s, each.exposed_s
+        on_lanes = [(stage, lanes) for stage in each.stages for lanes in _lanes_of(stage, lane, several)]
+        stages = [Transfer(number, at, each.ready_s, *one[1:]) for one, at in on_lanes]
+        transfers.append(Transfer(number, lane, *times, stages=tuple(stages) if len(stages) > 1 else ()))
     view = View(PLANNED, f"predicted; {_basis(step)}", step.backward_s, tuple(_in_rows(transfers)))
+    for stall in view.exposed:  # compute ends later by what it stood still for before
+        if stall.start_s < view.backward_s:
+            view = replace(view, backward_s=view.backward_s + stall.end_s - stall.start_s)
+    if any(each.stages for each in transfers):
+        return _with_critical_stages(view, step)
     return _with_critical_path(view, step, [None, *range(len(transfers) - 1)])
+
+
+def _lanes_of(stage: Carried, lane: int, several: bool) -> Sequence[int]:
+    """Where a stage is drawn: one over the whole group keeps both links busy."""
+    if not several:
+        return [lane]
+    return [number for number, link in enumerate(LINK_NAMES) if stage.link in (link, WHOLE)]
 
 
 def _basis(step: Step) -> str:
@@ -262,6 +294,37 @@ def _with_critical_path(view: View, step: Step, holders: Sequence[int | None]) -
         transfers=tuple(replace(each, critical=each.bucket in path) for each in view.transfers),
         critical=Interval(0.0, current.launch_s),
         critical_member=_last_ready(step, current.bucket),
+    )
+
+
+def _with_critical_stages(view: View, step: Step) -> View:
+    """The same where buckets have several stages: a stage that starts where another one ends is handed on by that."""
+    waited_for = [box for box in view.boxes if box.exposed is not None]
+    if not waited_for:
+        return replace(view, critical=Interval(0.0, view.backward_s))
+    path = [max(waited_for, key=_end_s)]
+    while path[-1].start_s > path[-1].launch_s:
+        before = [box for box in view.boxes if box.finish_s == path[-1].start_s and box.start_s < path[-1].start_s]
+        if not before:
+            break
+        path.append(max(before, key=lambda box: box.bucket == path[-1].bucket))
+
+    first = path[-1]
+
+    def marked(each: Transfer) -> Transfer:
+        # Compute hands over where the first of them is launched, which may be a later stage than the bucket's first.
+        stages = tuple(
+            replace(box, critical=box in path, launch_s=box.start_s if box is first else box.launch_s)
+            for box in each.stages
+        )
+        return replace(each, critical=each in path or any(box.critical for box in stages), stages=stages)
+
+    computed = max((each for each in view.transfers if each.launch_s <= first.start_s), key=lambda each: each.launch_s)
+    return replace(
+        view,
+        transfers=tuple(map(marked, view.transfers)),
+        critical=Interval(0.0, min(first.start_s, view.backward_s)),
+        critical_member=_last_ready(step, computed.bucket),
     )
 
 

@@ -1,6 +1,7 @@
 "use strict";
 // Draws the data of the page: times in ms after the start of the backward. A transfer is a row of numbers:
-// [bucket, lane, launch, start, finish or null, exposed, row, critical].
+// [bucket, lane, launch, start, finish or null, exposed, row, critical]. A box is what is drawn in a network lane, in the
+// order of the starts: a transfer, or a stage of one as another such row.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const [BUCKET, LANE, LAUNCH, START, FINISH, EXPOSED, ROW, CRITICAL] = [0, 1, 2, 3, 4, 5, 6, 7];
@@ -131,7 +132,7 @@
     if (queue && py >= queue.top && py < queue.top + queue.high) return hitQueue(band, px, py);
     const lane = band.networks.findIndex((top) => py >= top - GAP / 2 && py < top + BAR + GAP / 2);
     if (lane < 0) return nearest(view.transfers, px, (each) => [each[LAUNCH], each[LAUNCH]]);
-    const inLane = view.transfers.filter((each) => each[LANE] === lane);
+    const inLane = view.boxes.filter((each) => each[LANE] === lane);
     return nearest(inLane, px, (each) => [each[START], each[FINISH] ?? each[START]]);
   }
 
@@ -247,7 +248,7 @@
 
   function drawNetwork(band) {
     const last = band.networks.map(() => -2);
-    for (const each of band.view.transfers) {
+    for (const each of band.view.boxes) {
       const top = band.networks[each[LANE]], left = x(each[START]);
       if (each[FINISH] === null) {
         if (left < GUTTER || left > width) continue;
@@ -302,7 +303,7 @@
     };
     if (view.critical) line(view.critical[0], view.critical[1], band.compute + BAR - 1);
     let first = null;
-    for (const each of view.transfers) {
+    for (const each of view.boxes) {
       if (!each[CRITICAL]) continue;
       first = first || each;
       line(each[START], each[FINISH], band.networks[each[LANE]] - 2);
@@ -325,13 +326,14 @@
   function drawMarked(band, number) {
     const each = band.view.transfers[number];
     if (!each) return;
-    const top = band.networks[each[LANE]], right = x(each[FINISH] ?? each[START]);
     context.strokeStyle = colours.ink;
     context.lineWidth = 2;
     const frame = (left, to, y, high) => {
       if (to >= GUTTER && left <= width) context.strokeRect(left - 1, y - 1, Math.max(to - left, 1) + 1, high + 2);
     };
-    frame(x(each[START]), right, top, BAR);
+    for (const box of band.view.boxes.filter((one) => one[BUCKET] === number)) {
+      frame(x(box[START]), x(box[FINISH] ?? box[START]), band.networks[box[LANE]], BAR);
+    }
     if (band.queue && each[START] > each[LAUNCH]) {
       const { top: first, high, crowded } = band.queue;
       const row = crowded ? first + high - 4 : first + each[ROW] * ROW_HIGH;

@@ -141,6 +141,7 @@ def _view(view: View) -> dict[str, Any]:
         "critical": None if view.critical is None else [_ms(each) for each in view.critical],
         "stalls": [[_ms(each) for each in interval] for interval in view.exposed],
         "transfers": [_transfer(each) for each in view.transfers],
+        "boxes": [_transfer(each) for each in view.boxes],
     }
 
 

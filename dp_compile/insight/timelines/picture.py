@@ -207,7 +207,7 @@ def _depth(view: View, waiting: Sequence[Transfer], axis: _Axis, top: float, dep
 
 def _network_boxes(timeline: Timeline, view: View, axis: _Axis, lane: int) -> Iterator[_Box]:
     marks = [each.launch_s for each in view.transfers if each.lane == lane and each.finish_s is None]
-    for each in view.transfers:
+    for each in view.boxes:
         if each.lane != lane or each.finish_s is None:
             continue
         nbytes = format_bytes(timeline.step.plan.buckets[each.bucket].nbytes)
@@ -260,7 +260,7 @@ def _critical(view: View, axis: _Axis, compute_bottom: float, networks: Sequence
         return
     left, right = (axis.x(each) for each in view.critical)
     yield svg.rect(left, compute_bottom - 1, right - left, 3, svg.INK)
-    path = [each for each in view.transfers if each.critical and each.finish_s is not None]
+    path = [each for each in view.boxes if each.critical and each.finish_s is not None]
     if path:
         end = networks[path[0].lane] + 1
         yield svg.rect(axis.x(path[0].launch_s) - 1.5, compute_bottom - 1, 3, end - compute_bottom + 1, svg.INK)

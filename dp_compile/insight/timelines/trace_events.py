@@ -80,12 +80,13 @@ def _view(timeline: Timeline, number: int, zero_us: float) -> Iterator[Event]:
     if view.critical is not None:
         until = {"until": view.critical_member} if view.critical_member else {}
         yield complete(_CRITICAL, "compute", *view.critical, until)
-    for each in view.transfers:
+    for each in view.boxes:
         args = _args(timeline, view, each)
         end_s = each.start_s if each.finish_s is None else each.finish_s
         yield complete(_NETWORK + each.lane, f"bucket {each.bucket}", each.start_s, end_s, args)
         if each.critical:
             yield complete(_CRITICAL, f"bucket {each.bucket}", each.start_s, end_s, {})
+    for each in view.transfers:
         if each.start_s > each.launch_s:
             yield from _waiting(each, pid, zero_us)
 

@@ -1,0 +1,80 @@
+"""What a rank sends in one backward, stage by stage: on one level of network and on two, in another dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import dp_compile
+from dp_compile import testing
+from dp_compile.testing.schedule import Launch, sent_by
+
+WIDTH = 32
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH, bias=False))
+
+
+def make_batch(rank: int, step: int) -> torch.Tensor:
+    return torch.ones(4, WIDTH)
+
+
+ONE_BUCKET = dp_compile.ReplicateConfig(bucket_cap_mb=1.0)
+TRAINING = testing.Training(make_model=make_model, make_batch=make_batch, config=ONE_BUCKET)
+
+
+def look_at(training: testing.Training, ranks_inside: int | None = None) -> testing.SeenBackward:
+    return testing.backward_of(training, link="ethernet-25", ranks=4, ranks_inside=ranks_inside, on="meta")
+
+
+def test_two_levels_hand_half_of_the_bytes_to_the_slow_link() -> None:
+    """Four ranks, two in a node. On one level every rank sends one and a half buckets, over whatever link there is."""
+    flat, two = look_at(TRAINING), look_at(TRAINING, ranks_inside=2)
+    (bucket,) = flat.plan.buckets
+    nbytes = 4 * bucket.numel
+    assert flat.sent == (testing.Sent("all_reduce", "whole", "float32", 1, 2 * nbytes * 3 // 4),)
+    (bucket,) = two.plan.buckets
+    padded = 4 * bucket.numel
+    assert padded - nbytes < 128
+    assert two.sent == (
+        testing.Sent("all_to_all_single", "inside", "float32", 1, padded // 2),
+        testing.Sent("all_reduce", "between", "float32", 1, 2 * (padded // 2) // 2),
+        testing.Sent("all_gather_into_tensor", "inside", "float32", 1, padded // 2),
+    )
+    # Given to the slow link: half. Sent there by each rank, which now has one partner instead of three: a third.
+    handed = [each.nbytes for each in two.schedule.collectives]
+    assert handed == [padded, padded // 2, padded // 2]
+    assert two.sent_on("between") * 3 == pytest.approx(flat.sent_on("whole"), rel=0.02)
+    assert two.sent_on("whole") == flat.sent_on("between") == 0
+    assert two.schedule.end_s < flat.schedule.end_s
+    assert "sent bytes: all_to_all_single inside float32" in str(two)
+
+
+def test_a_cheaper_wire_halves_every_stage() -> None:
+    cheap = replace(TRAINING, config=replace(ONE_BUCKET, reduce_dtype=torch.bfloat16))
+    plain, half = look_at(TRAINING, ranks_inside=2), look_at(cheap, ranks_inside=2)
+    assert [each.dtype for each in half.sent] == ["bfloat16"] * 3
+    for one, other in zip(plain.sent, half.sent, strict=True):
+        assert (one.collective, one.link, one.launches) == (other.collective, other.link, other.launches)
+        assert other.nbytes == pytest.approx(one.nbytes / 2, rel=0.02)
+
+
+def test_what_collectives_send() -> None:
+    def sent(collective: str, given: int, made: int) -> int:
+        (found,) = sent_by([Launch("", given, collective, ranks=8, whole_nbytes=made)])
+        return found.nbytes
+
+    assert sent("all_reduce_coalesced", 800, 800) == 1400
+    assert sent("reduce_scatter_tensor", 800, 100) == 700
+    assert sent("all_gather_into_tensor", 100, 800) == 700
+    assert sent("all_to_all_single", 800, 800) == 700
+
+
+@pytest.mark.parametrize("ranks_inside", [1, 3, 4])
+def test_ranks_that_do_not_fill_nodes(ranks_inside: int) -> None:
+    with pytest.raises(dp_compile.ConfigError, match="do not fill two nodes"):
+        look_at(TRAINING, ranks_inside)
