@@ -30,8 +30,8 @@ class Group:
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
 
     def reduction_of_flags(self, dtype: torch.dtype) -> Reduction:
-        """As that of the gradients of this dtype, but never by a hook, which may lose some of them."""
-        return replace(self, averaging=replace(self.averaging, hook=None)).reduction(dtype)
+        """As that of the gradients of this dtype, but over all ranks, and never by a hook, which may lose some."""
+        return replace(self, averaging=replace(self.averaging, hook=None, subgroup=None)).reduction(dtype)
 
     @property
     def ranks_inside(self) -> int | None:
