@@ -42,7 +42,7 @@ class QuantizedHook(FunctionalHook):
 
     Args:
         dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        block: how many elements share a scale.
+        block: how many elements share a scale: few, as rows of one matrix differ in size, those of embeddings most.
         error_feedback: send later what quantising loses; takes four bytes of memory for each element.
 
     Raises:
@@ -50,7 +50,7 @@ class QuantizedHook(FunctionalHook):
     """
 
     dtype: torch.dtype = torch.int8
-    block: int = 256
+    block: int = 64
     error_feedback: bool = True
     rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
 

@@ -91,10 +91,12 @@ def test_as_torch_s_ddp(ranks4: Ranks, compiled: bool, broken: tuple[int, ...], 
             assert (ways, graphs) == ({"captured": SWITCH + 3}, 2)
 
 
-def other_states(rank_0: dict[str, Any]) -> str:
+def other_states(what: str) -> str:
     model: Any = dp_compile.replicate(mlp(), config=AOT)
     subgroup = halves()
-    options = {"start_localSGD_iter": 3, "subgroup": subgroup} | (rank_0 if dist.get_rank() == 0 else {})
+    options: dict[str, Any] = {"start_localSGD_iter": 3, "subgroup": subgroup}
+    if dist.get_rank() == 0:
+        options[what] = 4 if what == "start_localSGD_iter" else dist.GroupMember.NON_GROUP_MEMBER
     try:
         model.register_comm_hook(PostLocalSGDState(None, **options), post_localSGD_hook)
     except dp_compile.DesyncError as error:
@@ -104,9 +106,9 @@ def other_states(rank_0: dict[str, Any]) -> str:
     return ""
 
 
-@pytest.mark.parametrize("rank_0", [{"start_localSGD_iter": 4}, {"subgroup": dist.GroupMember.NON_GROUP_MEMBER}])
-def test_ranks_with_other_states(ranks2: Ranks, rank_0: dict[str, Any]) -> None:
-    for text in ranks2.run(other_states, rank_0):
+@pytest.mark.parametrize("what", ["start_localSGD_iter", "subgroup"])
+def test_ranks_with_other_states(ranks2: Ranks, what: str) -> None:
+    for text in ranks2.run(other_states, what):
         assert "register_comm_hook(): rank 1 differs from rank 0" in text
 
 
