@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine.hook_state import HookState, Remembering
+from dp_compile.engine.post_local_sgd import PostLocalSGDMemory
 from dp_compile.engine.power_sgd import PLAIN, PowerSGDMemory
 from dp_compile.errors import ConfigError
 from dp_compile.passes.functional_hook import FunctionalHook, register
@@ -21,6 +23,9 @@ from dp_compile.plan.reduction import Averaging
 
 TorchHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 HookFunction = TorchHook | FunctionalHook
+
+_STATES: Final = ((powerSGD_hook, PowerSGDState), (post_localSGD_hook, PostLocalSGDState))
+"""Of hooks of torch's that remember something the class of their state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,9 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     if function is powerSGD_hook and type(state) is PowerSGDState and _is_of(state.process_group, group):
         memory = PowerSGDMemory(state)
         return CommHook(state, function, PLAIN, memory.hook, memory)
+    if function is post_localSGD_hook and type(state) is PostLocalSGDState and _is_of(state.process_group, group):
+        if state.post_local_gradient_allreduce:
+            return CommHook(state, function, PLAIN, memory=PostLocalSGDMemory(state))
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
     averaging = _averaging_of(state, function, group)
@@ -134,11 +142,14 @@ def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> 
 
 
 def _why_unknown(state: Any, function: TorchHook, group: dist.ProcessGroup) -> str:
-    if function is powerSGD_hook and type(state) is not PowerSGDState:
-        return f"its state is a {type(state).__name__}, not a PowerSGDState"
-    known = function in (powerSGD_hook, hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook)
-    if known and not _is_of(state.process_group if function is powerSGD_hook else state, group):
+    kind = next((kind for hook, kind in _STATES if function is hook), None)
+    if kind is not None and type(state) is not kind:
+        return f"its state is a {type(state).__name__}, not a {kind.__name__}"
+    known = function in (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook)
+    if (known or kind) and not _is_of(state.process_group if kind else state, group):
         return "it averages over another group than the module's"
+    if kind is PostLocalSGDState:
+        return "with post_local_gradient_allreduce=False nothing is reduced in the end"
     return "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
 
 

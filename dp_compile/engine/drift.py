@@ -67,7 +67,10 @@ def _is_wanted(replica: Replica) -> bool:
     if every == 0 or replica.uneven is not None or not replica.group.has_others:
         return False
     return every is not None or (
-        replica.config.check_reductions and replica.called_hook is None and replica.group.backend in _SAME_BITS
+        replica.config.check_reductions
+        and replica.called_hook is None
+        and replica.group.averaging.subgroup is None
+        and replica.group.backend in _SAME_BITS
     )
 
 

@@ -46,8 +46,8 @@ class Group:
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
 
     def reduction_of_flags(self, dtype: torch.dtype, parameter: str) -> Reduction:
-        """As that of the gradient of this parameter, but never by a hook, which may lose some of them."""
-        return replace(self, averaging=replace(self.averaging, hook=None)).reduction(dtype, parameter)
+        """As that of the gradient of this parameter, but over all ranks, and never by a hook, which may lose some."""
+        return replace(self, averaging=replace(self.averaging, hook=None, subgroup=None)).reduction(dtype, parameter)
 
     @property
     def has_kinds(self) -> bool:

@@ -1,6 +1,6 @@
 """Gradients in eight bits on the wire: int8 or float8, a scale for each block, and what that loses sent later.
 
-    x = gradient + error           each rank; blocks of the flat bucket
+    x = gradient + error           each rank; each gradient begins a block, as they differ in size
     q, s = quantised x             s = max |x| / Q of a block, at least 2^-126; q = x / s, rounded to the nearest (even)
     all-to-all                     part r of q and s to rank r
     mean = sum of q s / ranks      in float32, of this rank's part
@@ -42,7 +42,7 @@ class QuantizedHook(FunctionalHook):
 
     Args:
         dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-        block: how many elements share a scale.
+        block: how many elements share a scale: few, as rows of one matrix differ in size, those of embeddings most.
         error_feedback: send later what quantising loses; takes four bytes of memory for each element.
 
     Raises:
@@ -50,7 +50,7 @@ class QuantizedHook(FunctionalHook):
     """
 
     dtype: torch.dtype = torch.int8
-    block: int = 256
+    block: int = 64
     error_feedback: bool = True
     rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
 
@@ -64,12 +64,11 @@ class QuantizedHook(FunctionalHook):
         return {"error": gradient.new_zeros(gradient.shape, dtype=torch.float32)} if self.error_feedback else {}
 
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
-        sizes = [gradient.numel() for gradient in bucket.gradients]
-        numel = self.block * max(1, -(-sum(sizes) // (self.block * bucket.ranks)))  # of a part
+        blocks = sum(self._blocks(gradient) for gradient in bucket.gradients)
+        numel = self.block * max(1, -(-blocks // bucket.ranks))  # of a part
         # In one place and its copy: memory that is new costs more than what is done to it.
-        whole = bucket.gradients[0].new_empty(bucket.ranks * numel, dtype=torch.float32)
+        whole = bucket.gradients[0].new_zeros(bucket.ranks * numel, dtype=torch.float32)
         scratch = torch.empty_like(whole)
-        whole[sum(sizes) :].zero_()
         errors = self._views(whole, bucket)
         for error, gradient, state in zip(errors, bucket.gradients, bucket.state, strict=True):
             if state:
@@ -85,10 +84,13 @@ class QuantizedHook(FunctionalHook):
         return [each.to(like.dtype) for each, like in zip(reduced, bucket.gradients, strict=True)], states
 
     def _views(self, flat: torch.Tensor, bucket: HookBucket) -> list[torch.Tensor]:
-        """The gradients' places in a bucket."""
-        sizes = [gradient.numel() for gradient in bucket.gradients]
+        """The gradients' places among the blocks."""
+        sizes = [self.block * self._blocks(gradient) for gradient in bucket.gradients]
         parts = flat[: sum(sizes)].split(sizes)
-        return [part.view(each.shape) for part, each in zip(parts, bucket.gradients, strict=True)]
+        return [part[: each.numel()].view(each.shape) for part, each in zip(parts, bucket.gradients, strict=True)]
+
+    def _blocks(self, gradient: torch.Tensor) -> int:
+        return -(-gradient.numel() // self.block)
 
     def _quantised(self, x: torch.Tensor, parts: int, scratch: torch.Tensor) -> torch.Tensor:
         """Bytes of each part of `x`: its elements, then its scales. What they lose is left in `x`."""

@@ -401,11 +401,11 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         beside_shards=target.sharded,
         comm_hook=comm_hook,
         # torch's reducer has one level, and calls hooks of its own kind.
-        by_hooks=None if levels is None and not wires and (comm_hook is None or comm_hook.functional is None) else True,
+        by_hooks=None if levels is None and not wires and (comm_hook is None or comm_hook.memory is None) else True,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
-    if comm_hook is not None and comm_hook.functional is not None:
+    if comm_hook is not None and comm_hook.memory is not None:
         check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))

@@ -288,10 +288,10 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
     Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook`, the two wrappers
-    around the first and `powerSGD_hook` do is known: backwards are captured as before, and gradients travel so. Any
-    other is called by torch's C++ reducer, which from then on reduces every backward of the module; what torch compiled
-    is used as before, but no backward is captured. A `FunctionalHook` runs in the captured graph, and in every other
-    way that a backward goes. Every rank registers the same hook: they compare them here.
+    around the first, `powerSGD_hook` and `post_localSGD_hook` do is known: backwards are captured as before, and
+    gradients travel so. Any other is called by torch's C++ reducer, which from then on reduces every backward of the
+    module; what torch compiled is used as before, but no backward is captured. A `FunctionalHook` runs in the captured
+    graph, and in every other way that a backward goes. Every rank registers the same hook: they compare them here.
 
     Args:
         state: handed to the hook as its first argument; of a functional hook a `HookState`.
@@ -320,7 +320,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
                 "dtype, ReplicateConfig(reduce_dtypes={...})."
             )
         made = replace(made, units=units_named(behind(module), modules, "modules"))
-    if made.functional is not None and isinstance(owner, Replica):
+    if made.memory is not None and isinstance(owner, Replica):
         made = _feasible(owner, made)
     if made.averaging is None and owner.group.levels is not None:
         raise ConfigError(
@@ -363,7 +363,7 @@ def _take(replica: Replica, hook: CommHook) -> None:
     if hook.averaging is not None:
         assert replica.average_by is not None
         replica.average_by(hook.averaging)
-    if hook.functional is not None:
+    if hook.memory is not None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
 
 

@@ -20,7 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    batched_powerSGD_hook,
+    powerSGD_hook,
+)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
@@ -466,6 +470,7 @@ class TestCommHooks:
             ("another group", {}, "it averages over another group than the module's"),
             ("powerSGD of another group", {}, "it averages over another group than the module's"),
             ("powerSGD with a state of its own", {}, "its state is a Own, not a PowerSGDState"),
+            ("powerSGD of buckets", {}, "what it does is not known here"),
             ("powerSGD", {"passes": ()}, "no pass makes buckets"),
             ("powerSGD", {"config": replace(AOT, ddp_python_hook=False)}, "with ddp_python_hook=False torch's C++"),
         ],
@@ -480,6 +485,7 @@ class TestCommHooks:
             "another group": (group, default_hooks.allreduce_hook),
             "powerSGD of another group": (PowerSGDState(group), powerSGD_hook),
             "powerSGD with a state of its own": (Own(None), powerSGD_hook),
+            "powerSGD of buckets": (PowerSGDState(None), batched_powerSGD_hook),
             "powerSGD": (PowerSGDState(None), powerSGD_hook),
         }
         model = dp_compile.replicate(Net(), **{"config": AOT} | options)
