@@ -30,6 +30,7 @@ def wires_of(module: nn.Module, names: Iterable[str], config: ReplicateConfig) -
     """
     units: dict[str, torch.dtype | None] = {}
     disputed: dict[str, None] = {}
+    modules_named(module, [given for given, _ in config.wire_exceptions], "reduce_dtypes")  # all that are not there
     for given, dtype in config.wire_exceptions:
         for name in modules_named(module, (given,), "reduce_dtypes"):
             if units.setdefault(name, dtype) != dtype:
@@ -68,18 +69,22 @@ def members_of(
     for prefix, owner in module.named_modules():
         for name, parameter in owner.named_parameters(recurse=False):
             full = fully_qualified(f"{prefix}.{name}" if prefix else name)
-            around = [unit for unit in units if full.startswith(f"{unit}.")]
+            around = [unit for unit in units if not unit or full.startswith(f"{unit}.")]
             places.setdefault(id(parameter), []).append((full, max(around, key=len, default=None)))
-    kind_of: dict[str | None, object] = {unit: True if tell_apart is None else ("", tell_apart[unit]) for unit in units}
-    shared = [each for each in places.values() if len({repr(kind_of.get(unit)) for _, unit in each}) > 1]
+
+    def kind(unit: str | None) -> object:
+        return None if unit is None else ("" if tell_apart is None else tell_apart[unit],)
+
+    wanted = set(names)
+    reduced = [each for each in places.values() if any(name in wanted for name, _ in each)]
+    shared = [each for each in reduced if len({kind(unit) for _, unit in each}) > 1]
     if shared:
         said = "; ".join(" = ".join(name for name, _ in each) for each in shared)
         raise ModuleError(
             f"{option} means one of the places of a shared parameter only, which is reduced once: {said}. Name the "
             "modules of all its places, or of none."
         )
-    wanted = set(names)
-    found = ((name, unit) for each in places.values() for name, unit in each if name in wanted)
+    found = ((name, unit) for each in reduced for name, unit in each if name in wanted)
     return {name: unit for name, unit in found if unit is not None}
 
 

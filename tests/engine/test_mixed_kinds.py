@@ -228,7 +228,7 @@ class TestAlone:
     @pytest.mark.parametrize(
         ("given", "message"),
         [
-            ({"nowhere": F32, "no.way": F32}, "reduce_dtypes names 'nowhere', which Net does not have"),
+            ({"nowhere": F32, "no.way": F32}, "reduce_dtypes names 'no.way', 'nowhere', which Net does not have"),
             (
                 {"blocks": FP16, nn.LayerNorm: F32},
                 "two things.*'blocks.0.0' is torch.float32, 'blocks' around it is torch.float16; 'blocks.1.0' is",

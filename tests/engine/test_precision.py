@@ -488,7 +488,7 @@ def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> 
 @pytest.mark.usefixtures("fake_group")
 def test_policies_that_are_not_allowed() -> None:
     for policy, message in [
-        (BF16, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got dtype"),
+        (BF16, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a CustomPolicy, got dtype"),
     ]:
         with pytest.raises(dp_compile.ConfigError, match=message):
             dp_compile.replicate(mlp(), mp_policy=policy)

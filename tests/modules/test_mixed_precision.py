@@ -544,7 +544,7 @@ class TestRefused:
             (MixedPrecisionPolicy(param_dtype=torch.int32), "param_dtype must be one of .*, got torch.int32"),
             (
                 MixedPrecision(BF16),
-                "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got MixedPrecision",
+                "MixedPrecisionPolicy, or a CustomPolicy, got MixedPrecision",
             ),
         ]:
             with pytest.raises(dp_compile.ConfigError, match=message):
