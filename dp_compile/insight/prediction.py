@@ -106,7 +106,7 @@ class Scenario:
             link(self.link_inside)
         if not self.has_levels:
             return
-        if self.link is None:
+        if self.link is None and (self.cost is None or self.cost.inside is None):
             raise ConfigError("Scenario.ranks_inside needs Scenario.link: what joins each rank to other nodes.")
         for name in ("latency_us", "busbw_gb_s"):
             if getattr(self, name) is not None:
