@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, extrapolated, predict
+from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, predict
 from dp_compile.insight.step import Step
 from dp_compile.plan.backends import LIKE_NCCL
-from dp_compile.plan.links import LAUNCH_US, link
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.strategies import RANKS_OF_A_NODE, Planned, on_cheaper_levels
 from dp_compile.plan.words import count
@@ -150,10 +149,7 @@ def _levels(step: Step, now: Prediction) -> Iterator[Advice]:
     elif step.cost.inside is None and step.backend in LIKE_NCCL and not step.world_size % RANKS_OF_A_NODE:
         nodes = step.world_size // RANKS_OF_A_NODE
         if nodes > 1:
-            between = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=nodes)
-            inside = link(LINK_INSIDE).cost(RANKS_OF_A_NODE, launch_us=2 * LAUNCH_US)
-            cost = replace(step.cost, inside=inside, between=between)
-            after = predict(step, Scenario(ranks_inside=RANKS_OF_A_NODE, cost=cost))
+            after = predict(step, Scenario(ranks_inside=RANKS_OF_A_NODE))
             change = (
                 f"a device_mesh of two dimensions, {nodes} nodes x {RANKS_OF_A_NODE} ranks, if nodes are that large"
             )
