@@ -18,7 +18,7 @@ COMPUTE: Final = "compute"
 def rho(results: Results, cell: Cell, mode: str) -> float | None:
     """A mode's step over the least that a step can take; below 1.00 an input is wrong.
 
-    The least is the step of `compute` with its backward replaced by the release-time bound (`cost_model`): when each
+    The least is the step of `compute` with its backward replaced by the release-time bound (`plan.network`): when each
     gradient is ready is what the mode says of itself, a share of the backward by its FLOPs and bytes; the cost of a
     collective is that of the link's self-check. Processor time that communication takes from compute is not in it. If
     `compute` was measured in another heat of the same workload and link, its ratio to the reference is carried over.

@@ -23,6 +23,7 @@ from dp_compile.plan.strategies import plan_to_json
 from dp_compile.plan.words import format_bytes
 
 T = TypeVar("T")
+SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 MODEL_RANKS: Final = 8
 MODEL_LINK: Final = "infiniband-ndr"
 MODEL_DEVICE: Final = "h100-sxm"
@@ -32,7 +33,7 @@ examples:
   dp-compile train --steps 20 --save-step step.json
   dp-compile whatif step.json --ranks 8,64,512 --link infiniband-ndr,ethernet-25
       a step that was trained here, on more ranks and other links
-  dp-compile whatif step.json --wire bfloat16,float32 --strategy optimal,fixed:25 --latency-us 5,20
+  dp-compile whatif step.json --wire bf16,fp32 --strategy optimal,fixed:25 --latency-us 5,20
       every combination of the wishes; fixed:25 are buckets of 25 MiB
   dp-compile whatif step.json --ranks 64 --link ethernet-100 --two-level 1,8
       reduced on one level, and inside nodes of 8 ranks first
@@ -80,7 +81,7 @@ def add(subparsers: Subparsers) -> None:
         "--compute-scale", metavar="X,..", help="the backward takes so many times as long: a larger batch"
     )
     wishes.add_argument(
-        "--two-level", metavar="N,..", help="N ranks in a node, --link is what joins nodes; 1: one level"
+        "--two-level", metavar="N,..", help="N ranks in a node, --link, or the step's, joins nodes; 1: one level"
     )
     wishes.add_argument("--link-inside", metavar="NAME", help=f"what joins the ranks of a node then ({LINK_INSIDE})")
     wishes.add_argument("--calibration", metavar="FILE", help="cost of a collective on the step's ranks, as calibrated")
@@ -112,7 +113,7 @@ def _run(args: argparse.Namespace) -> int:
         step,
         ranks=_numbers(args.ranks, "--ranks", int),
         links=links,
-        dtypes=_words(args.dtype),
+        dtypes=[SHORT_NAMES.get(name, name) for name in _words(args.dtype)],
         strategies=_words(args.strategy) or (AS_PLANNED, "optimal"),
         latencies_us=_numbers(args.latency_us, "--latency-us", float),
         compute_scales=_numbers(args.compute_scale, "--compute-scale", float) or (1.0,),

@@ -59,8 +59,8 @@ class Scenario:
         gradient_dtype: `bfloat16`, `float16` or `float32`: in which every floating gradient travels, in the place of a
             comm hook, if there is one. Compute stays as long.
         compute_scale: forward and backward take so many times as long: a larger batch, a slower device.
-        ranks_inside: ranks of a node: reductions have two levels, `link` is what joins each rank to other nodes. 1: one
-            level.
+        ranks_inside: ranks of a node: reductions have two levels, `link`, or what the step has, joins each rank to
+            other nodes. 1: one level.
         link_inside: what joins the ranks of a node then; `nvlink4` if not given.
         label: for people; without it the wishes.
 
@@ -106,8 +106,6 @@ class Scenario:
             link(self.link_inside)
         if not self.has_levels:
             return
-        if self.link is None:
-            raise ConfigError("Scenario.ranks_inside needs Scenario.link: what joins each rank to other nodes.")
         for name in ("latency_us", "busbw_gb_s"):
             if getattr(self, name) is not None:
                 raise ConfigError(f"Scenario.{name} is of one link, but with Scenario.ranks_inside there are two.")
@@ -263,8 +261,8 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
     inside = _ranks_inside(step, scenario)
     if inside > 1 and (scenario.latency_us is not None or scenario.busbw_gb_s is not None):
         raise ConfigError("Scenario.latency_us and Scenario.busbw_gb_s are of one link, but the step has two levels.")
-    if inside > 1 and scenario.link is not None:
-        return _on_two_levels(scenario, scenario.link, inside, ranks)
+    if inside > 1 and (scenario.link is not None or step.cost.inside is None):
+        return _on_two_levels(step, scenario, inside, ranks)
     if scenario.link is not None:
         cost = link(scenario.link).cost(ranks, formula=formula_for(ranks))
         where_from = f"{scenario.link}, nominal, not measured, as {_ALGORITHMS}"
@@ -291,14 +289,21 @@ def _check_nodes(ranks: int, inside: int) -> None:
         )
 
 
-def _on_two_levels(scenario: Scenario, between: str, inside: int, ranks: int) -> tuple[AllReduceCost, str]:
+def _on_two_levels(step: Step, scenario: Scenario, inside: int, ranks: int) -> tuple[AllReduceCost, str]:
+    """Without a link that is named, what the step has joins nodes."""
     _check_nodes(ranks, inside)
     nodes, name = ranks // inside, scenario.link_inside or LINK_INSIDE
-    whole = link(between).cost(ranks, formula=formula_for(ranks))
-    cost = with_levels(whole, link(name), link(between), ranks_inside=inside, nodes=nodes)
+    if scenario.link is not None:
+        whole = link(scenario.link).cost(ranks, formula=formula_for(ranks))
+        cost = with_levels(whole, link(name), link(scenario.link), ranks_inside=inside, nodes=nodes)
+        where_from = f"{name} inside, {scenario.link} between, nominal, not measured"
+    else:
+        whole, between = (_extrapolated_or_given(step, scenario, each) for each in (ranks, nodes))
+        cost = replace(whole, inside=link(name).cost(inside, launch_us=2 * LAUNCH_US), between=between)
+        where_from = f"{name} inside, nominal, not measured, the step's cost between, {step.cost_source}"
     return cost, (
-        f"two levels, {count(nodes, 'node')} of {inside} ranks: {name} inside, {between} between, nominal, not "
-        "measured; rings on both; the two carry stages of different buckets beside each other"
+        f"two levels, {count(nodes, 'node')} of {inside} ranks: {where_from}; rings on both; the two carry stages of "
+        "different buckets beside each other"
     )
 
 
@@ -324,7 +329,7 @@ def _extrapolated_or_given(step: Step, scenario: Scenario, ranks: int) -> AllRed
             f"Scenario.world_size is {ranks}, but the step ran on 1 rank, so nothing is known of its link. Give "
             "Scenario.link or Scenario.cost."
         )
-    inside = _ranks_inside(step, scenario)
+    inside = _ranks_inside(step, scenario) if step.cost.inside is not None else 1
     if inside > 1:
         _check_nodes(ranks, inside)
     return extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=inside)

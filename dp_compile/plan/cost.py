@@ -66,7 +66,8 @@ class AllReduceCost:
 
     def on(self, link: str) -> AllReduceCost:
         """What one costs on a link that a stage names; where nothing is known of it, what one costs on the group."""
-        return {INSIDE: self.inside, BETWEEN: self.between}.get(link) or self
+        found = self.inside if link == INSIDE else self.between if link == BETWEEN else None
+        return found or self
 
     def scaled(self, factor: float, latency: float = 1.0) -> AllReduceCost:
         """The cost on a network that is `factor` times as slow as believed, and its latency `latency` times more."""

@@ -215,7 +215,12 @@ def release_time_bound(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
 
 def weights_of(loads: Sequence[Load], cost: AllReduceCost) -> tuple[float, float]:
     """What stages in a row cost a bucket as latencies, once, and what this gradient adds to that, in seconds."""
-    return sum(_latency_s(stage, cost) for stage in loads), sum(_transfer_s(stage, cost) for stage in loads)
+    latency_s = transfer_s = 0.0
+    for link, phases, nbytes in loads:
+        line = cost.on(link)
+        latency_s += phases / 2 * line.alpha_s
+        transfer_s += phases / 2 * line.beta_s_per_byte * nbytes
+    return latency_s, transfer_s
 
 
 def _latency_s(stage: Load, cost: AllReduceCost) -> float:

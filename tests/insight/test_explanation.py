@@ -16,15 +16,17 @@ from expecttest import assert_expected_inline
 from graphs import bucket_key
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from steps import step_of_buckets, two_level_step
 from torch import nn
 
 import dp_compile
 from dp_compile.cli.main import main
 from dp_compile.engine.record import Placement
 from dp_compile.insight.explanation import Explanation, explanation_of
-from dp_compile.insight.explanation.advice import SMALLEST_GAIN
+from dp_compile.insight.explanation.advice import SMALLEST_GAIN, advice_for, wire_that_does_not_pay
 from dp_compile.insight.explanation.text import WIDTH, format_ms, percent
 from dp_compile.insight.observe import step_of
+from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
@@ -453,3 +455,45 @@ def test_a_module_that_is_not_replicated() -> None:
 def test_fields_are_documented() -> None:
     documented = (Explanation.__doc__ or "").partition("Args:")[2]
     assert all(f"{field.name}: " in documented for field in dataclasses.fields(Explanation))
+
+
+# --- a cheaper wire, other levels of network ------------------------------------------------------------------------
+
+
+def changes(step: Step) -> dict[str, float]:
+    return {each.change.partition(":")[0].partition(",")[0]: each.gain_s for each in advice_for(step)}
+
+
+def test_a_cheaper_wire_where_bytes_are_exposed_and_why_not_elsewhere() -> None:
+    exposed = step_of_buckets(6)
+    after = predict(exposed, Scenario(gradient_dtype="bfloat16"))
+    gain_s = predict(exposed, Scenario()).makespan_s - after.makespan_s
+    assert changes(exposed)["reduce_dtype=torch.bfloat16"] == pytest.approx(gain_s)
+    assert not list(wire_that_does_not_pay(exposed))
+    hidden = replace(exposed, cost=exposed.cost.scaled(1e-9))
+    assert "reduce_dtype=torch.bfloat16" not in changes(hidden)
+    (why,) = explanation_of(hidden).notes
+    assert why == (
+        "A cheaper wire (reduce_dtype=torch.bfloat16) is predicted to gain nothing: all communication is hidden."
+    ) or why.endswith("what is exposed is latency, not bytes.")
+    late = two_level_step(4)
+    assert list(wire_that_does_not_pay(late)) == [
+        "A cheaper wire (reduce_dtype=torch.bfloat16) is predicted to gain nothing: what is exposed is latency, not "
+        "bytes."
+    ]
+
+
+def test_two_levels_are_advised_where_nodes_could_be_known_and_never_as_measured() -> None:
+    many = replace(step_of_buckets(6), world_size=32)
+    (change,) = [each.change for each in advice_for(many) if "device_mesh" in each.change]
+    assert change.startswith("a device_mesh of two dimensions, 4 nodes x 8 ranks")
+    assert change.endswith("nvlink4 inside (nominal, not measured)")
+    for other in (replace(many, world_size=8), replace(many, world_size=12), replace(many, backend="gloo")):
+        assert not [each for each in advice_for(other) if "device_mesh" in each.change]
+
+
+def test_one_level_for_small_buckets_is_advised_where_there_are_two() -> None:
+    slow_inside = two_level_step(6)
+    cost = AllReduceCost(1e-4, 1e-11, AllReduceCost(3e-3, 0.0), AllReduceCost(1e-4, 1e-11))
+    assert changes(replace(slow_inside, cost=cost))['two_levels="auto"'] > 0
+    assert 'two_levels="auto"' not in changes(slow_inside)

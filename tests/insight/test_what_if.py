@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from steps import two_level_step
 from test_prediction import STEP
 from torch import nn
 
 import dp_compile
 from dp_compile.cli import main as cli
+from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation import explanation_of
 from dp_compile.insight.prediction import Scenario, extrapolated, predict
 from dp_compile.insight.rehearsal import Subject, default_loss, load_subject, rehearse
@@ -24,6 +26,7 @@ from dp_compile.insight.what_if import CURVE_RANKS, format_ms, what_if
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.cost import AllReduceCost, CostFit
 from dp_compile.plan.devices import DEVICES, Device, device
+from dp_compile.plan.links import LAUNCH_US, link
 from dp_compile.train.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(layers=2, width=32, heads=2, context=16)
@@ -68,10 +71,42 @@ ranks  link         nodes  buckets     number  backward   exposed  to bound   me
     assert slower.communication_s > two.communication_s
 
 
+def test_a_cheaper_wire_on_two_levels_of_the_step_s_own_link() -> None:
+    """By hand: 8 ranks as 2 nodes of 4; the last 2 MB and the flags wait for each other on the way."""
+    (one, two, both) = (
+        predict(STEP, scenario)
+        for scenario in (Scenario(), Scenario(ranks_inside=4), Scenario(ranks_inside=4, gradient_dtype="bfloat16"))
+    )
+    assert two.cost.alpha_s == one.cost.alpha_s
+    between = extrapolated(STEP.cost, from_ranks=8, to_ranks=2)
+    assert two.cost.between == between
+    inside = link("nvlink4").cost(4, launch_us=2 * LAUNCH_US)
+    expected = sum(inside.seconds(each.nbytes) + between.seconds(each.nbytes / 4) for each in STEP.plan.buckets)
+    assert two.communication_s == pytest.approx(expected, rel=1e-6)
+    half = sum(inside.seconds(each.nbytes / 2) + between.seconds(each.nbytes / 8) for each in STEP.plan.buckets)
+    assert both.communication_s == pytest.approx(half, rel=1e-6)
+    assert "the step's cost between, stated" in both.basis
+    assert "nvlink4 inside, nominal, not measured" in both.basis
+
+
+def test_a_step_of_two_levels_keeps_them_on_other_ranks() -> None:
+    step = two_level_step(4)
+    more = predict(step, Scenario(world_size=64))
+    assert more.cost.inside == step.cost.inside
+    assert step.cost.between is not None
+    assert more.cost.between == extrapolated(step.cost.between, from_ranks=4, to_ranks=8)
+    assert more.plan is step.plan
+    flat = predict(step, Scenario(ranks_inside=1))
+    assert [len(bucket.key.reduction.stages) for bucket in flat.plan.buckets] == [1] * 4
+    with pytest.raises(ConfigError, match="36 ranks do not fill two nodes"):
+        predict(step, Scenario(world_size=36))
+    assert Step.from_json(step.to_json()).communication_s == step.communication_s
+
+
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"ranks_inside": 8}, r"ranks_inside needs Scenario\.link"),
+        ({"ranks_inside": 8}, "8 ranks do not fill two nodes or more of Scenario.ranks_inside=8"),
         ({"ranks_inside": 0}, "ranks_inside must be an integer >= 1, got 0"),
         ({"ranks_inside": 8, "link": "nvlink4"}, "8 ranks do not fill two nodes or more of Scenario.ranks_inside=8"),
         ({"ranks_inside": 3, "link": "nvlink4"}, "8 ranks do not fill two nodes"),
@@ -448,7 +483,7 @@ def test_the_command_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["STEP", "--dtype", "int8"], "gradient_dtype must be one of"),
         (["STEP", "--strategy", "ddp"], "'ddp' cannot be planned from a step alone"),
         (["STEP", "--latency-us", "soon"], "--latency-us must be numbers with commas between them, got 'soon'"),
-        (["STEP", "--two-level", "8"], "ranks_inside needs Scenario.link"),
+        (["STEP", "--two-level", "8"], "8 ranks do not fill two nodes"),
         (["STEP", "--two-level", "eight"], "--two-level must be whole numbers"),
         (["STEP", "--compute-scale", "-1"], "compute_scale must be > 0"),
         (["STEP", "--calibration", "nowhere"], "--calibration 'nowhere' cannot be read"),

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
-from dp_compile.insight.prediction import Prediction, Scenario, predict
+from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, predict
 from dp_compile.insight.step import Step
+from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.ready_times import MEASURED
+from dp_compile.plan.strategies import RANKS_OF_A_NODE, Planned, on_cheaper_levels
 from dp_compile.plan.words import count
 
 SMALLEST_GAIN: Final = 0.005
@@ -26,6 +28,7 @@ NO_BUCKETS: Final = "single"
 """The strategy of a module without passes."""
 
 BYTES_OF_HALF: Final = 2
+LATENCY: Final = "latency, not bytes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,7 @@ def advice_for(step: Step) -> tuple[Advice, ...]:
         *_other_buckets(step, now),
         *_measurements(step),
         *_fewer_bytes(step, now),
+        *_levels(step, now),
         *_other_links(step, now),
         *_more_compute(step, now),
     ]
@@ -118,10 +122,38 @@ def _measurements(step: Step) -> Iterator[Advice]:
     yield _advice(f"{' or '.join(ways)}{planner}: the gain if speeds are off by 2x", before_s, after_s, at_most=True)
 
 
+def wire_that_does_not_pay(step: Step) -> Iterator[str]:
+    """Why a cheaper wire is not worth its rounding, if it is not: communication that is hidden costs nothing."""
+    now = predict(step, Scenario())
+    for each in _fewer_bytes(step, now):
+        if each.share <= SMALLEST_GAIN:
+            hidden = "all communication is hidden" if now.exposed_s <= 0 else f"what is exposed is {LATENCY}"
+            yield f"A cheaper wire (reduce_dtype=torch.bfloat16) is predicted to gain nothing: {hidden}."
+
+
 def _fewer_bytes(step: Step, now: Prediction) -> Iterator[Advice]:
-    if any(gradient.itemsize > BYTES_OF_HALF for gradient in step.plan.gradients):
+    gradients = [gradient for gradient in step.plan.gradients if gradient.key.reduction.hook is None]
+    if any(gradient.itemsize > BYTES_OF_HALF for gradient in gradients) and len(gradients) >= len(step.plan.gradients):
         after = predict(step, Scenario(gradient_dtype="bfloat16"))
         yield _advice("reduce_dtype=torch.bfloat16, same buckets: fewer bytes, other rounding", _end(now), _end(after))
+
+
+def _levels(step: Step, now: Prediction) -> Iterator[Advice]:
+    """Two levels of network where there is one; one for small buckets where there are two."""
+    if step.ranks_inside > 1:
+        known = replace(step, ready=replace(step.ready, backward_s=step.backward_s))
+        plan = on_cheaper_levels(Planned(step.plan), "", step.cost, step.ready).plan
+        flat = sum(bucket.key.reduction.ranks_inside == 1 for bucket in plan.buckets)
+        after = predict(replace(known, plan=plan), Scenario())
+        yield _advice(f'two_levels="auto": {count(flat, "bucket")} on one level', _end(now), _end(after))
+    elif step.cost.inside is None and step.backend in LIKE_NCCL and not step.world_size % RANKS_OF_A_NODE:
+        nodes = step.world_size // RANKS_OF_A_NODE
+        if nodes > 1:
+            after = predict(step, Scenario(ranks_inside=RANKS_OF_A_NODE))
+            change = (
+                f"a device_mesh of two dimensions, {nodes} nodes x {RANKS_OF_A_NODE} ranks, if nodes are that large"
+            )
+            yield _advice(f"{change} and have {LINK_INSIDE} inside (nominal, not measured)", _end(now), _end(after))
 
 
 def _other_links(step: Step, now: Prediction) -> Iterator[Advice]:

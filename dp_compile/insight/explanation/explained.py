@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.insight.explanation.advice import Advice, advice_for
+from dp_compile.insight.explanation.advice import Advice, advice_for, wire_that_does_not_pay
 from dp_compile.insight.explanation.exposure import (
     SHORTEST_S,
     ExplainedBucket,
@@ -199,7 +199,7 @@ def explanation_of(step: Step) -> Explanation:
         advice=advice_for(step) if planned else (),
         refusals=step.refusals,
         backwards=step.backwards,
-        notes=tuple(notes_of(step)),
+        notes=(*notes_of(step), *(wire_that_does_not_pay(step) if planned else ())),
     )
 
 
