@@ -116,5 +116,4 @@ def _average(exchange: Exchange, params: Params, step: int, process_group: dist.
         exchange.meet(parameters, step)
     if process_group is not None:
         exchange.average(parameters, step, process_group)
-        if exchange.has_others:
-            tell_modules(parameters, process_group)
+        tell_modules(parameters, process_group)

@@ -73,7 +73,7 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
 
 def tell_modules(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
     """Parameters of replicated modules are equal again on the ranks of a group: steps of each rank's own are over."""
-    equal = set(dist.get_process_group_ranks(process_group))
+    equal = set(dist.get_process_group_ranks(process_group)) if dist.get_rank(process_group) >= 0 else set()
     indices: dict[Any, list[int]] = {}
     for found in filter(None, map(owners.find, parameters)):
         indices.setdefault(found[0], []).append(found[1])

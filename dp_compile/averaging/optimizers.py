@@ -164,8 +164,7 @@ class _OuterStep(averagers.ModelAverager):
             self._exchange.meet(parameters, self.step, outer_parameters=start)
         if (self.step + 1) % self.every == 0:
             self._step(parameters)
-            if self._exchange.has_others:
-                tell_modules(parameters_in(params), self.process_group)
+            tell_modules(parameters_in(params), self.process_group)
         self.step += 1
 
     def _step(self, parameters: list[torch.Tensor]) -> None:

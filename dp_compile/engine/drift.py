@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile.engine.agreement import collect, decide
-from dp_compile.engine.gradients import dense_strides
+from dp_compile.engine.gradients import dense_strides, real_view
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_in_backward
 from dp_compile.errors import DesyncError
@@ -227,6 +227,7 @@ def _fingerprint(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor in its memory order, as int64: the only integers that torch adds up at memory's speed."""
+    tensor = real_view(tensor)  # no integer is as wide as a complex128
     if dense_strides(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

@@ -107,7 +107,7 @@ def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
 
 
 def without_an_average(averaged: str) -> list[str]:
-    """Local steps, then reductions; `averaged`: all parameters, some, over this rank alone, by torch, or none."""
+    """Local steps, then reductions; `averaged`: which parameters, over this rank alone, or by torch's averager."""
     torch._dynamo.reset()
     model: Any = dp_compile.replicate(build(), config=CONFIG)
     group = {True: None, False: [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]}[averaged != "alone"]

@@ -19,7 +19,7 @@ from dp_compile.testing.ranks import Ranks
 
 # --- sums over bits -------------------------------------------------------------------------------------------------
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.complex128)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
