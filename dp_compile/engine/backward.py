@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile.engine import drift, observers, probe
+from dp_compile.engine import drift, observers, probe, updates
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
 from dp_compile.engine.hooks import (
@@ -283,7 +283,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     if any(map(_wants_hooks, found.replicas)):
         probe.check()
     synced = [replica for replica in found.replicas if replica.sync]
-    with Watched(synced) as watched:
+    with updates.one_backward(found.replicas, keep_graph=call.keep_graph), Watched(synced) as watched:
         _check_alone(found.replicas)
         for replica in synced:
             replica.check_group()
