@@ -26,6 +26,11 @@ def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     return any(bool(found) for found in _found_inf(scaler, optimizer).values())
 
 
+def has_in_backward_optimizer(parameter: torch.Tensor) -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` was called for a parameter."""
+    return bool(getattr(parameter, "_in_backward_optimizers", ()))
+
+
 def mark_for_scaler(optimizer: torch.optim.Optimizer) -> None:
     """Let every GradScaler call `step()` itself, with what it found in `optimizer.found_inf`."""
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
