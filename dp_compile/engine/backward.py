@@ -292,6 +292,8 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         _announce(synced)
         for replica in synced:
             revise_if_due(replica)
+            if replica.updates and replica.synced_backwards:
+                drift.check(replica)  # between backward and step() ranks may have done other parts of an update
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
         watched.count_from_here()
         obstacle = _obstacle(found, by_hooks, create_graph=call.create_graph)
@@ -428,7 +430,8 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     replica.count_synced()
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
-    drift.check(replica)
+    if not replica.updates:
+        drift.check(replica)
 
 
 # --- which way it goes ------------------------------------------------------------------------------------------

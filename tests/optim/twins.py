@@ -45,13 +45,14 @@ class LateReader(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.middle = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.late = nn.Parameter(torch.randn(6, 6))
+        self.late = nn.Linear(6, 6, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.tanh(self.first(x)) @ self.late.detach().t()
+        x = torch.tanh(self.first(x)) @ self.late.weight.detach().t()
         for layer in self.middle:
             x = torch.tanh(layer(x))
-        return x @ self.late
+        result: torch.Tensor = self.late(x)
+        return result
 
 
 def two_groups(kind: Any, **options: Any) -> Make:
