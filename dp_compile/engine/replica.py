@@ -154,6 +154,8 @@ class Replica:
     """Optimizers that update its parameters in the backward, each its own."""
     wanted: tuple[Wanted, ...] = ()
     """What each of them updates in the backward that is under way."""
+    rehearses: bool = False
+    """Its backwards are there to be compiled only: nothing is updated in them."""
     hooks: Removable | None = None
     reducer: Reducer | None = None
     make_reducer: Callable[[], Reducer] | None = None

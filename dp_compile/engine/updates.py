@@ -72,7 +72,7 @@ class InBackward:
 def begin(replica: Replica) -> None:
     """A backward of the module begins: its optimizers may refuse it."""
     replica.updates = [each for each in replica.updates if each.is_alive]
-    for each in replica.updates:
+    for each in () if replica.rehearses else replica.updates:
         each.begin()
 
 
@@ -92,7 +92,7 @@ def one_backward(replicas: Sequence[Replica], *, keep_graph: bool) -> Iterator[N
         raise
     for replica in replicas:
         for each, wanted in zip(replica.updates, replica.wanted, strict=False):
-            if not wanted.obstacle:
+            if not (wanted.obstacle or replica.rehearses):
                 each.ended()
 
 

@@ -240,7 +240,7 @@ class InBackward:
         with self._only(optimizer, tuple(indices), mine), replica.local.updating(indices):
             for parameter, gradient in zip(mine, gradients, strict=True):
                 parameter.grad = gradient
-            if self._may_step(optimizer, mine):
+            if not replica.rehearses and self._may_step(optimizer, mine):
                 self._updated.update(indices)
                 optim.step_without_hooks(optimizer)
 

@@ -30,6 +30,9 @@ not averaged is seen without `--mp` only."""
 MP_DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """What `--mp` calls the dtypes of compute."""
 
+OPTIMIZERS: Final = ("plain", "in-backward")
+"""Where parameters are updated: in `optimizer.step()`, or behind each reduction in the backward."""
+
 CHECK_STEPS: Final = 25
 CHECK_LR: Final = 0.05
 
@@ -40,7 +43,7 @@ class TrainOptions:
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
     the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
-    scaled. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which
+    scaled. `optimizer`: `plain`, or `in-backward` for `dp_compile.optim.in_backward`. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which
     rank 0 writes at the end.
 
     Raises:
@@ -57,6 +60,7 @@ class TrainOptions:
     bucket_cap_mb: float | None = None
     reduce_dtype: str | None = None
     mp: str | None = None
+    optimizer: str = "plain"
     lr: float = 2e-3
     seed: int = 0
     ddp_python_hook: bool | None = None
@@ -80,6 +84,8 @@ class TrainOptions:
             raise ConfigError(f"--reduce-dtype must be one of {allowed}, got {self.reduce_dtype!r}.")
         if self.mp not in MP_DTYPES:
             raise ConfigError(f"--mp must be one of {', '.join(filter(None, MP_DTYPES))}, got {self.mp!r}.")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}.")
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
         if not 0 <= self.seed < 2**63:

@@ -18,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
-from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, two_groups, twins
+from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, twins, two_groups
 
 import dp_compile
 from dp_compile.testing.ranks import Ranks
@@ -311,7 +311,9 @@ def checkpoints() -> None:
     again.train(3)
     for one, other in zip(both.ours.parameters(), again.ours.parameters(), strict=True):
         assert torch.equal(one, other)
-    both.mine.load_state_dict(copy.deepcopy(state[1]))  # in the middle of a run, into parameter groups that are made anew
+    both.mine.load_state_dict(
+        copy.deepcopy(state[1])
+    )  # in the middle of a run, into parameter groups that are made anew
     both.ours.load_state_dict(state[0])
     both.backward(3)
     both.mine.step()
@@ -426,6 +428,22 @@ def in_join() -> None:
 def test_uneven_inputs(ranks: Ranks) -> None:
     """There gradients are divided after the backward, so `step()` updates."""
     ranks.run(in_join)
+
+
+def warmed_up() -> int:
+    both = twins(make=ADAMW, max_norm=0.05)
+    before = [each.clone() for each in both.ours.parameters()]
+    dp_compile.warmup(both.ours, [batch(0)], lambda x: both.run(x).square().mean())
+    assert all(map(torch.equal, before, both.ours.parameters()))
+    assert not both.mine.state
+    captures = len(dp_compile.report(both.ours).captures)
+    both.train(0, 1)
+    assert captures == len(dp_compile.report(both.ours).captures)
+    return both.updated
+
+
+def test_a_warm_up_updates_nothing(ranks: Ranks) -> None:
+    assert set(ranks.run(warmed_up)) == {10}
 
 
 # --- loss scaling -----------------------------------------------------------------------------------------------------

@@ -93,6 +93,7 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--timeout-s", "inf"), "--timeout-s must be a number > 0 and finite, got inf"),
         (("--reduce-dtype", "bf16"), "--reduce-dtype must be one of float16, bfloat16, got 'bf16'"),
         (("--mp", "bfloat16"), "--mp must be one of bf16, fp16, got 'bfloat16'"),
+        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -206,6 +207,15 @@ def test_other_dtypes_end_where_torch_does(option: str, name: str, beside: str) 
     assert "sum in bfloat16" in out
     wire = TrainOptions(**{option[2:].replace("-", "_"): name}).replicate_config().wire_dtype
     assert wire == torch.bfloat16
+
+
+@pytest.mark.nightly
+def test_updates_in_the_backward_end_where_torch_does() -> None:
+    process = start("--steps", "8", "--check", "--optimizer", "in-backward")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
+    assert re.search(r"^  \d+ parameters updated in it$", out, re.MULTILINE)
 
 
 def children(parent: int) -> list[int]:
