@@ -292,8 +292,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         _announce(synced)
         for replica in synced:
             revise_if_due(replica)
-            if replica.updates and replica.synced_backwards:
-                drift.check(replica)  # between backward and step() ranks may have done other parts of an update
+            _compare_after_step(replica)
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
         watched.count_from_here()
         obstacle = _obstacle(found, by_hooks, create_graph=call.create_graph)
@@ -312,6 +311,12 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         if replica.precision is not None and not call.keep_graph:
             replica.precision.backward_has_ended()
     return result
+
+
+def _compare_after_step(replica: Replica) -> None:
+    """Between a backward and `step()` ranks may have done other parts of an update: then they differ."""
+    if replica.updates and replica.synced_backwards:
+        drift.check(replica)
 
 
 def _check_alone(replicas: Sequence[Replica]) -> None:

@@ -43,8 +43,8 @@ class TrainOptions:
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
     the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
-    scaled. `optimizer`: `plain`, or `in-backward` for `dp_compile.optim.in_backward`. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which
-    rank 0 writes at the end.
+    scaled. `optimizer`: `plain`, or `in-backward` for `dp_compile.optim.in_backward`. `save_step`: a file for what
+    explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
 
     Raises:
         ConfigError: a value is not allowed.

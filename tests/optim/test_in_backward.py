@@ -221,7 +221,8 @@ def second_backward(compile_model: Callable[[nn.Module], Any]) -> str:
 def test_a_second_backward_before_the_step(ranks: Ranks, compile_model: Callable[[nn.Module], Any]) -> None:
     """The same in every way, so that no rank goes on alone."""
     for text in ranks.run(second_backward, compile_model):
-        assert "before optimizer.step()" in text and "no_sync()" in text
+        assert "before optimizer.step()" in text
+        assert "no_sync()" in text
 
 
 def kept_graph() -> None:
@@ -311,9 +312,7 @@ def checkpoints() -> None:
     again.train(3)
     for one, other in zip(both.ours.parameters(), again.ours.parameters(), strict=True):
         assert torch.equal(one, other)
-    both.mine.load_state_dict(
-        copy.deepcopy(state[1])
-    )  # in the middle of a run, into parameter groups that are made anew
+    both.mine.load_state_dict(copy.deepcopy(state[1]))  # in the middle of a run: its groups are new
     both.ours.load_state_dict(state[0])
     both.backward(3)
     both.mine.step()
@@ -347,7 +346,8 @@ def the_optimizer_itself() -> None:
             parameter.grad = torch.full((6,), 1.0 + number)
         both.step()
         both.compare()
-        assert torch.equal(*extra) and not torch.equal(extra[0], torch.ones(6))
+        assert torch.equal(*extra)
+        assert not torch.equal(extra[0], torch.ones(6))
     text = str(dp_compile.report(both.ours))
     assert "left to step(): all parameters: the norm or the check is over 1 more parameters" in text
 
@@ -524,7 +524,9 @@ def fails_between(in_flight: int | None) -> str:
 @pytest.mark.parametrize("in_flight", [None, 1])
 def test_a_backward_that_fails_between_two_updates(ranks: Ranks, in_flight: int | None) -> None:
     for text in ranks.run(fails_between, in_flight):
-        assert "after the optimizer had updated" in text and "layers.3.weight" in text and "load_state_dict" in text
+        assert "after the optimizer had updated" in text
+        assert "layers.3.weight" in text
+        assert "load_state_dict" in text
 
 
 class Fails(torch.autograd.Function):
@@ -580,7 +582,8 @@ def other_memory() -> list[int]:
 def test_tensors_that_share_memory_in_one_step_and_not_in_another(ranks: Ranks) -> None:
     """Code that was compiled for the one is not run for the other."""
     for captures in ranks.run(other_memory):
-        assert captures[0] == 1 and captures[-1] > 1
+        assert captures[0] == 1
+        assert captures[-1] > 1
 
 
 def refused() -> list[str]:
@@ -651,4 +654,5 @@ def torch_s_own() -> str:
 def test_torch_s_own_way_is_refused(ranks: Ranks) -> None:
     """Its hooks step on gradients of one rank."""
     for text in ranks.run(torch_s_own):
-        assert "norm.weight" in text and "dp_compile.optim.in_backward" in text
+        assert "norm.weight" in text
+        assert "dp_compile.optim.in_backward" in text
