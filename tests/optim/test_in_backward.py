@@ -559,10 +559,14 @@ class Given(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+        self.first, self.middle = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.last = nn.Linear(6, 6, bias=False)
 
     def forward(self, x: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.last(torch.tanh(torch.tanh(self.first(x)) @ given))
+        x = torch.tanh(self.first(x)) @ given
+        for layer in self.middle:
+            x = torch.tanh(layer(x))
+        result: torch.Tensor = self.last(x)
         return result
 
 
