@@ -75,10 +75,14 @@ _HOME = {
     "warmup": "modules.warmup",
     "what_if": "insight.what_if",
 }
-__all__ = sorted(_HOME)
+_ROOMS = ("optim",)
+"""Names of it are asked for by its own: `dp_compile.optim.in_backward`."""
+__all__ = sorted([*_HOME, *_ROOMS])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"dp_compile.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'dp_compile' has no attribute '{name}'")
     globals()[name] = value = getattr(import_module(f"dp_compile.{_HOME[name]}"), name)

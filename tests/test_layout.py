@@ -25,7 +25,7 @@ ROOMS = (
     ("testing", "train"),
     ("__init__",),
     ("insight",),
-    ("averaging",),
+    ("averaging", "optim"),
     ("modules",),
     ("engine",),
     ("passes",),

@@ -58,6 +58,13 @@ def _add_training(group: Any, default: TrainOptions) -> None:
         help=f"learning rate of AdamW ({default.lr:g}), with --check of SGD ({CHECK_LR:g})",
     )
     group.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        default=default.optimizer,
+        help="plain: parameters are updated in optimizer.step(). in-backward: behind each reduction, in the captured "
+        "backward (%(default)s)",
+    )
+    group.add_argument(
         "--seed", type=int, default=default.seed, metavar="N", help="of parameters and batches (%(default)s)"
     )
 

@@ -28,7 +28,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile.engine import drift, observers, probe
+from dp_compile.engine import drift, observers, probe, updates
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
 from dp_compile.engine.hooks import (
@@ -283,7 +283,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     if any(map(_wants_hooks, found.replicas)):
         probe.check()
     synced = [replica for replica in found.replicas if replica.sync]
-    with Watched(synced) as watched:
+    with updates.one_backward(found.replicas, keep_graph=call.keep_graph), Watched(synced) as watched:
         _check_alone(found.replicas)
         for replica in synced:
             replica.check_group()
@@ -292,6 +292,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         _announce(synced)
         for replica in synced:
             revise_if_due(replica)
+            _compare_after_step(replica)
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
         watched.count_from_here()
         obstacle = _obstacle(found, by_hooks, create_graph=call.create_graph)
@@ -310,6 +311,12 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         if replica.precision is not None and not call.keep_graph:
             replica.precision.backward_has_ended()
     return result
+
+
+def _compare_after_step(replica: Replica) -> None:
+    """Between a backward and `step()` ranks may have done other parts of an update: then they differ."""
+    if replica.updates and replica.synced_backwards:
+        drift.check(replica)
 
 
 def _check_alone(replicas: Sequence[Replica]) -> None:
@@ -428,7 +435,8 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     replica.count_synced()
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
-    drift.check(replica)
+    if not replica.updates:
+        drift.check(replica)
 
 
 # --- which way it goes ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from torch import fx
 from dp_compile._torch import dynamo
 from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.updates import Wanted
 from dp_compile.plan.buckets import BucketPlan
 
 Place = tuple[int, int]
@@ -57,6 +58,8 @@ class Binding:
     hooked: tuple[Place | None, ...]
     into_existing: tuple[bool, ...]
     kept: tuple[Place, ...]
+    wanted: tuple[tuple[Wanted, ...], ...] = ()
+    """What optimizers update in it, of each replica."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +68,7 @@ class _Memory:
 
     hooks: list[GradHook | None]
     existing: list[bool]
-    switches: list[tuple[weakref.ref[Replica], bool, BucketPlan]]
+    switches: list[tuple[weakref.ref[Replica], bool, BucketPlan, tuple[Wanted, ...]]]
     unhooked: list[weakref.ref[torch.Tensor]]
     binding: Binding
 
@@ -80,8 +83,8 @@ class _Memory:
             existing == self.existing
             and len(replicas) == len(self.switches)
             and all(
-                replica is ref() and replica.sync == sync and replica.plan is plan
-                for replica, (ref, sync, plan) in zip(replicas, self.switches, strict=True)
+                replica is ref() and replica.sync == sync and replica.plan is plan and replica.wanted == wanted
+                for replica, (ref, sync, plan, wanted) in zip(replicas, self.switches, strict=True)
             )
             and all(map(operator.is_, hooks, self.hooks))
             and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
@@ -114,7 +117,7 @@ class Binder:
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
         if complete:
-            switches = [(weakref.ref(replica), replica.sync, replica.plan) for replica in replicas]
+            switches = [(weakref.ref(each), each.sync, each.plan, each.wanted) for each in replicas]
             self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
         return binding
 
@@ -133,7 +136,7 @@ def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existin
         if (position, index) not in got and parameter.grad is not None
     )
     code_keys = tuple((replica.code_key, replica.sync) for replica in replicas)
-    return Binding(code_keys, hooked, tuple(existing), kept)
+    return Binding(code_keys, hooked, tuple(existing), kept, tuple(replica.wanted for replica in replicas))
 
 
 def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:

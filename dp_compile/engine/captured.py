@@ -17,7 +17,7 @@ from torch import fx
 from dp_compile._torch import distributed, dynamo
 from dp_compile.engine import window
 from dp_compile.engine.binding import Binder, Binding, find_sites
-from dp_compile.engine.compilation import CompiledBackward, NotTraced, first_line
+from dp_compile.engine.compilation import CompiledBackward, NotTraced, OtherMemory, first_line
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.reduced_graph import CapturedGraph, give_zeros_for_none
@@ -67,8 +67,9 @@ class CapturedBackward:
             return self._run_uncompiled(replicas, inputs, rest)
         try:
             return compiled(replicas, inputs, rest)
-        except NotTraced:
+        except (NotTraced, OtherMemory):
             # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
+            # Or code that writes to parameters cannot be sure any more what reads them: it is made anew next time.
             del self._compiled[binding]
         except dynamo.RECOMPILE_LIMIT_ERRORS as error:
             compiled.gave_up = True

@@ -25,11 +25,13 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce, reductions_in, with_reductions, without_hooks
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
+from dp_compile.passes.updates import PlaceUpdates, updating
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -38,6 +40,10 @@ _code_numbers = itertools.count()
 
 class NotTraced(DPCompileError):
     """Dynamo did not trace the captured backward; nothing of it has run."""
+
+
+class OtherMemory(DPCompileError):
+    """Other tensors share memory than when the code was made, which updates parameters; nothing of it has run."""
 
 
 @dataclass(slots=True)
@@ -72,11 +78,14 @@ class CompiledBackward:
             ordinal: tuple(index for index in range(len(replica.parameters)) if (ordinal, index) not in got)
             for ordinal, replica in enumerate(replicas)
         }
+        self._updates, self._left_to_step = updates_of(replicas, self._binding.hooked)
         self._number = next(_code_numbers)
         self._latest: CaptureRecord | None = None
         self._log = CompileLog()
         self._events: BucketEvents | None = None
         self._settling: tuple[Replica, ...] = ()
+        self._replicas: tuple[Replica, ...] = ()
+        """Those of the backward that is running."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
         self._is_broken = False
@@ -92,7 +101,7 @@ class CompiledBackward:
         n_inputs = len(inputs)
         self._plans_now = tuple(replica.plan for replica in replicas)
         inputs.extend(self._extra_inputs(replicas))
-        self._settling = tuple(replicas[ordinal] for ordinal in self._synced)
+        self._settling, self._replicas = tuple(replicas[ordinal] for ordinal in self._synced), replicas
         untold = observers.NO_BUCKETS if self._deferred else "" if self._has_code else observers.COMPILED_IN_IT
         begun = observers.Backward(self._settling, captured=True, untold=untold)
         try:
@@ -108,7 +117,7 @@ class CompiledBackward:
             del inputs[n_inputs:]
             return self._run_in_pieces(replicas, inputs, rest)
         finally:
-            self._events, self._settling = None, ()
+            self._events, self._settling, self._replicas = None, (), ()
         self._has_code = True
         self._record(replicas)
         self._settle(replicas, reduced)
@@ -183,7 +192,8 @@ class CompiledBackward:
     # --- making the graph
 
     def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
-        module = with_reductions(self._captured, replicas, ToReduce(self._synced, self._unused, self._deferred))
+        wanted = ToReduce(self._synced, self._unused, self._deferred, self._updates)
+        module = with_reductions(self._captured, replicas, wanted)
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
         return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
 
@@ -213,7 +223,9 @@ class CompiledBackward:
             for listener in listeners:
                 listener.stage(observers.CAPTURED, graph_module.graph)
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
-                return self._telling(self._compile_with_passes(graph_module, example_inputs, listeners))
+                shares = memory_of([*_flat(example_inputs)], self._updated_parameters())
+                compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
+                return self._telling(compiled, shares)
 
     def _compile_piece(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that Dynamo calls with a piece of a backward: there are no reductions in it."""
@@ -226,6 +238,7 @@ class CompiledBackward:
         graph_module: fx.GraphModule,
         example_inputs: Sequence[Any],
         listeners: Sequence[observers.CompilationListener] = (),
+        shares: tuple[int, ...] = (),
     ) -> Callable[..., Any]:
         def on_stage(name: str, graph: fx.Graph) -> None:
             for listener in listeners:
@@ -235,8 +248,10 @@ class CompiledBackward:
             for listener in listeners:
                 listener.code(graph, code)
 
+        in_flight = tuple(tuple(each.in_flight for each in replica.wanted) for replica in self._replicas)
+        passes = (*self._passes, PlaceUpdates(shares, in_flight)) if self._updates else self._passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
-        pipeline = Pipeline(self._passes, self._plans, self._note_passes, held, on_stage if listeners else None)
+        pipeline = Pipeline(passes, self._plans, self._note_passes, held, on_stage if listeners else None)
         compile_graph = (
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
@@ -259,14 +274,27 @@ class CompiledBackward:
             dump_dir=self._dump_dir,
         )
 
-    def _telling(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _telling(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:
+        """Compiled code with all that it looks for while it runs.
+
+        Args:
+            compiled: the code.
+            shares: in the memory of which updated parameter each input lay when it was made.
+        """
+
         def run(*args: Any) -> Any:
+            if self._updates and memory_of([*_flat(args)], self._updated_parameters()) != shares:
+                raise OtherMemory("tensors of a captured backward share memory in another way than before")
+            optimizers = [replica.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
-            with executing(self._plans_now), self._events or contextlib.nullcontext():
+            with executing(self._plans_now), updating(optimizers), self._events or contextlib.nullcontext():
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
+
+    def _updated_parameters(self) -> list[nn.Parameter]:
+        return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
 
     def _name(self, place: Place) -> str:
         names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}
@@ -308,6 +336,10 @@ class CompiledBackward:
                 synced=bool(self._synced),
                 passes=log.passes,
                 placements=log.placements,
+                updated=0 if self._is_broken else sum(len(each.indices) for each in self._updates),
+                left_to_step=("all: it is not one graph",) * bool(self._updates)
+                if self._is_broken
+                else self._left_to_step,
             )
             for replica in replicas:
                 replica.captures[self._number] = self._latest

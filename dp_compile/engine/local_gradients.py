@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -70,6 +71,22 @@ class LocalGradients:
         }
         if self.exempt.union(indices).issuperset(range(len(self.parameters))):
             self.moved = False
+
+    @contextlib.contextmanager
+    def updating(self, indices: Sequence[int]) -> Iterator[None]:
+        """Inside, these parameters are changed with reduced gradients."""
+        if self._at_start:
+            self.stepped |= {
+                index for index in indices if self._at_start[index] != autograd.version_of(self.parameters[index])
+            } - self.exempt
+        try:
+            yield
+        finally:
+            if self._at_start:
+                now = list(self._at_start)
+                for index in indices:
+                    now[index] = autograd.version_of(self.parameters[index])
+                self._at_start = tuple(now)
 
     def _note_changes(self) -> None:
         """Which parameters changed since a local backward.

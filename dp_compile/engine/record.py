@@ -44,6 +44,9 @@ class CaptureRecord:
     synced: bool
     passes: tuple[PassRecord, ...] = ()
     placements: tuple[Placement, ...] = ()
+    updated: int = 0
+    """How many parameters optimizers update in it, and in words what they leave to `step()`."""
+    left_to_step: tuple[str, ...] = ()
 
     @property
     def memory(self) -> PeakMemory | None:
@@ -70,6 +73,8 @@ class CaptureRecord:
             for refusal in record.result.refusals
         ]
         lines += [f"  {self.memory}"] if self.memory else []
+        lines += [f"  {count(self.updated, 'parameter')} updated in it"] if self.updated else []
+        lines += [f"  left to step(): {each}" for each in self.left_to_step]
         return "\n".join([*lines, *_describe_placements(self.placements)])
 
 

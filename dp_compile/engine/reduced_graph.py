@@ -27,8 +27,10 @@ from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
+from dp_compile.engine.updates import InBackward
 from dp_compile.passes.functional_hook import HOOK_STATE
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
+from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.plan.reduction import Reduction
 
 
@@ -46,12 +48,16 @@ class CapturedGraph:
 class ToReduce:
     """What is reduced: the modules in `synced`, by position, with what each of them did not use in this backward.
 
-    `deferred`: all reductions stand at the end.
+    `deferred`: all reductions stand at the end. `updates`: what optimizers update in it.
     """
 
     synced: tuple[int, ...]
     unused: Mapping[int, tuple[int, ...]]
     deferred: bool
+    updates: tuple[InBackward, ...] = ()
+
+    def updates_parameter(self, place: Place) -> bool:
+        return any(each.replica == place[0] and place[1] in each.indices for each in self.updates)
 
 
 def without_hooks(captured: CapturedGraph) -> fx.GraphModule:
@@ -111,9 +117,15 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted
     outputs = graph.graph_copy(captured.graph_module.graph, nodes)
     copied = {old.name: new for old, new in nodes.items()}
     factors, position = _add_factors(graph, (copied["inputs"], captured.input_count), replicas, wanted)
-    hooked = _place_reductions(graph, copied, captured, replicas, wanted, factors)
+    hooked, reductions = _place_reductions(graph, copied, captured, replicas, wanted, factors)
     inputs = copied["inputs"], position
-    reduced = _add_completion(graph, inputs, captured.binding, hooked, replicas, wanted, factors)
+    reduced = _add_completion(graph, inputs, captured.binding, hooked, reductions, replicas, wanted, factors)
+    for update in wanted.updates:
+        places = [(update.replica, index) for index in update.indices]
+        parameters = [hooked[place][0] for place in places]
+        gradients = [reductions[place] for place in places]
+        who = list(update.indices), update.replica, update.optimizer, update.bucket
+        graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
     graph.output((outputs, tuple(reduced)))
     graph.lint()
     module = fx.GraphModule(captured.graph_module, graph, "CapturedBackward")
@@ -148,13 +160,17 @@ def _place_reductions(
     replicas: Sequence[Replica],
     wanted: ToReduce,
     factors: Mapping[Place, tuple[fx.Node, ...]],
-) -> dict[Place, tuple[fx.Node, bool]]:
+) -> tuple[dict[Place, tuple[fx.Node, bool]], dict[Place, fx.Node]]:
     """Take the calls of our hooks out and put the reductions in, or nothing yet if all come at the end.
 
     A reduction stands behind all hooks of its parameter: those of the user's see the rank's own gradient, and may
     change it, whenever they were set, as with torch's DDP.
+
+    Returns:
+        The parameter of each hook, and whether it had a gradient before; the reductions that are in the graph.
     """
     hooked: dict[Place, tuple[fx.Node, bool]] = {}
+    reductions: dict[Place, fx.Node] = {}
     last_call = {call.parameter: call.node for call in captured.sites.hook_calls}
     for call, place, existing in zip(
         captured.sites.hook_calls, captured.binding.hooked, captured.binding.into_existing, strict=True
@@ -167,11 +183,12 @@ def _place_reductions(
         if replicas[place[0]].sync:
             hooked[place] = (parameter, existing)
             if not wanted.deferred:
+                reduce = reduce_to_update if wanted.updates_parameter(place) else reduce_accumulated
                 with graph.inserting_after(last):
                     given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
-                    graph.call_function(reduce_accumulated, given)
+                    reductions[place] = graph.call_function(reduce, given)
         _take_out(graph, node)
-    return hooked
+    return hooked, reductions
 
 
 def _take_out(graph: fx.Graph, call: fx.Node) -> fx.Node:
@@ -188,6 +205,7 @@ def _add_completion(
     inputs: tuple[fx.Node, int],
     binding: Binding,
     hooked: Mapping[Place, tuple[fx.Node, bool]],
+    reductions: dict[Place, fx.Node],
     replicas: Sequence[Replica],
     wanted: ToReduce,
     factors: Mapping[Place, tuple[fx.Node, ...]],
@@ -218,8 +236,10 @@ def _add_completion(
             if index in sources:
                 after = done[index] = graph.call_function(emit, (sources[index], index, ordinal, after, *more))
             elif wanted.deferred:
-                parameter, existing = hooked[ordinal, index]
-                after = graph.call_function(reduce_accumulated, (parameter, existing, index, ordinal, after, *more))
+                place, (parameter, existing) = (ordinal, index), hooked[ordinal, index]
+                reduce = reduce_to_update if wanted.updates_parameter(place) else reduce_accumulated
+                given = (parameter, existing, index, ordinal, after, *more)
+                after = reductions[place] = graph.call_function(reduce, given)
             after = after if wanted.deferred else None
         results += [done[index] for index in sources]
         for index in range(len(replica.parameters)):
@@ -262,6 +282,23 @@ def reduce_accumulated(
         parameter.grad = grad
     else:
         parameter.grad = reduced
+    return reduced
+
+
+def reduce_to_update(
+    parameter: nn.Parameter,
+    existing: bool,
+    index: int,
+    replica: int,
+    after: torch.Tensor | None = None,
+    *factors: torch.Tensor,
+) -> torch.Tensor:
+    """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
+    grad = parameter.grad
+    if grad is None:
+        grad = torch.zeros_like(parameter, requires_grad=False)
+    reduced = emit(grad, index, replica, after, *factors)
+    parameter.grad = None
     return reduced
 
 

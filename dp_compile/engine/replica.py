@@ -35,6 +35,7 @@ from dp_compile.plan.strategies import Planned
 
 if TYPE_CHECKING:
     from dp_compile.engine.flags import UnreadFlags
+    from dp_compile.engine.updates import Updates, Wanted
 
 _numbers = itertools.count()
 
@@ -149,6 +150,12 @@ class Replica:
     """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
     average_by: Callable[[Averaging], None] | None = None
     """Lets gradients be averaged in another way from now on. Only between backwards, on every rank."""
+    updates: list[Updates] = field(default_factory=list)
+    """Optimizers that update its parameters in the backward, each its own."""
+    wanted: tuple[Wanted, ...] = ()
+    """What each of them updates in the backward that is under way."""
+    rehearses: bool = False
+    """Its backwards are there to be compiled only: nothing is updated in them."""
     hooks: Removable | None = None
     reducer: Reducer | None = None
     make_reducer: Callable[[], Reducer] | None = None

@@ -177,9 +177,11 @@ def _same_counts(replica: Replica) -> Iterator[None]:
     versions = dict(replica.local.versions)
     memory = None if replica.comm_hook is None else replica.comm_hook.memory
     remembered = None if memory is None else memory.snapshot()
+    replica.rehearses = True
     try:
         yield
     finally:
+        replica.rehearses = False
         replica.local.versions = versions
         replica.synced_backwards = steps
         if memory is not None:

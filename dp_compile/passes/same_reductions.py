@@ -32,6 +32,7 @@ from dp_compile.fx.storages import Storage, storages_of, written_by
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, dtype_of, match
+from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Stage
 
@@ -281,7 +282,10 @@ class _Walk:
         # Who shares memory matters only where some is written.
         for storage in storages_of(node) if self._written_by and node.op != "output" else ():
             self._aliases.setdefault(storage, []).append(node)
-        if written := self._written_by.get(node):
+        if node.target in (UPDATE, UPDATE_LATER):
+            update = read_update(node)
+            self._writes.append(("update", *update[2:], self.of(update.gradients)))
+        elif written := self._written_by.get(node):
             self._write(node, written)
 
     def uses(self, output: fx.Node) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
+from dp_compile.optim import in_backward
 from dp_compile.train.check import Twin, register_hook
 from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -193,6 +194,8 @@ class Run:
     def _steps(self, timing: Timing) -> Iterator[torch.Tensor]:
         compiled: Any = torch.compile(self.model)
         optimizer = make_optimizer(self.model, self.options)
+        if self.options.optimizer == "in-backward":
+            in_backward(self.model, optimizer)
         their_optimizer = make_optimizer(self.twin.ddp, self.options) if self.twin else None
         for step, batch in zip(range(self.options.steps), self._batches(), strict=False):
             # An accelerator works in the background; waiting for it each step would slow it down, never waiting

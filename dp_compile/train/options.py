@@ -38,6 +38,9 @@ MP_DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMM_HOOKS: Final = {None: None, "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "fp8": "float8_e4m3fn"}
 """What `--comm-hook` calls the dtypes in which gradients travel by a hook: torch's own, or `QuantizedHook`."""
 
+OPTIMIZERS: Final = ("plain", "in-backward")
+"""Where parameters are updated: in `optimizer.step()`, or behind each reduction in the backward."""
+
 CHECK_STEPS: Final = 25
 CHECK_LR: Final = 0.05
 
@@ -48,8 +51,9 @@ class TrainOptions:
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
     the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
-    scaled. `comm_hook`: a name of `COMM_HOOKS`. `save_step`: a file for what explains the step
-    (`dp_compile.step.Step`), which rank 0 writes at the end.
+    scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: `plain`, or `in-backward` for
+    `dp_compile.optim.in_backward`. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which rank 0
+    writes at the end.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -66,6 +70,7 @@ class TrainOptions:
     reduce_dtype: str | None = None
     mp: str | None = None
     comm_hook: str | None = None
+    optimizer: str = "plain"
     lr: float = 2e-3
     seed: int = 0
     ddp_python_hook: bool | None = None
@@ -88,6 +93,8 @@ class TrainOptions:
             if getattr(self, name) not in (None, *allowed):
                 names = ", ".join(filter(None, allowed))
                 raise ConfigError(f"{_flag(name)} must be one of {names}, got {getattr(self, name)!r}.")
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}.")
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ConfigError("--comm-hook and --reduce-dtype both say in which dtype gradients travel. Give one.")
         for name in ("lr", "timeout_s", "bucket_cap_mb"):

@@ -91,6 +91,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "python graphs/rank0/capture0/repro.py | tail -3": (FIRST,),
         "import dp_compile": (PYTHON,),
     },
+    "optimizers.md": {
+        "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
     },
@@ -211,6 +214,17 @@ def train_ten_lines(code: str) -> tuple[str, list[float]]:
     return printed.getvalue(), nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
 
 
+def update_in_backward(code: str) -> tuple[str, list[float]]:
+    """Run the lines on optimizers; the report, and the parameters."""
+    torch.manual_seed(dist.get_rank())
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss}
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+    with as_on_a_rank_of_the_tests():
+        exec(code, names)
+    values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+    return str(dp_compile.report(names["model"])), values
+
+
 def look_inside(code: str) -> tuple[str, Step, bool]:
     """Run the guide's lines; `...` trains. What they print, the step file, and whether there is a trace."""
     torch.manual_seed(0)
@@ -253,6 +267,9 @@ def train_locally(code: str) -> tuple[int, list[float]]:
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
     assert "backwards: 3 captured" in report
+    assert one == other
+    (report, one), (_, other) = ranks2.run(update_in_backward, python_of("optimizers.md"))
+    assert "2 parameters updated in it" in report
     assert one == other
     for text, sizes in ranks2.run(plan_in_pairs, python_of("plans.md")):
         assert "in pairs" in text

@@ -98,6 +98,7 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
             ("--comm-hook", "int8", "--reduce-dtype", "float16"),
             "--comm-hook and --reduce-dtype both say",
         ),
+        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -228,6 +229,15 @@ def test_a_comm_hook_ends_where_torch_does(name: str, said: str) -> None:
     assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
     assert "backwards: 8 captured" in out
     assert said in out
+
+
+@pytest.mark.nightly
+def test_updates_in_the_backward_end_where_torch_does() -> None:
+    process = start("--steps", "8", "--check", "--optimizer", "in-backward")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
+    assert re.search(r"^  \d+ parameters updated in it$", out, re.MULTILINE)
 
 
 def children(parent: int) -> list[int]:

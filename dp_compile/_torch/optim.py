@@ -1,0 +1,36 @@
+"""What `torch.optim` and `torch.amp` do between their public calls. Costs nothing to load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dp_compile._torch.missing import named
+
+with named():
+    from torch.amp import GradScaler as GradScaler
+
+    _found_inf: Callable[..., dict[Any, torch.Tensor]] = GradScaler._found_inf_per_device
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """The update of an optimizer's class, without the hooks that stand around `step()`."""
+    step: Any = type(optimizer).step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+
+
+def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether what `scaler.unscale_(optimizer)` looked at was not finite."""
+    return any(bool(found) for found in _found_inf(scaler, optimizer).values())
+
+
+def has_in_backward_optimizer(parameter: torch.Tensor) -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` was called for a parameter."""
+    return bool(getattr(parameter, "_in_backward_optimizers", ()))
+
+
+def mark_for_scaler(optimizer: torch.optim.Optimizer) -> None:
+    """Let every GradScaler call `step()` itself, with what it found in `optimizer.found_inf`."""
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]

@@ -1,0 +1,151 @@
+"""Optimizers that update parameters in the backward: what the engine asks of them, and when.
+
+Which parameters a captured backward updates is a rank's own affair: an update is a function of reduced gradients, which
+are the same on every rank, and what is not updated in the backward has its gradient in `.grad`, for `step()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from dp_compile.engine.replica import Replica
+from dp_compile.passes.updates import RunsUpdates
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one optimizer updates in one backward, if that is captured.
+
+    Args:
+        indices: parameters of the module, in the optimizer's order.
+        whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
+        in_flight: see `PlaceUpdates`.
+        obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
+    """
+
+    indices: tuple[int, ...] = ()
+    whole: bool = False
+    in_flight: int | None = None
+    obstacle: str = ""
+
+
+class Updates(RunsUpdates, Protocol):
+    """One optimizer of one module."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether anybody still has it."""
+
+    def begin(self) -> None:
+        """A backward of the module begins.
+
+        Raises:
+            ReductionError: the step before has not ended, or a backward broke off between two updates.
+        """
+
+    def wanted(self, *, keep_graph: bool) -> Wanted: ...
+
+    def ended(self) -> None:
+        """A synchronised backward that may update has ended well."""
+
+    def interrupted(self, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InBackward:
+    """Parameters that one op of a captured backward updates.
+
+    `replica`, `optimizer`, `bucket`: by position; `bucket` is the last one that holds a gradient of `indices`.
+    """
+
+    replica: int
+    optimizer: int
+    bucket: int
+    indices: tuple[int, ...]
+
+
+def begin(replica: Replica) -> None:
+    """A backward of the module begins: its optimizers may refuse it."""
+    replica.updates = [each for each in replica.updates if each.is_alive]
+    for each in () if replica.rehearses else replica.updates:
+        each.begin()
+
+
+@contextlib.contextmanager
+def one_backward(replicas: Sequence[Replica], *, keep_graph: bool) -> Iterator[None]:
+    """Around a backward of these modules."""
+    for replica in replicas:
+        begin(replica)
+    for replica in replicas:
+        replica.wanted = tuple(each.wanted(keep_graph=keep_graph) for each in replica.updates) if replica.sync else ()
+    try:
+        yield
+    except BaseException as error:
+        for replica in replicas:
+            for each in replica.updates:
+                each.interrupted(error)
+        raise
+    for replica in replicas:
+        for each, wanted in zip(replica.updates, replica.wanted, strict=False):
+            if not (wanted.obstacle or replica.rehearses):
+                each.ended()
+
+
+def updates_of(
+    replicas: Sequence[Replica], got: Collection[tuple[int, int] | None]
+) -> tuple[tuple[InBackward, ...], tuple[str, ...]]:
+    """What a captured backward updates, and in words what it leaves to `step()`.
+
+    Args:
+        replicas: the modules in it.
+        got: by module and index the parameters that get a gradient in it.
+    """
+    found: list[InBackward] = []
+    left: list[str] = []
+    for ordinal, replica in enumerate(replicas):
+        bucket_of = {
+            member.gradient.index: number
+            for number, bucket in enumerate(replica.plan.buckets)
+            for member in bucket.members
+        }
+        for number, wanted in enumerate(replica.wanted):
+            reason = wanted.obstacle
+            here = [index for index in wanted.indices if (ordinal, index) in got]
+            missing = [index for index in wanted.indices if (ordinal, index) not in got]
+            if wanted.whole and missing:
+                reason = f"{replica.name_list(missing)} got no gradient, and the norm or the check is over all"
+            elif missing:
+                left.append(f"{replica.name_list(missing)}: no gradient in this backward")
+            if reason:
+                left.append(f"all parameters: {reason}")
+                continue
+            for bucket, indices in _by_bucket(here, bucket_of, whole=wanted.whole).items():
+                found.append(InBackward(ordinal, number, bucket, tuple(indices)))
+    return tuple(found), tuple(left)
+
+
+def _by_bucket(indices: Sequence[int], bucket_of: Mapping[int, int], *, whole: bool) -> dict[int, list[int]]:
+    if whole:
+        return {max(map(bucket_of.__getitem__, indices)): list(indices)} if indices else {}
+    found: dict[int, list[int]] = {}
+    for index in sorted(indices, key=lambda index: bucket_of[index]):
+        found.setdefault(bucket_of[index], []).append(index)
+    return found
+
+
+def memory_of(tensors: Sequence[object], parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the first of these parameters in whose memory it lies; else -1."""
+    numbers: dict[int, int] = {}
+    for number, parameter in enumerate(parameters):
+        numbers.setdefault(_key(parameter), number)
+    return tuple(numbers.get(_key(each), -1) if isinstance(each, torch.Tensor) else -1 for each in tensors)
+
+
+def _key(tensor: torch.Tensor) -> int:
+    """The same for tensors in one memory; what has no memory has a number of its own."""
+    return (tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0) or -id(tensor)

@@ -1,0 +1,322 @@
+"""`in_backward()`: the updates of a stock optimizer run in the backward, each behind the reduction of its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+
+from dp_compile._torch import optim
+from dp_compile.engine.gradients import dense_strides
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.updates import Wanted
+from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.modules.replicated_module import replica_of
+
+_REFUSED: Final = {
+    torch.optim.LBFGS: "evaluates the model again in its step()",
+    torch.optim.SparseAdam: "needs sparse gradients, which are not reduced",
+}
+_ALIGNMENT: Final = 16
+
+_known: weakref.WeakKeyDictionary[torch.optim.Optimizer, InBackward] = weakref.WeakKeyDictionary()
+
+
+def in_backward(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None = None,
+    scaler: GradScaler | None = None,
+    *,
+    buckets_in_flight: int | None = None,
+) -> torch.optim.Optimizer:
+    """Let the backward of a replicated module update its parameters. Returns the same optimizer.
+
+    The loop stays: backward, `optimizer.step()`, `optimizer.zero_grad()`. In a captured backward the update of each
+    bucket stands behind its reduction, and `.grad` is `None` after it. Whatever the backward did not update has its
+    reduced gradient in `.grad`, and `step()` does it, with the same kernels; then it ends the step. After `step()`
+    the `.grad` of the module's parameters is `None` in every way. There is one synchronised backward for each `step()`.
+
+    Args:
+        model: a module that was given to `replicate`, or a `DistributedDataParallel`.
+        optimizer: one of `torch.optim` over parameters of `model`, of all or of some; it may have others too.
+        max_norm: clip the gradients of all its parameters together, as `torch.nn.utils.clip_grad_norm_` does. The norm
+            before is then in `optimizer.total_norm`. Do not call that function beside it: there is nothing to clip.
+        scaler: the `torch.amp.GradScaler` of the loop, if there is one.
+        buckets_in_flight: how many buckets may be on their way, or done and not yet used, when the next one is
+            launched: bounds the memory of gradients, but computing may stand still for it. `None`: it never does.
+
+    Raises:
+        ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
+            has no parameter of `model`, or another optimizer updates one already; or an option is not allowed.
+        ModuleError: `model` is not replicated, or waits for its first forward.
+    """
+    replica = replica_of(model)
+    _check(optimizer, max_norm, scaler, buckets_in_flight)
+    before = _known.get(optimizer)
+    if before is not None:
+        if before.replica is not None and before in before.replica.updates:
+            raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
+        before.remove()
+    updates = InBackward(replica, optimizer, max_norm, scaler, buckets_in_flight)
+    mine = updates.indices()
+    if not mine:
+        raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
+    for other in replica.updates:
+        if isinstance(other, InBackward) and other.is_alive and (both := sorted({*mine} & {*other.indices()})):
+            raise ConfigError(f"another optimizer updates {replica.name_list(both)} in the backward already.")
+    updates.install()
+    replica.updates.append(updates)
+    _known[optimizer] = updates
+    return optimizer
+
+
+def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
+    kind = type(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {kind.__name__}.")
+    if kind in _REFUSED:
+        raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Use it as it is.")
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        raise ConfigError(
+            f"{kind.__name__} is not of torch.optim: nobody knows whether it updates each parameter by itself, without "
+            "a look at the others. Use it as it is, or an optimizer of torch.optim."
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Use it as it is.")
+    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or max_norm <= 0):
+        raise ConfigError(f"max_norm must be a number > 0 or None, got {max_norm!r}.")
+    if max_norm is not None and math.isnan(max_norm):
+        raise ConfigError("max_norm must be a number > 0 or None, got nan.")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+    if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
+        raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
+    if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
+        raise ConfigError(f"buckets_in_flight must be a whole number >= 1 or None, got {in_flight!r}.")
+
+
+class InBackward:
+    """An optimizer whose updates run in the backward of one module."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        in_flight: int | None,
+    ) -> None:
+        self._replica, self._optimizer = weakref.ref(replica), weakref.ref(optimizer)
+        self._max_norm, self._given_scaler, self._in_flight = max_norm, scaler, in_flight
+        self._handles: list[Any] = []
+        self._parameters: list[nn.Parameter] = []
+        """All of the optimizer, as they were last seen, and where in the module they are."""
+        self._indices: tuple[int, ...] = ()
+        self._chosen: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
+        """For some places in the module the parameters of each group."""
+        self._updated: set[int] = set()
+        """Parameters that were updated since the last `step()`."""
+        self._awaits_step = False
+        self._broken = ""
+
+    @property
+    def replica(self) -> Replica | None:
+        """`None` once the module is not replicated any more."""
+        return self._replica()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._optimizer() is not None
+
+    @property
+    def _scaler(self) -> GradScaler | None:
+        return self._given_scaler if self._given_scaler is not None and self._given_scaler.is_enabled() else None
+
+    def install(self) -> None:
+        """Stand around the optimizer's `step()`."""
+        optimizer = self._alive()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_post_hook(self._loaded),
+        ]
+        if self._given_scaler is None:
+            optim.mark_for_scaler(optimizer)
+
+    def remove(self) -> None:
+        """Leave the optimizer alone."""
+        for handle in self._handles:
+            handle.remove()
+
+    def indices(self) -> tuple[int, ...]:
+        """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""
+        now = [parameter for group in self._alive().param_groups for parameter in group["params"]]
+        replica = self.replica
+        assert replica is not None
+        if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
+            place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+            self._parameters, self._chosen = now, {}
+            self._indices = tuple(place[id(each)] for each in now if id(each) in place)
+        return tuple(index for index in self._indices if replica.parameters[index].requires_grad)
+
+    # --- for the engine
+
+    def begin(self) -> None:
+        if self._broken:
+            raise ReductionError(self._broken)
+        if self._awaits_step:
+            raise ReductionError(
+                "a second backward of a module whose optimizer updates in the backward, before optimizer.step(). Call "
+                "step() after each synchronised backward; to accumulate, run all backwards but the last under "
+                "no_sync(); if the gradients are not for this optimizer, as those of a GAN's other half, freeze the "
+                "parameters for that backward."
+            )
+        self._updated.clear()
+
+    def wanted(self, *, keep_graph: bool) -> Wanted:
+        replica = self.replica
+        assert replica is not None
+        indices = self.indices()
+        whole = self._max_norm is not None or self._scaler is not None
+        obstacle = ""
+        if keep_graph:
+            obstacle = "retain_graph=True, the graph may be gone through once more"
+        elif replica.uneven is not None:
+            obstacle = "inputs may be uneven: gradients are divided after the backward"
+        elif replica.config.check_nan:
+            obstacle = "check_nan looks at the gradients behind the backward"
+        elif whole and (others := self._others(indices)):
+            obstacle = f"the norm or the check is over {others} more parameters, not of this module or frozen"
+        if obstacle:
+            return Wanted(obstacle=obstacle)
+        if whole:
+            complex_ones = any(replica.parameters[index].is_complex() for index in indices)
+            return Wanted(indices, whole=True) if not complex_ones else Wanted(obstacle="complex parameters")
+        real = tuple(index for index in indices if not replica.parameters[index].is_complex())
+        return Wanted(real, in_flight=self._in_flight)
+
+    def _others(self, indices: Sequence[int]) -> int:
+        """How many parameters have a gradient in `step()` that this module's backward does not bring."""
+        replica = self.replica
+        assert replica is not None
+        mine = {id(replica.parameters[index]) for index in indices}
+        return sum(each.requires_grad or each.grad is not None for each in self._parameters if id(each) not in mine)
+
+    def ended(self) -> None:
+        # A GradScaler may leave step() out, and refuses a second look at the same gradients itself.
+        self._awaits_step = self._scaler is None
+
+    def interrupted(self, error: BaseException) -> None:
+        replica = self.replica
+        if not self._updated or replica is None or self._broken:
+            return
+        names = replica.name_list(sorted(self._updated))
+        self._broken = (
+            f"a backward failed ({type(error).__name__}) after the optimizer had updated {len(self._updated)} of "
+            f"{len(self._indices)} parameters in it: {names}. The model is of no step now: load a checkpoint, with "
+            "optimizer.load_state_dict() too, which ends this state."
+        )
+
+    def update(
+        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        replica, optimizer = self.replica, self._alive()
+        assert replica is not None
+        mine = [replica.parameters[index] for index in indices]
+        for one, other in zip(mine, parameters, strict=True):
+            if one.data_ptr() != other.data_ptr():
+                raise ReductionError(
+                    f"the compiler has a copy of {replica.name_list(indices)}, which it would write back over the "
+                    "update. Use the optimizer without in_backward()."
+                )
+        with self._only(optimizer, tuple(indices), mine), replica.local.updating(indices):
+            for parameter, gradient in zip(mine, gradients, strict=True):
+                parameter.grad = gradient
+            if not replica.rehearses and self._may_step(optimizer, mine):
+                self._updated.update(indices)
+                optim.step_without_hooks(optimizer)
+
+    def _may_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
+        scaler = self._scaler
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        if self._max_norm is not None:
+            self._clip(optimizer, parameters)
+        return scaler is None or not optim.found_inf(scaler, optimizer)
+
+    @contextlib.contextmanager
+    def _only(
+        self, optimizer: torch.optim.Optimizer, indices: tuple[int, ...], parameters: Sequence[nn.Parameter]
+    ) -> Iterator[None]:
+        """Inside, an optimizer has these parameters only, in their own groups; afterwards they have no gradient."""
+        groups = optimizer.param_groups
+        before = [(group, group["params"]) for group in groups]
+        if indices not in self._chosen:
+            chosen = {id(parameter) for parameter in parameters}
+            self._chosen[indices] = [[each for each in every if id(each) in chosen] for _, every in before]
+        try:
+            for group, some in zip(groups, self._chosen[indices], strict=True):
+                group["params"] = some
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            yield
+        finally:
+            optimizer.param_groups = groups
+            for group, every in before:
+                group["params"] = every
+            for parameter in parameters:
+                parameter.grad = None
+
+    def _clip(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
+        """One norm, whichever way the gradients came: a sum's order may depend on how they lie in memory."""
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and (grad.stride() != dense_strides(parameter) or grad.data_ptr() % _ALIGNMENT):
+                parameter.grad = torch.empty_strided(
+                    grad.shape, dense_strides(parameter), dtype=grad.dtype, device=grad.device
+                ).copy_(grad)
+        assert self._max_norm is not None
+        optimizer.total_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
+
+    # --- around step()
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is not None:
+            raise ReductionError(
+                "optimizer.step() was given a closure, but the optimizer updates in the backward, before step(). Run "
+                "the backward yourself and call step() without it."
+            )
+        if self._broken:
+            raise ReductionError(self._broken)
+        if self._given_scaler is None and hasattr(optimizer, "found_inf"):
+            raise ReductionError(
+                "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
+                "still scaled. Give it to in_backward(model, optimizer, scaler=scaler)."
+            )
+        if self._max_norm is not None and not self._updated:
+            self._clip(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._awaits_step = False
+        self._updated.clear()
+        if (replica := self.replica) is not None:
+            # As after a backward that has updated: the next one starts anew in every way, on every rank.
+            for index in self.indices():
+                replica.parameters[index].grad = None
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._broken, self._awaits_step = "", False
+        self._updated.clear()
+
+    def _alive(self) -> torch.optim.Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer

@@ -1,0 +1,218 @@
+"""An optimizer's update in a captured backward: the op that runs it, and where it stands.
+
+    update_later([a, b], [reduced a, reduced b], ...)  ->  update_parameters([a, b, what lies in their memory], [...])
+
+Dynamo and AOTAutograd see the first, which changes nothing. Only when nobody takes the graph apart any more the pass
+puts the second in its place, which says that it writes: whatever in the graph reads the memory of a parameter then
+stands in front of it, for our own orders (`fx/edit.py`) and for Inductor's. An input that shares memory with a
+parameter, a saved transpose say, is written to as well: which ones do is known from the real inputs alone.
+
+The op runs the user's own optimizer on these parameters, so that a rank which updates them behind its backward comes to
+the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+
+from dp_compile.errors import InvalidGraphError, ReductionError
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import is_collective
+from dp_compile.passes.bucketing import waits_before
+from dp_compile.passes.result import PassResult, Refusal
+from dp_compile.plan.buckets import BucketPlan
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_ARGUMENTS = "Tensor[] gradients, int[] indices, int replica, int optimizer, int bucket"
+_library.define(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()")
+_library.define(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()")
+
+
+class RunsUpdates(Protocol):
+    """What the op asks of an optimizer."""
+
+    def update(
+        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Update these parameters of its module now; `parameters` is what the graph has for them."""
+
+
+class _Running(threading.local):
+    optimizers: Sequence[Sequence[RunsUpdates]] = ()
+    """Of each replica."""
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def updating(optimizers: Sequence[Sequence[RunsUpdates]]) -> Iterator[None]:
+    """Inside, code of this thread that holds updates runs them by these, of each replica."""
+    before, _running.optimizers = _running.optimizers, optimizers
+    try:
+        yield
+    finally:
+        _running.optimizers = before
+
+
+def _update(
+    written: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    indices: Sequence[int],
+    replica: int,
+    optimizer: int,
+    bucket: int,
+) -> None:
+    if replica >= len(_running.optimizers):
+        raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
+    _running.optimizers[replica][optimizer].update(indices, written[: len(indices)], gradients)
+
+
+def _not_placed(*_: object) -> None:
+    raise ReductionError("no pass has put an optimizer's update into the captured backward.")
+
+
+def _nothing(*_: object) -> None:
+    """Fake tensors have no values to update."""
+
+
+_library.impl("update_parameters", _update, "CompositeExplicitAutograd")
+_library.impl("update_later", _not_placed, "CompositeExplicitAutograd")
+for _name in ("update_parameters", "update_later"):
+    torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
+
+UPDATE_LATER = has_side_effect(torch.ops.dp_compile.update_later.default)
+UPDATE = has_side_effect(torch.ops.dp_compile.update_parameters.default)
+
+
+class Update(NamedTuple):
+    """What an op of either kind in a graph says."""
+
+    tensors: Sequence[fx.Node]
+    gradients: Sequence[fx.Node]
+    indices: tuple[int, ...]
+    replica: int
+    optimizer: int
+    bucket: int
+
+
+def updates_in(graph: fx.Graph, target: Any) -> dict[fx.Node, Update]:
+    return {node: read_update(node) for node in graph.find_nodes(op="call_function", target=target)}
+
+
+def read_update(node: fx.Node) -> Update:
+    tensors, gradients, indices, replica, optimizer, bucket = node.args
+    numbers: Any = (replica, optimizer, bucket)
+    return Update(list(tensors), list(gradients), tuple(indices), *numbers)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceUpdates:
+    """Put the updates into a graph, behind everything that reads the memory of their parameters.
+
+    Args:
+        shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
+        in_flight: for each replica and optimizer how many buckets may be on their way, or done and not yet used, when
+            the next one is launched; `None`: no update before all is computed.
+    """
+
+    shares: tuple[int, ...]
+    in_flight: tuple[tuple[int | None, ...], ...]
+    name: ClassVar[str] = "place-updates"
+    realises_plan: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
+        placed: dict[fx.Node, Update] = {}
+        for node, wanted in updates_in(graph, UPDATE_LATER).items():
+            with graph.inserting_before(node):
+                args = (self._written(graph, wanted), *node.args[1:])
+                update = graph.call_function(UPDATE, args)
+            update.meta["val"] = None
+            placed[update] = wanted
+            graph.erase_node(node)
+        refusals = self._move_up(graph, placed, plans)
+        return PassResult(changed=bool(placed), refusals=refusals)
+
+    def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
+        """The parameters, then the other inputs that lie in their memory.
+
+        If the compiler has merged inputs nobody knows what they share: all of them count.
+        """
+        inputs = graph.find_nodes(op="placeholder")
+        others = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor)]
+        if len(inputs) == len(self.shares):
+            number = dict(zip(inputs, self.shares, strict=True))
+            if any(node not in number or number[node] < 0 for node in wanted.tensors):
+                raise InvalidGraphError("an optimizer's update is given something else than a parameter")
+            mine = {number[node] for node in wanted.tensors}
+            others = [node for node in others if number[node] in mine]
+        return list(dict.fromkeys([*wanted.tensors, *others]))
+
+    def _move_up(
+        self, graph: fx.Graph, placed: dict[fx.Node, Update], plans: Sequence[BucketPlan]
+    ) -> tuple[Refusal, ...]:
+        """Let each update stand before the launch by which its bucket has to be out of the way, if it may."""
+        position = edit.positions(graph)
+        launches = _first_launches(graph)
+        wish: dict[fx.Node, float] = dict(position)
+        due: dict[fx.Node, fx.Node] = {}
+        for update, what in placed.items():
+            count = self.in_flight[what.replica][what.optimizer]
+            launch = None if count is None else launches.get((what.replica, what.bucket + count))
+            if launch is not None:
+                due[update] = launch
+                for node in (*_behind_launches(what.gradients), update):
+                    wish[node] = min(wish[node], position[launch] - 0.5)
+        if not due:
+            return ()
+        edit.reorder(graph, edit.stable_order(graph, wish.__getitem__, chain=_in_order(graph)))
+        position = edit.positions(graph)
+        return tuple(
+            Refusal(update.name, f"stands behind {_last_reader(update).name}, which reads what it updates")
+            for update, launch in due.items()
+            if position[update] > position[launch]
+        )
+
+
+def _in_order(graph: fx.Graph) -> list[fx.Node]:
+    """Launches with the waits before them keep the order that they have."""
+    launches = [node for node in graph.nodes if is_collective(node)]
+    return [node for launch in launches for node in (*waits_before(launch), launch)]
+
+
+def _first_launches(graph: fx.Graph) -> dict[tuple[int, int], fx.Node]:
+    """The launch that is given a bucket, by replica and bucket."""
+    found: dict[tuple[int, int], fx.Node] = {}
+    for node in graph.nodes:
+        provenance = edit.provenance_of(node)
+        if is_collective(node) and provenance is not None:
+            replica, bucket = map(int, provenance.unit.split("."))
+            found.setdefault((replica, bucket), node)
+    return found
+
+
+def _behind_launches(gradients: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """What stands between the last launch of a bucket and its gradients: the wait, casts, views."""
+    seen: set[fx.Node] = set()
+    stack = list(gradients)
+    while stack:
+        node = stack.pop()
+        if node not in seen and edit.provenance_of(node) is not None and not is_collective(node):
+            seen.add(node)
+            yield node
+            stack.extend(node.all_input_nodes)
+
+
+def _last_reader(update: fx.Node) -> fx.Node:
+    """What keeps an update from standing earlier."""
+    needs = edit.dependencies(update.graph)[update]
+    position = edit.positions(update.graph)
+    return max((node for node in needs if node.op == "call_function"), key=position.__getitem__)

@@ -1,0 +1,159 @@
+"""A model whose optimizer updates in the backward, and its twin that trains as usual."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from beside import batch, compile_whole
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+
+SMALL = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=1e-4)
+"""Buckets of about one layer."""
+
+Make = Callable[[Any], torch.optim.Optimizer]
+
+
+class Net(nn.Module):
+    """Residual layers; two of them may share their weight."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.norm = nn.LayerNorm(6)
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + x
+        result: torch.Tensor = self.norm(x)
+        return result
+
+
+class LateReader(nn.Module):
+    """The gradient of `late` is ready first; what the first layers are given is computed with it at the very end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle = nn.Linear(6, 6), nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.late = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x)) @ self.late.weight.detach().t()
+        for layer in self.middle:
+            x = torch.tanh(layer(x))
+        result: torch.Tensor = self.late(x)
+        return result
+
+
+def two_groups(kind: Any, **options: Any) -> Make:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        every = list(parameters)
+        flat = [each for each in every if each.dim() == 1]
+        matrices = [each for each in every if each.dim() > 1]
+        optimizer: torch.optim.Optimizer = kind([{"params": matrices}, {"params": flat, "lr": 0.03}], **options)
+        return optimizer
+
+    return make
+
+
+SGD = two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
+ADAMW = two_groups(torch.optim.AdamW, lr=0.01)
+
+
+@dataclass
+class Twins:
+    """`ours` updates in the backward. `theirs` is torch's DDP, or a replica as it is: then all is bit for bit."""
+
+    ours: nn.Module
+    run: Any
+    theirs: nn.Module
+    run_theirs: Any
+    mine: torch.optim.Optimizer
+    other: torch.optim.Optimizer
+    max_norm: float | None = None
+
+    def backward(self, number: int, *, sync: bool = True, broken: bool = False, **options: Any) -> None:
+        """In a `broken` one nothing of ours is captured on this rank."""
+        with warnings.catch_warnings(), nullcontext() if sync else dp_compile.no_sync(self.ours):
+            warnings.simplefilter("ignore")
+            with torch.autograd.detect_anomaly(check_nan=False) if broken else nullcontext():
+                self.run(batch(number)).square().mean().backward(**options)
+        self.backward_of_theirs(number, sync=sync, **options)
+
+    def backward_of_theirs(self, number: int, *, sync: bool = True, **options: Any) -> None:
+        theirs: Any = self.theirs
+        with nullcontext() if sync else theirs.no_sync():
+            self.run_theirs(batch(number)).square().mean().backward(**options)
+
+    def step(self, *, zero: bool = True) -> None:
+        self.mine.step()
+        if self.max_norm is not None:
+            norm = torch.nn.utils.clip_grad_norm_(
+                [each for group in self.other.param_groups for each in group["params"]], self.max_norm
+            )
+            torch.testing.assert_close(self.mine.total_norm, norm)  # type: ignore[attr-defined]
+        self.other.step()
+        self.other.zero_grad()
+        if zero:
+            self.mine.zero_grad()
+
+    def train(self, *numbers: int) -> None:
+        for number in numbers:
+            self.backward(number)
+            self.step()
+            self.compare()
+
+    def compare(self) -> None:
+        exact = not isinstance(self.theirs, DistributedDataParallel)
+        bounds = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-5, "atol": 1e-6}
+        for (name, mine), other in zip(self.ours.named_parameters(), self.theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, **bounds, msg=lambda text, name=name: f"{name}: {text}")
+        everything = torch.cat([each.detach().flatten() for each in self.ours.parameters()])
+        first = everything.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(everything, first), "the ranks have drifted apart"
+
+    @property
+    def updated(self) -> int:
+        """How many parameters compiled backwards update, at most."""
+        return max((record.updated for record in dp_compile.report(self.ours).captures), default=0)
+
+
+def twins(
+    build: Callable[[], nn.Module] = Net,
+    make: Make = SGD,
+    *,
+    beside_ddp: bool = False,
+    compile_model: Callable[[nn.Module], Any] = compile_whole,
+    config: dp_compile.ReplicateConfig = SMALL,
+    max_norm: float | None = None,
+    prepare: Callable[[nn.Module], object] = lambda model: None,
+    given: dict[str, Any] | None = None,
+    **options: Any,
+) -> Twins:
+    """`given` goes to `in_backward`, `options` to `replicate`."""
+    torch._dynamo.reset()
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(build())
+    ours, theirs = models
+    if beside_ddp:
+        theirs = DistributedDataParallel(theirs)
+    for model in (ours,) if beside_ddp else models:
+        dp_compile.replicate(model, config=config, **options)
+        prepare(model)
+    mine, other = make(models[0].parameters()), make(models[1].parameters())
+    assert dp_compile.optim.in_backward(ours, mine, max_norm=max_norm, **(given or {})) is mine
+    run_theirs = theirs if beside_ddp else compile_model(theirs)
+    return Twins(ours, compile_model(ours), theirs, run_theirs, mine, other, max_norm)
