@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -41,6 +42,13 @@ COMM_HOOKS: Final = {None: None, "bf16": "bfloat16", "fp16": "float16", "int8": 
 OPTIMIZERS: Final = ("plain", "in-backward")
 """Where parameters are updated: in `optimizer.step()`, or behind each reduction in the backward."""
 
+_CHOICES: Final[dict[str, Collection[str | None]]] = {
+    "reduce_dtype": REDUCE_DTYPES,
+    "mp": MP_DTYPES,
+    "comm_hook": COMM_HOOKS,
+    "optimizer": OPTIMIZERS,
+}
+
 CHECK_STEPS: Final = 25
 CHECK_LR: Final = 0.05
 
@@ -51,9 +59,8 @@ class TrainOptions:
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
     the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
-    scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: `plain`, or `in-backward` for
-    `dp_compile.optim.in_backward`. `save_step`: a file for what explains the step (`dp_compile.step.Step`), which rank 0
-    writes at the end.
+    scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: of `OPTIMIZERS`, where parameters are updated. `save_step`:
+    a file for what explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -89,12 +96,10 @@ class TrainOptions:
             )
         if self.save_step is not None and not Path(self.save_step).parent.is_dir():
             raise ConfigError(f"--save-step must be a file in a directory that exists, got {self.save_step!r}.")
-        for name, allowed in (("reduce_dtype", REDUCE_DTYPES), ("mp", MP_DTYPES), ("comm_hook", COMM_HOOKS)):
+        for name, allowed in _CHOICES.items():
             if getattr(self, name) not in (None, *allowed):
                 names = ", ".join(filter(None, allowed))
                 raise ConfigError(f"{_flag(name)} must be one of {names}, got {getattr(self, name)!r}.")
-        if self.optimizer not in OPTIMIZERS:
-            raise ConfigError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}.")
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ConfigError("--comm-hook and --reduce-dtype both say in which dtype gradients travel. Give one.")
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
