@@ -1,4 +1,4 @@
-"""Apply a plan: the reductions of a bucket become its stages. The only pass that creates or erases nodes.
+"""Apply a plan: the reductions of a bucket become its stages. The only pass that creates or erases collectives.
 
     reduce_grad(a)  reduce_grad(b)   ->   flat_bucket(a, b) -> all_reduce -> wait
                                                                               |-> as_strided: reduced a
