@@ -59,8 +59,8 @@ class TrainOptions:
 
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
     the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
-    scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: of `OPTIMIZERS`, where parameters are updated. `save_step`:
-    a file for what explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
+    scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: where parameters are updated, of `OPTIMIZERS`.
+    `save_step`: a file for what explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
 
     Raises:
         ConfigError: a value is not allowed.
