@@ -34,7 +34,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         handler.addFilter(lambda record: record.name != "torch.__trace")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def fake_group() -> Iterator[dist.ProcessGroup]:
     """A default process group of two ranks, this one the first, in which every collective returns its input."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

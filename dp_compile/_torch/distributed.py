@@ -90,6 +90,12 @@ def is_alive(group: dist.ProcessGroup) -> bool:
     return group in _world.pg_map
 
 
+def end_other_groups() -> None:
+    """Destroy all process groups but the default one."""
+    for group in [each for each in _world.pg_map if each is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
 def default_store() -> Store:
     """The key-value store behind the default process group."""
     return _get_default_store()

@@ -223,7 +223,7 @@ class CompiledBackward:
             for listener in listeners:
                 listener.stage(observers.CAPTURED, graph_module.graph)
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
-                shares = memory_of([*_flat(example_inputs)], self._updated_parameters())
+                shares = memory_of([*_flat(example_inputs)], self._updated_parameters()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
                 return self._telling(compiled, shares)
 

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
 
 AFTER_FIRST_ERROR_S: Final = 15.0
@@ -55,7 +56,7 @@ class Ranks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results by rank.
+        """Call `function(*args)` on every rank and return the results by rank. It may leave no process group behind.
 
         Args:
             function: of a module that the ranks can import; it, its arguments and its result are pickled.
@@ -181,7 +182,10 @@ def _serve(rank: int, world_size: int, directory: str, connection: Connection) -
             return
         try:
             function, args = pickle.loads(call)  # fails where the function's module cannot be imported
-            connection.send((True, function(*args)))
+            result = function(*args)
+            # A thread of gloo looks a hundred times a second whether there is something to do, for each of them.
+            distributed.end_other_groups()
+            connection.send((True, result))
         except SystemExit:
             raise
         except BaseException:

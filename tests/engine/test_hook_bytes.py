@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import torch.distributed as dist
 from steps import step_of_buckets
 
 import dp_compile
+from dp_compile._torch import distributed
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.power_sgd import PowerSGD
@@ -17,14 +19,20 @@ from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import Step
 from dp_compile.passes.functional_hook import HookBucket, HookRun, Reduced, register, sent_nbytes
 from dp_compile.plan.buckets import PACKED, BucketPlan
-from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.reduction import ALL_REDUCE, Averaging
 
 KEY, POWER_SGD = register(PowerSGD(2, 2.0, True, 0.0, True))
 SHAPES = [(64, 32), (7,), (64, 32), (16, 4, 3, 3)]
 
 
+pytestmark = pytest.mark.usefixtures("fake_group")
+
+
 def specs(key: str, rounds: int) -> list[dp_compile.GradientSpec]:
-    group = Group(None, "g", "gloo", 4, Averaging(hook=key, rounds=rounds))  # type: ignore[arg-type]
+    averaging = Averaging(hook=key, rounds=(ALL_REDUCE,) * rounds)
+    world = dist.group.WORLD
+    assert world is not None
+    group = Group(world, distributed.group_name(world), "gloo", 2, averaging)
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     return list(gradient_specs(parameters, [f"p{number}" for number in range(len(SHAPES))], group))
 
@@ -42,7 +50,7 @@ def test_power_sgd_sends_its_thin_matrices() -> None:
 def test_a_bucket_sends_what_its_gradients_do() -> None:
     """As the hook hands it out where it reduces, with real tensors."""
     gradients = [torch.randn(shape) for shape in SHAPES]
-    run = HookRun(KEY, HookBucket(gradients, [POWER_SGD.initial_state(each) for each in gradients], 4))
+    run = HookRun(KEY, HookBucket(gradients, [POWER_SGD.initial_state(each) for each in gradients], 2, 0))
     (first,) = run.step([])
     (second,) = run.step([first])
     sent = [each.sent for each in specs(KEY, 2)[:-1]]
