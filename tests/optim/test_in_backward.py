@@ -86,7 +86,12 @@ def generated(build: Callable[[], nn.Module], in_flight: int | None, max_norm: f
 
 @pytest.mark.parametrize(
     ("build", "in_flight", "max_norm", "updated"),
-    [(LateReader, 1, None, 9), (LateReader, None, None, 9), (Net, 1, None, 10), (Net, None, 0.05, 10)],
+    [
+        (LateReader, 1, None, 9),
+        (Net, None, 0.05, 10),
+        pytest.param(LateReader, None, None, 9, marks=pytest.mark.nightly),
+        pytest.param(Net, 1, None, 10, marks=pytest.mark.nightly),
+    ],
 )
 def test_generated_code(
     ranks: Ranks, build: Callable[[], nn.Module], in_flight: int | None, max_norm: float | None, updated: int
@@ -278,7 +283,7 @@ def unused(max_norm: float | None) -> None:
         assert torch.equal(before, both.ours.spare.weight) is (users == 0)  # type: ignore[union-attr,arg-type]
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.nightly)])
 def test_unused_parameters(ranks2: Ranks, max_norm: float | None) -> None:
     ranks2.run(unused, max_norm)
 
@@ -292,7 +297,7 @@ def frozen(max_norm: float | None) -> None:
         both.train(1, 2)
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.nightly)])
 def test_parameters_that_are_frozen_in_between(ranks: Ranks, max_norm: float | None) -> None:
     ranks.run(frozen, max_norm)
 

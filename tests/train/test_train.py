@@ -214,12 +214,13 @@ def test_other_dtypes_end_where_torch_does(option: str, name: str, beside: str) 
     assert wire == torch.bfloat16
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("int8", "all_to_all all_gather by dp_compile.engine.quantized_hook.QuantizedHook(dtype=torch.int8"),
-        pytest.param("fp8", "QuantizedHook(dtype=torch.float8_e4m3fn", marks=pytest.mark.nightly),
-        pytest.param("bf16", "sum in bfloat16", marks=pytest.mark.nightly),
+        ("fp8", "QuantizedHook(dtype=torch.float8_e4m3fn"),
+        ("bf16", "sum in bfloat16"),
     ],
 )
 def test_a_comm_hook_ends_where_torch_does(name: str, said: str) -> None:
