@@ -283,7 +283,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     if any(map(_wants_hooks, found.replicas)):
         probe.check()
     synced = [replica for replica in found.replicas if replica.sync]
-    with updates.one_backward(found.replicas, keep_graph=call.keep_graph), Watched(synced) as watched:
+    with Watched(synced) as watched, updates.one_backward(found.replicas, keep_graph=call.keep_graph):
         _check_alone(found.replicas)
         for replica in synced:
             replica.check_group()

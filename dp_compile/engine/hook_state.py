@@ -30,8 +30,8 @@ class Remembering(Protocol):
     def unbind(self) -> None:
         """The module is not replicated any more."""
 
-    def of(self, index: int) -> State:
-        """The tensors of a gradient, always the same ones; nothing if there is no state of it now."""
+    def of(self, name: str) -> State:
+        """The tensors of a parameter's gradient, always the same ones; nothing if there is no state of it now."""
 
     def begin(self) -> Averaging | None:
         """A synchronised backward is about to start. How gradients are reduced from now on, if that changes."""
@@ -56,7 +56,6 @@ class HookState:
         self.backwards = 0
         """Synchronised backwards so far."""
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
-        self._names: tuple[str, ...] = ()
         self._agree: Agree | None = None
         self._hook: weakref.ref[FunctionalHook] | None = None
 
@@ -125,13 +124,13 @@ class HookState:
             for name, state in fresh.items():
                 for key, tensor in state.items():
                     tensor.copy_(self._tensors[name][key])
-        self._tensors, self._names, self._agree = fresh, tuple(names), agree
+        self._tensors, self._agree = fresh, agree
 
     def unbind(self) -> None:
         self._agree = None
 
-    def of(self, index: int) -> State:
-        return self._tensors.get(self._names[index], {})
+    def of(self, name: str) -> State:
+        return self._tensors.get(name, {})
 
     def begin(self) -> Averaging | None:
         return None

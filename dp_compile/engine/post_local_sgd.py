@@ -44,7 +44,7 @@ class PostLocalSGDMemory:
     def unbind(self) -> None:
         self._agree = None
 
-    def of(self, index: int) -> State:
+    def of(self, name: str) -> State:
         return {}
 
     def begin(self) -> Averaging | None:

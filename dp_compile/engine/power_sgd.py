@@ -141,7 +141,6 @@ class PowerSGDMemory:
         self._fresh: Callable[[], dict[str, dict[str, torch.Tensor]]] = dict
         self._numels = 0, 0
         self._agree: Agree | None = None
-        self._names: tuple[str, ...] = ()
         self._rows: dict[str, int] = {}
 
     @property
@@ -176,7 +175,7 @@ class PowerSGDMemory:
         found = self._remembered()
         if found:
             check_alike(found, {name: state for name, state in fresh().items() if state})
-        self._fresh, self._names = fresh, tuple(names)
+        self._fresh = fresh
         self._rows = {name: like[name].shape[0] for name in compressed}
         self._numels = (
             sum(each.numel() for each in like.values()),
@@ -191,8 +190,8 @@ class PowerSGDMemory:
     def unbind(self) -> None:
         self._agree = None
 
-    def of(self, index: int) -> State:
-        return self._tensors.get(self._names[index], {}) if self._is_on else {}
+    def of(self, name: str) -> State:
+        return self._tensors.get(name, {}) if self._is_on else {}
 
     def begin(self) -> Averaging | None:
         was, self._is_on = self._is_on, self.state.iter >= self.state.start_powerSGD_iter

@@ -272,10 +272,8 @@ def reduce_accumulated(
 
     A hook may have dropped it: then this rank adds zeros, as with torch's DDP.
     """
-    grad, in_place = parameter.grad, existing or parameter.is_complex()
-    if grad is None:
-        grad = torch.zeros_like(parameter, requires_grad=False)
-        in_place = parameter.is_complex()
+    in_place = (existing and parameter.grad is not None) or parameter.is_complex()
+    grad = _accumulated(parameter)
     reduced = emit(real_view(grad), index, replica, after, *factors)
     if in_place:
         real_view(grad).copy_(reduced)
@@ -294,12 +292,13 @@ def reduce_to_update(
     *factors: torch.Tensor,
 ) -> torch.Tensor:
     """As `reduce_accumulated`, for a parameter that is updated in the backward: nothing stays in `.grad`."""
-    grad = parameter.grad
-    if grad is None:
-        grad = torch.zeros_like(parameter, requires_grad=False)
-    reduced = emit(grad, index, replica, after, *factors)
+    reduced = emit(_accumulated(parameter), index, replica, after, *factors)
     parameter.grad = None
     return reduced
+
+
+def _accumulated(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter, requires_grad=False) if parameter.grad is None else parameter.grad
 
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:

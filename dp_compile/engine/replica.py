@@ -209,17 +209,7 @@ class Replica:
     def state_of_hook(self, index: int) -> State:
         """What a functional hook remembers of a gradient; of the flags nothing."""
         memory = None if self.comm_hook is None else self.comm_hook.memory
-        if memory is None or index == len(self.parameters):
-            return {}
-        if self.group.by_hook is None:
-            return memory.of(index)
-        return memory.of(self.hooked.index(index)) if index in self.hooked else {}
-
-    @property
-    def hooked(self) -> tuple[int, ...]:
-        """The parameters that a functional hook reduces."""
-        chosen = self.group.by_hook
-        return tuple(index for index, name in enumerate(self.names) if chosen is None or name in chosen)
+        return {} if memory is None or index == len(self.parameters) else memory.of(self.names[index])
 
     def given_factors(self) -> tuple[torch.Tensor, ...]:
         """What compiled code is given for `BucketPlan.given_reductions`: numbers in tensors, float64."""

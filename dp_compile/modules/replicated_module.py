@@ -423,10 +423,9 @@ def bind_memory(replica: Replica) -> None:
             if table is not None:
                 agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
 
-        chosen = replica.hooked
-        hook.memory.bind(
-            [replica.names[each] for each in chosen], [replica.parameters[each] for each in chosen], compare
-        )
+        by_hook, named = replica.group.by_hook, zip(replica.names, replica.parameters, strict=True)
+        chosen = {name: parameter for name, parameter in named if by_hook is None or name in by_hook}
+        hook.memory.bind(tuple(chosen), tuple(chosen.values()), compare)
 
 
 def refuse_no_all_reduce(module: nn.Module, requires_all_reduce: object) -> None:

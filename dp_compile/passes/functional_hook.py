@@ -125,19 +125,23 @@ def _hook_of(key: str) -> FunctionalHook:
     return hook
 
 
-@functools.lru_cache(maxsize=4096)
 def sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """How many bytes of a gradient a hook hands out for each of its rounds; empty if it has to see values to say.
 
     It is run on a gradient without memory, as the only one of its bucket. The same on every rank.
     """
+    # Of a group with the same name there may have been other ranks.
+    return _sent_nbytes(reduction, shape, dtype, distributed.group_of_name(reduction.stages[0].group).size())
+
+
+@functools.lru_cache(maxsize=4096)
+def _sent_nbytes(reduction: Reduction, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> tuple[int, ...]:
     assert reduction.hook is not None
     hook, like = _hook_of(reduction.hook), torch.empty(shape, dtype=dtype, device="meta")
     sent: list[torch.Tensor] = []
     try:
         with torch.no_grad():
-            bucket = bucket_of((like,), (hook.initial_state(like),), reduction.stages[0].group)
-            reducing = hook.reduce(bucket._replace(rank=0))
+            reducing = hook.reduce(HookBucket((like,), (hook.initial_state(like),), ranks, 0))
             sent.append(next(reducing))
             for stage in reduction.stages[:-1]:
                 given = sent[-1]

@@ -211,6 +211,34 @@ def test_an_error_in_one_rank_s_backward(survivors: Ranks) -> None:
     assert "; rank 1 left backward 4 with an error: ValueError: boom in the user's own backward" in waiting
 
 
+def leaves_out_a_step() -> str:
+    """The optimizer updates in the backward; the last rank leaves out one `step()`."""
+    group = dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S))
+    model = model_of(group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    dp_compile.optim.in_backward(model, optimizer)
+    compiled = torch.compile(model, backend="aot_eager")
+    text = "no error"
+    for number in range(4):
+        try:
+            compiled(torch.randn(8, 16)).square().mean().backward()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            break
+        if number == 2:
+            shorten(group, TIMEOUT_S)
+        if number < 2 or dist.get_rank() == 0:
+            optimizer.step()
+    dist.barrier()
+    return text
+
+
+def test_a_rank_leaves_out_a_step_of_an_optimizer_in_the_backward(survivors: Ranks) -> None:
+    waiting, refused = survivors.run(leaves_out_a_step, timeout_s=HANGS_AFTER_S)
+    assert refused.startswith("ReductionError: a second backward of a module whose optimizer updates in the backward")
+    assert "; rank 1 left backward 4 with an error: ReductionError: a second backward of a module" in waiting
+
+
 def logged_while_waiting() -> tuple[str, list[tuple[float, str]]]:
     """The error as text; seconds and text of each warning until the other rank came."""
     warnings: list[tuple[float, str]] = []

@@ -70,7 +70,7 @@ class Looking(dp_compile.FunctionalHook):
 def test_of_a_hook_that_needs_values_nothing_is_known() -> None:
     key, _hook = register(Looking())
     assert [each.sent for each in specs(key, 1)] == [()] * 5
-    reduction = Averaging(hook=key).reduction("", "gloo", 4, "float32")
+    reduction = specs(key, 1)[0].key.reduction
     assert sent_nbytes(reduction, (4, 4), torch.float32) == ()
     assert [load.nbytes for load in reduction.loads(64)] == [64]
 
