@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.fx.node import has_side_effect
 
 from dp_compile._torch import autograd, distributed
 from dp_compile.config import has_address
@@ -360,5 +361,6 @@ HOOK_STEP = torch.ops.dp_compile.hook_step.default
 
 _library.impl("hook_state", _no_state, "CompositeExplicitAutograd")
 torch.library.register_fake("dp_compile::hook_state", _shapes_of_state, lib=_library)
-HOOK_STATE = torch.ops.dp_compile.hook_state.default
+# A copy into a tensor without elements is dropped from the graph, and with it this would go: the hook needs the state.
+HOOK_STATE = has_side_effect(torch.ops.dp_compile.hook_state.default)
 """What a gradient's state becomes. It only says so: a pass puts in its place what the hook returns."""
