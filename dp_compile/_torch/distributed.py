@@ -109,17 +109,6 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     return timeout.total_seconds()
 
 
-def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:
-    """How many collectives on tensors of `device` this rank has launched. Only differences mean something.
-
-    gloo and NCCL count them; for a backend that does not the answer is always 0.
-    """
-    try:
-        return int(cast(Any, group)._get_backend(device)._get_sequence_number_for_group())
-    except RuntimeError:
-        return 0
-
-
 def is_communication_error(error: BaseException | None) -> bool:
     """Whether an error came from a process group or a store.
 

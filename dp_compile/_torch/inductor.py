@@ -99,6 +99,14 @@ def lower_zeros(sizes: Sequence[int], device: torch.device, dtype: torch.dtype) 
     return _lowerings[torch.ops.aten.full.default](list(sizes), 0, dtype=dtype, device=device)
 
 
+def lower_collective(op: Any, sent: Any, *how: Any) -> Any:
+    """What a collective, an op that returns new memory, makes of `sent` among Inductor's tensors.
+
+    Until the result is waited for by `wait_tensor`, nobody writes to what is sent or gets its memory.
+    """
+    return _ir.TensorBox.create(cast(Any, _ir._CollectiveKernel.create_out_of_place(op, sent, *how)))
+
+
 def empty_cache() -> contextlib.AbstractContextManager[None]:
     """Inside, Inductor's caches start out empty and go away at the end."""
     return cast(Callable[[], contextlib.AbstractContextManager[None]], _fresh_cache)()

@@ -1,9 +1,9 @@
 """Where the ranks of a benchmark meet: loopback, a network whose rate is limited, or one that is only played.
 
 On loopback the network is a copy by the same cores that compute, so hiding it gains nothing. Behind a token bucket
-the waiting costs no processor time, and overlap is worth what it is worth between machines. Rank r runs in a network
-namespace of its own; two are joined by a veth pair, more by a bridge in one further namespace. What leaves a rank is
-limited by tc-tbf(8).
+the waiting costs no processor time, and overlap is worth what it is worth between machines. Each node runs in a network
+namespace of its own; two are joined by a veth pair, more by a bridge in one further namespace. What leaves a node is
+limited by tc-tbf(8). A node is one rank, or several in a row: what those send each other is copied in memory.
 
 A fabric stands for a group that no single machine has: one process, to which `dp_compile.bench.fabric` plays the
 others.
@@ -50,9 +50,10 @@ class Link:
 
     Args:
         kind: `loopback`, `shaped`, `fabric` or `nccl-1`.
-        rate_mbit: 1e6 bits per second that leave a rank.
+        rate_mbit: 1e6 bits per second that leave a node.
         comm_over_compute: choose the rate so that all gradients in one all-reduce take this many times as long as the
             workload's compiled step without communication (mode `compute`).
+        ranks_inside: ranks of a node of a shaped link, which share what may leave it; one if not given.
         ranks: of a fabric.
         link: of a fabric, what each hop is: a name of `dp_compile.links`.
         latency_us: of a hop of a fabric, in place of `link`; then its rate is given as a shaped link's is.
@@ -69,6 +70,7 @@ class Link:
     link: str | None = None
     latency_us: float | None = None
     algorithm: str | None = None
+    ranks_inside: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -85,6 +87,9 @@ class Link:
             self._check_fabric()
         elif self.kind == "shaped":
             self._check_rate("a shaped link")
+            inside = 1 if self.ranks_inside is None else self.ranks_inside
+            if isinstance(inside, bool) or not isinstance(inside, int) or inside < 1:
+                raise ConfigError(f"ranks_inside of a shaped link must be an integer >= 1, got {inside!r}.")
 
     def _check_fabric(self) -> None:
         low, high = FABRIC_RANKS
@@ -111,6 +116,7 @@ class Link:
     @property
     def name(self) -> str:
         parts = [self._rate_name] if self.kind != FABRIC else [f"fabric {self.ranks} x {self.link or self._hop_name}"]
+        parts += [f"between nodes of {self.ranks_inside}"] if self.ranks_inside is not None else []
         return " ".join([*parts, *([self.algorithm] if self.algorithm is not None else [])])
 
     @property
@@ -216,13 +222,19 @@ def _loopback(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
 @contextmanager
 def _shaped(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
     assert rate_mbit is not None
-    if ranks < 2:
-        raise NoBedError("a network needs at least 2 ranks.")
+    inside = link.ranks_inside or 1
+    nodes, rest = divmod(ranks, inside)
+    if nodes < 2 or rest:
+        raise NoBedError(
+            f"{ranks} ranks do not fill two nodes or more with {inside} each."
+            if inside > 1
+            else "a network needs at least 2 ranks."
+        )
     _check_tools()
     remove_stale()
     with ExitStack() as stack:
-        spaces = [_add_space(stack, str(rank)) for rank in range(ranks)]
-        if ranks == 2:
+        spaces = [_add_space(stack, str(node)) for node in range(nodes)]
+        if nodes == 2:
             _run(
                 "ip",
                 "link",
@@ -240,9 +252,9 @@ def _shaped(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
             )
         else:
             _join_by_bridge(_add_space(stack, "bridge"), spaces)
-        for rank, space in enumerate(spaces):
-            _settle(space, _address(rank), rate_mbit)
-        prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces)
+        for node, space in enumerate(spaces):
+            _settle(space, _address(node), rate_mbit)
+        prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces for _ in range(inside))
         yield Bed("gloo", _address(0), prefixes, {"GLOO_SOCKET_IFNAME": "eth0"})
 
 
@@ -272,7 +284,7 @@ _Opener = Callable[[Link, int, float | None], AbstractContextManager[Bed]]
 _RATES: Final = ("rate_mbit", "comm_over_compute")
 _KINDS: Final[Mapping[str, tuple[_Opener, tuple[str, ...]]]] = {
     "loopback": (_loopback, ()),
-    "shaped": (_shaped, _RATES),
+    "shaped": (_shaped, (*_RATES, "ranks_inside")),
     FABRIC: (_fabric, (*_RATES, "ranks", "link", "latency_us", "algorithm")),
     "nccl-1": (_nccl_alone, ()),
 }
@@ -335,8 +347,8 @@ def _join_by_bridge(bridge: str, spaces: list[str]) -> None:
     _run("ip", "-n", bridge, "link", "set", "br0", "mtu", str(_MTU), "up")
 
 
-def _address(rank: int) -> str:
-    return f"10.77.{rank // 250}.{rank % 250 + 1}"
+def _address(node: int) -> str:
+    return f"10.77.{node // 250}.{node % 250 + 1}"
 
 
 def _settle(space: str, address: str, rate_mbit: float) -> None:

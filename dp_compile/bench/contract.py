@@ -79,6 +79,15 @@ class Explained(Protocol):
     def facts(self) -> Facts: ...
 
 
+@runtime_checkable
+class Coarse(Protocol):
+    """A trainer may have this too."""
+
+    @property
+    def tolerance(self) -> float:
+        """How far gradients may be off at least, of their norm, as what is sent was rounded."""
+
+
 class Mode(Protocol):
     """A way to train data parallel, or a bound that no way can beat: its gradients are not compared then."""
 

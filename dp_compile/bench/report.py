@@ -12,6 +12,8 @@ from dp_compile.bench.results import MEASURED, Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, STATED_LIMIT, STATED_LIMIT_US, WAITING_LIMIT
 from dp_compile.plan.words import count, format_bytes
 
+COMPUTE: Final = "compute"
+"""The mode that reduces nothing."""
 _SHORTENED: Final = 160
 _WIDTH: Final = 110
 
@@ -125,6 +127,7 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
     yield ""
     yield from _table(table)
     yield from _bounds(results, cells, links, names)
+    yield from _exposed(results, cells, links, names)
 
 
 def _bounds(results: Results, cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> Iterator[str]:
@@ -137,6 +140,27 @@ def _bounds(results: Results, cells: Sequence[Cell], links: Sequence[str], names
     if len(table) > 1:
         yield ""
         yield from _table(table)
+
+
+def _exposed(results: Results, cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """How much longer a step is than one that reduces nothing, and that over what it is of the suite's first mode."""
+    if results.suite.reference != COMPUTE or results.suite.ranks < 2:
+        return
+    others = [name for name in names if name != COMPUTE]
+    if others:
+        table = [[f"step - {COMPUTE} (over that of {others[0]})", *links]]
+        for name in others:
+            table.append([name, *(next(_exposed_ms(cells, link, name, others[0]), "") for link in links)])
+        yield ""
+        yield from _table(table)
+
+
+def _exposed_ms(cells: Sequence[Cell], link: str, name: str, first: str) -> Iterator[str]:
+    for measured in (cell.measured() for cell in cells if cell.link == link):
+        if {name, first, COMPUTE} <= set(measured):
+            middle = {each: quartiles_ms(measured[each])[1] for each in (name, first, COMPUTE)}
+            own, of_first = middle[name] - middle[COMPUTE], middle[first] - middle[COMPUTE]
+            yield f"{own:.0f} ms" + (f" ({own / of_first:.2f})" if of_first > 0 else "")
 
 
 def _figure(cell: Cell, mode: ModeResult, reference: str) -> str:

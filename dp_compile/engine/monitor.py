@@ -31,7 +31,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from dp_compile._torch import compiler, distributed
+from dp_compile._torch import compiler, distributed, pairs
 from dp_compile.engine import agreement
 from dp_compile.engine.progress import AGREEING, COMPILING, Answers, Standing, View, Word, bucket_labels, explain
 from dp_compile.engine.replica import Replica
@@ -186,7 +186,7 @@ def _launched(replica: Replica) -> int:
     groups = [group]
     if levels is not None and distributed.is_alive(group):
         groups.append(distributed.group_of_name(levels.between))
-    return sum(distributed.collectives_launched(each, replica.device) for each in groups)
+    return sum(pairs.collectives_launched(each, replica.device) for each in groups)
 
 
 def _concerns_others(error: BaseException) -> bool:

@@ -1,4 +1,5 @@
-"""c10d's functional collectives in a graph: targets and predicates. No other file spells `_c10d_functional`."""
+"""Collectives in a graph, c10d's functional ones and ours: targets and predicates. No other file spells
+`_c10d_functional`."""
 
 from __future__ import annotations
 
@@ -8,16 +9,22 @@ import torch
 import torch.distributed._functional_collectives  # registers the ops
 from torch import fx
 
+from dp_compile._torch import pairs
+
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 GROUPED_ALL_REDUCE = torch.ops._c10d_functional.all_reduce_coalesced.default
 REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+PAIRED_ALL_TO_ALL = pairs.ALL_TO_ALL
+PAIRED_ALL_GATHER = pairs.ALL_GATHER
+_OURS = (PAIRED_ALL_TO_ALL, PAIRED_ALL_GATHER)
 _LAUNCHES = (
     REDUCE_SCATTER,
     ALL_TO_ALL,
     ALL_GATHER,
+    *_OURS,
     ALL_REDUCE,
     GROUPED_ALL_REDUCE,
     torch.ops._c10d_functional.all_reduce_.default,
@@ -29,7 +36,7 @@ def is_collective(node: fx.Node) -> bool:
     """Whether a node starts a functional collective, ours or somebody else's."""
     if node.op != "call_function" or node.target is WAIT:
         return False
-    return getattr(node.target, "namespace", "") == "_c10d_functional"
+    return node.target in _OURS or getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
 def is_all_reduce(node: fx.Node) -> bool:
@@ -42,7 +49,7 @@ def is_wait(node: fx.Node) -> bool:
 
 
 def is_all_gather(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is ALL_GATHER
+    return node.op == "call_function" and node.target in (ALL_GATHER, PAIRED_ALL_GATHER)
 
 
 def adds_up(node: fx.Node) -> bool:

@@ -30,11 +30,12 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import fx
 
+from dp_compile._torch import pairs
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.analysis import MemberMark, analyse
@@ -48,6 +49,12 @@ from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Pl
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
+_PAIRED: Final = {
+    EXCHANGE: collectives.PAIRED_ALL_TO_ALL,
+    ALL_TO_ALL: collectives.PAIRED_ALL_TO_ALL,
+    ALL_GATHER: collectives.PAIRED_ALL_GATHER,
+}
+"""As `_PAIRED` of `reduction.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +301,11 @@ class _GraphOps:
         """One collective over all tensors; the first notes whose gradients it carries."""
         names = () if self.launches else tuple(_mark(part).write() for part in self.parts)
         how: tuple[Any, ...] = stage.reduce_op, stage.group
+        paired = _PAIRED.get(stage.op)
         if stage.op == REDUCE_SCATTER:
             target, how = collectives.REDUCE_SCATTER, (stage.reduce_op, stage.parts, stage.group)
+        elif paired is not None and pairs.take_turns(stage.group, tensors[0].meta["val"].device):
+            target, how = paired, (stage.parts, stage.group)
         elif stage.op in (EXCHANGE, ALL_TO_ALL):
             sizes = [tensors[0].meta["val"].numel() // stage.parts] * stage.parts
             target, how = collectives.ALL_TO_ALL, (sizes, sizes, stage.group)

@@ -24,6 +24,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
+from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 
 ir = inductor.ir
@@ -130,6 +132,10 @@ def _lower_assembly(pieces: Sequence[Any]) -> Any:
 
 
 inductor.register_lowering(ASSEMBLE, type_promotion_kind=None)(_lower_assembly)
+
+
+for _op in (PAIRED_ALL_TO_ALL, PAIRED_ALL_GATHER):
+    inductor.register_lowering(_op, type_promotion_kind=None)(partial(inductor.lower_collective, _op))
 
 
 def _is_a_bucket(piece: Any, numel: int) -> bool:

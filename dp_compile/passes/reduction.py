@@ -17,13 +17,13 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
-from dp_compile._torch import distributed
+from dp_compile._torch import distributed, pairs
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
@@ -229,11 +229,19 @@ class Launched(NamedTuple):
     work: dist.Work
 
 
+_PAIRED: Final = {EXCHANGE: pairs.all_to_all, ALL_TO_ALL: pairs.all_to_all, ALL_GATHER: pairs.all_gather}
+"""Stages that a backend's own collective may be slow at, and what takes its place."""
+
+
 def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
     """Start the collective of a stage over tensors, which it may write over."""
     group = distributed.group_of_name(stage.group)
     if stage.op != ALL_REDUCE:
         (tensor,) = tensors
+        paired = _PAIRED.get(stage.op)
+        if paired is not None and pairs.take_turns(stage.group, tensor.device):
+            result, messages = paired(tensor, stage.group)
+            return Launched([result], messages)
         numel = tensor.numel() if stage.op == EXCHANGE else stage.numel_behind(tensor.numel())
         result = tensor.new_empty(numel)
         if stage.op == ALL_GATHER:

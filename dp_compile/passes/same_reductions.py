@@ -611,7 +611,15 @@ class _Walk:
         given = self.elements_of(what)
         if given is None or list(_sequence(received)) != list(_sequence(sent)) or len(set(_sequence(sent))) != 1:
             return None
-        exchanged = _Moved(ALL_TO_ALL, given, len(_sequence(sent)), str(group))
+        return self._exchanged(given, len(_sequence(sent)), str(group))
+
+    def all_to_all_in_pairs(self, node: fx.Node) -> Elements | None:
+        what, parts, group = node.args[:3]
+        given = self.elements_of(what)
+        return None if given is None or not isinstance(parts, int) else self._exchanged(given, parts, str(group))
+
+    def _exchanged(self, given: Elements, parts: int, group: str) -> Elements:
+        exchanged = _Moved(ALL_TO_ALL, given, parts, group)
         return elements.whole(self.sources.number(exchanged), elements.numel_of(given))
 
     def sum_of_parts(self, node: fx.Node) -> Elements | None:
@@ -833,8 +841,10 @@ _RULES: Final[Mapping[Any, Callable[[_Walk, fx.Node], Any]]] = {
     collectives.GROUPED_ALL_REDUCE: _Walk.all_reduce,
     collectives.REDUCE_SCATTER: _Walk.reduce_scatter,
     collectives.ALL_TO_ALL: _Walk.all_to_all,
+    collectives.PAIRED_ALL_TO_ALL: _Walk.all_to_all_in_pairs,
     aten.sum.dim_IntList: _Walk.sum_of_parts,
     collectives.ALL_GATHER: _Walk.all_gather,
+    collectives.PAIRED_ALL_GATHER: _Walk.all_gather,
     collectives.WAIT: _Walk.same,
     operator.getitem: _Walk.item,
     aten.cat.default: lambda walk, node: walk.concatenation(node) if len(node.args) == 1 or node.args[1] == 0 else None,

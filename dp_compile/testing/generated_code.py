@@ -24,9 +24,9 @@ LAUNCH: Final = "launch"
 WAIT: Final = "wait"
 KERNEL: Final = "kernel"
 LIBRARY: Final = "library"
-_NETWORK: Final = "torch.ops._c10d_functional."
+_NETWORK: Final = re.compile(r"torch\.ops\.(?:_c10d_functional|dp_compile(?=\.\w+_in_pairs\b))\.(\w+)")
 _REDUCE_SCATTER: Final = "reduce_scatter_tensor"
-_ALL_GATHER: Final = "all_gather_into_tensor"
+_ALL_GATHERS: Final = ("all_gather_into_tensor", "all_gather_in_pairs")
 _UNKNOWN: Final = 2**62
 """The end of memory whose size the text does not say."""
 _VIEWS: Final = frozenset({"alias", "as_strided", "detach", "expand", "permute", "select", "slice", "t", "view"})
@@ -236,8 +236,8 @@ class _Reader:
         given = [self._value(each, name) for each in node.args]
         named = {each.arg: self._value(each.value, name) for each in node.keywords}
         owner = self._value(node.func.value, name) if isinstance(node.func, ast.Attribute) else ()
-        if function.startswith(_NETWORK):
-            return self._network(function.removeprefix(_NETWORK).split(".")[0], node, given, named, name)
+        if (network := _NETWORK.match(function)) is not None:
+            return self._network(network[1], node, given, named, name)
         reads = tuple(span for spans in (owner, *given, *named.values()) for span in spans)
         writes = self._written(function, given, named, owner)
         if reads or writes:
@@ -324,10 +324,10 @@ class _Reader:
 
 def _numel_behind(operator: str, node: ast.Call, tensors: Spans) -> int:
     """How many elements the result of a collective has, if the text says so: of two, the ranks are an argument."""
-    if operator not in (_REDUCE_SCATTER, _ALL_GATHER) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
+    if operator not in (_REDUCE_SCATTER, *_ALL_GATHERS) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
         return _UNKNOWN
     numel, ranks = tensors[0].end - tensors[0].start, int(ast.literal_eval(node.args[-2]))
-    return numel * ranks if operator == _ALL_GATHER else numel // ranks
+    return numel * ranks if operator in _ALL_GATHERS else numel // ranks
 
 
 def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:

@@ -95,6 +95,28 @@ def test_ranks_reach_each_other_through_the_limited_link(ranks: int) -> None:
 
 
 @needs_rights
+def test_only_what_leaves_a_node_passes_the_limited_link() -> None:
+    link = beds.Link("shaped", rate_mbit=123.0, ranks_inside=2)
+    assert link.name == "123 mbit between nodes of 2"
+    send = (
+        "import socket, sys\n"
+        "there = socket.create_server((sys.argv[1], 0))\n"
+        "socket.create_connection(there.getsockname()).sendall(bytes(1 << 16))\n"
+        "print(open('/sys/class/net/eth0/statistics/tx_bytes').read())\n"
+    )
+    with beds.open_bed(link, ranks=4, rate_mbit=123.0) as bed:
+        nodes = [prefix[-1] for prefix in bed.prefixes]
+        assert nodes == [nodes[0], nodes[0], nodes[2], nodes[2]]
+        assert nodes[0] != nodes[2]
+        command = [*bed.prefixes[1], sys.executable, "-c", send, bed.host]
+        inside = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert int(inside.stdout) < 1 << 14, inside.stderr
+    with pytest.raises(beds.NoBedError, match="3 ranks do not fill two nodes or more with 2 each"):
+        with beds.open_bed(link, ranks=3, rate_mbit=123.0):
+            raise AssertionError("there is no bed")
+
+
+@needs_rights
 def test_networks_of_a_killed_run_are_removed_by_the_next() -> None:
     program = (
         "import os, signal\nfrom dp_compile.bench import beds\nlink = beds.Link('shaped', rate_mbit=100.0)\n"

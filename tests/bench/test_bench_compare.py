@@ -259,6 +259,22 @@ def test_rho(heats: bool) -> None:
     assert row["rho"] == pytest.approx(0.18 / 0.170166)
 
 
+def test_what_compute_does_not_hide() -> None:
+    """Steps of 100, 150 and 180 ms."""
+    found = bounded()
+    assert "step - compute" not in report.markdown(found)
+    found = replace(found, suite=replace(found.suite, reference="compute"))
+    text = report.markdown(found)
+    title, _, *lines = text[text.index("| step - compute") :].splitlines()
+    assert title.split() == "| step - compute (over that of oracle) | loopback |".split()
+    assert [line.split() for line in lines[:2]] == [
+        "| oracle | 50 ms (1.00) |".split(),
+        "| ours | 80 ms (1.60) |".split(),
+    ]
+    alone = replace(found, suite=replace(found.suite, ranks=1))
+    assert "step - compute" not in report.markdown(alone)
+
+
 def test_no_rho_without_compute_or_proof() -> None:
     found = bounded()
     cell = found.cells[0]

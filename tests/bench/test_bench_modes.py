@@ -37,6 +37,7 @@ BOUNDS = ("compute", "comm", "oracle")
 WITHOUT_CODE = (
     "ours:fixed:0.01",
     "ours:coalesced",
+    "ours:two_levels",
     # Each takes two new processes. What others do, and what is tested without processes too, can wait.
     *(
         pytest.param(name, marks=pytest.mark.nightly)

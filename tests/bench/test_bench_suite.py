@@ -72,6 +72,12 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, error: str) -> None:
             r"links\[0\]: kind must be one of loopback, shaped, fabric, nccl-1, got 'wifi'",
         ),
         ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', r"links\[0\]: rate_mbit is for kind = 'shaped'"),
+        ("comm_over_compute = 1", "rate_mbit = 1, ranks_inside = 0", r"ranks_inside .* must be an integer >= 1, got 0"),
+        (
+            'kind = "loopback"',
+            'kind = "loopback", ranks_inside = 2',
+            r"links\[0\]: ranks_inside is for kind = 'shaped'",
+        ),
         ("comm_over_compute = 1", "rate = 1", r"unknown key 'links\[1\]\.rate'\. Allowed: kind, rate_mbit"),
         (", comm_over_compute = 1", "", r"needs rate_mbit or comm_over_compute, one of them; neither is given"),
         ("comm_over_compute = 1", "comm_over_compute = -1", r"comm_over_compute must be > 0, got -1"),
@@ -106,7 +112,8 @@ def test_packaged_suites(name: str) -> None:
 
 
 def test_the_suites_that_are_named_in_texts_are_there() -> None:
-    assert {"short", "smoke", "full", "models", "one-rank", "cold", "everything"} <= set(suite.packaged())
+    named = {"short", "smoke", "full", "models", "wire", "nodes", "one-rank", "cold", "everything"}
+    assert named <= set(suite.packaged())
 
 
 def test_modes_that_do_not_fit_at_once_each_meet_the_reference() -> None:

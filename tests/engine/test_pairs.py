@@ -1,0 +1,128 @@
+"""All-to-all and all-gather over gloo, a message for each pair of ranks: what torch gives, in any order."""
+
+from __future__ import annotations
+
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dp_compile
+from dp_compile._torch import distributed, pairs
+from dp_compile.fx.collectives import WAIT
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+def exchanged() -> None:
+    evens = dist.new_group([0, 2])
+    for group in (dist.group.WORLD, evens):
+        if group is evens and dist.get_rank() % 2:
+            continue
+        name, ranks, rank = distributed.group_name(group), dist.get_world_size(group), dist.get_rank(group)
+        assert pairs.take_turns(name, CPU)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.float8_e5m2):
+            numbers = torch.arange(3 * ranks).add(20 * rank)
+            sent, turned = numbers.to(dtype), numbers.flip(0).to(dtype)
+            # Several at once, which end in another order than they begin.
+            several = [pairs.all_to_all(sent, name), pairs.all_gather(sent, name), pairs.all_to_all(turned, name)]
+            parts, gathered, flipped = [result for result, work in several[::-1] if work.wait()][::-1]
+            expected = sent.view(torch.uint8), turned.view(torch.uint8)
+            for given, found in zip(expected, (parts, flipped), strict=True):
+                result = torch.empty_like(given)
+                dist.all_to_all_single(result, given, group=group)
+                assert torch.equal(found.view(torch.uint8), result)
+            whole = torch.empty(ranks * sent.nbytes, dtype=torch.uint8)
+            dist.all_gather_into_tensor(whole, sent.view(torch.uint8), group=group)
+            assert torch.equal(gathered.view(torch.uint8), whole)
+            for op, result in ((pairs.ALL_TO_ALL, parts), (pairs.ALL_GATHER, gathered)):
+                made = op(sent, ranks, name)
+                kept = weakref.ref(made)
+                assert torch.equal(WAIT(made).view(torch.uint8), result.view(torch.uint8))
+                del made
+                assert kept() is None
+
+
+def test_as_torch_s_collectives(ranks4: Ranks) -> None:
+    ranks4.run(exchanged)
+
+
+def counted() -> int:
+    group = dist.group.WORLD
+    assert group is not None
+    name, ranks = distributed.group_name(group), dist.get_world_size()
+    before = pairs.collectives_launched(group, CPU)
+    for _, work in (pairs.all_to_all(torch.ones(ranks), name), pairs.all_gather(torch.ones(2), name)):
+        work.wait()
+    return pairs.collectives_launched(group, CPU) - before
+
+
+def test_an_exchange_counts_as_one_collective(ranks4: Ranks) -> None:
+    """By the number of collectives launched it is told who is missing in which bucket."""
+    assert ranks4.run(counted) == [2] * 4
+
+
+@pytest.mark.parametrize("exchange", [pairs.all_to_all, pairs.all_gather])
+def test_receives_are_posted_before_sends(exchange: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo says that a rank is ready to receive behind what that rank sends. What is sent stays until then."""
+    posted: list[str] = []
+
+    def message(kind: str) -> Any:
+        def post(tensors: list[torch.Tensor], rank: int, tag: int) -> Any:
+            posted.append(f"{kind} {rank}")
+            return SimpleNamespace(wait=lambda: posted.append(f"waited {kind} {rank}"))
+
+        return post
+
+    group = SimpleNamespace(size=lambda: 3, rank=lambda: 1, recv=message("recv"), send=message("send"))
+    monkeypatch.setattr(distributed, "group_of_name", lambda _: group)
+    sent = torch.ones(6)
+    kept = weakref.ref(sent)
+    _, work = exchange(sent, "a group")
+    del sent
+    assert posted == ["recv 0", "recv 2", "send 2", "send 0"]
+    assert kept() is not None
+    work.wait()
+    assert posted[4:] == [f"waited {each}" for each in posted[:4]]
+    assert kept() is None
+
+
+def test_whose_own_exchange_does_not_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not pairs.take_turns("no group of this process", CPU)
+    monkeypatch.setattr(distributed, "group_of_name", lambda name: name)
+    backends = {"cpu:gloo,cuda:nccl": True, "cpu:gloo": True, "cuda:nccl": False, "cpu:fake,cuda:fake": False}
+    for backend, expected in backends.items():
+        monkeypatch.setattr(dist, "get_backend_config", lambda _, found=backend: found)
+        assert pairs.take_turns("a group", CPU) == expected
+        assert not pairs.take_turns("a group", torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("op", [pairs.ALL_TO_ALL, pairs.ALL_GATHER])
+def test_the_ops_keep_their_promise_to_the_tracer(op: Any) -> None:
+    given = torch.empty(6, dtype=torch.int8, device="meta")
+    made = op(given, 3, "no group")
+    assert (made.shape, made.dtype) == ((6 if op is pairs.ALL_TO_ALL else 18,), torch.int8)
+
+
+def reduced_by_a_hook() -> tuple[tuple[str, ...], str]:
+    model = torch.nn.Linear(64, 64)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())  # type: ignore[operator]
+    torch.compile(model, backend="aot_eager")(torch.ones(2, 64)).sum().backward()
+    found = dp_compile.report(model)
+    stages = {bucket.key.reduction.without_groups().reduce_op for bucket in found.plan.buckets}
+    assert replica_of(model).group.backend == "gloo"
+    return tuple(sorted(stages)), str(found)
+
+
+def test_what_a_report_says(ranks: Ranks) -> None:
+    """A plan's stages are what they were; the collectives that ran are ours."""
+    for stages, text in ranks.run(reduced_by_a_hook):
+        assert stages == ("all_to_all all_gather", "sum")
+        assert "all_to_all_in_pairs 0 -> 1" in text, text
+        assert "all_gather_in_pairs 0 -> 1" in text, text
