@@ -7,6 +7,8 @@ from dp_compile.engine import observers
 
 if TYPE_CHECKING:
     from dp_compile.config import ReplicateConfig as ReplicateConfig
+    from dp_compile.decentralized import DecentralizedDataParallel as DecentralizedDataParallel
+    from dp_compile.decentralized import decentralize as decentralize
     from dp_compile.engine.backward import compiled_backward as compiled_backward
     from dp_compile.engine.calibration import calibrate as calibrate
     from dp_compile.engine.hook_state import HookState as HookState
@@ -45,6 +47,7 @@ _HOME = {
     "CommunicationError": "errors",
     "ConfigError": "errors",
     "DPCompileError": "errors",
+    "DecentralizedDataParallel": "decentralized",
     "DesyncError": "errors",
     "DistributedDataParallel": "modules.distributed",
     "FunctionalHook": "passes.functional_hook",
@@ -62,6 +65,7 @@ _HOME = {
     "WhatIf": "insight.what_if",
     "calibrate": "engine.calibration",
     "compiled_backward": "engine.backward",
+    "decentralize": "decentralized",
     "explain": "insight.explain",
     "join": "modules.join",
     "joinable": "modules.join",

@@ -25,6 +25,7 @@ ROOMS = (
     ("testing", "train"),
     ("__init__",),
     ("insight",),
+    ("decentralized",),
     ("averaging", "optim"),
     ("modules",),
     ("engine",),

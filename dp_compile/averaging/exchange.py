@@ -152,7 +152,7 @@ class Exchange:
         except RuntimeError as error:
             if not distributed.is_communication_error(error):
                 raise
-            said = self._who_is_missing(process_group, step)
+            said = self.who_is_missing(process_group, step)
             raise CommunicationError(f"{CALL} at step {step}: {said} ({error})") from error
 
     def _look_at(self, tensors: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> _Look:
@@ -178,7 +178,7 @@ class Exchange:
         if (table := table_of(group, timeout_s)) is not None:
             agree(table, topic, {**more, "step": step, "parameters": parameters}, call=CALL)
 
-    def _who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> str:
+    def who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> str:
         """Asked in the store by every rank that gave up: those that wait at another step are found there, too."""
         store, own = distributed.default_store(), dist.get_rank()
         others = [rank for rank in dist.get_process_group_ranks(process_group) if rank != own]

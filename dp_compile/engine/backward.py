@@ -37,6 +37,7 @@ from dp_compile.engine.hooks import (
     NotedArrivals,
     ReductionRound,
     reduce_eagerly,
+    refuse_inner_step,
     reporting,
     round_of_inner_backwards,
 )
@@ -183,7 +184,8 @@ class _Outermost:
 
     def _take_in(self, replica: Replica) -> None:
         if replica.arrivals_in is None:
-            if replica.sync:
+            refuse_inner_step(replica)
+            if replica.reduces:
                 self.late[replica] = replica.arrivals_in = round_of_inner_backwards(replica)
         else:
             _expect_more(replica)
@@ -228,7 +230,9 @@ def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in _search(call).replicas if call.accumulate_grad else ():
         if replica.arrivals_in is not None:
             _expect_more(replica)
-        elif replica.sync:
+            continue
+        refuse_inner_step(replica)
+        if replica.reduces:
             reduction_round = replica.arrivals_in = round_of_inner_backwards(replica)
             reduction_round.graph_task = autograd.graph_task()
             autograd.queue_after_backward(reduction_round.finish)
@@ -282,7 +286,7 @@ def _end_reducer(replica: Replica) -> None:
 def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Tensor, ...]:
     if any(map(_wants_hooks, found.replicas)):
         probe.check()
-    synced = [replica for replica in found.replicas if replica.sync]
+    synced = [replica for replica in found.replicas if replica.reduces]
     with Watched(synced) as watched, updates.one_backward(found.replicas, keep_graph=call.keep_graph):
         _check_alone(found.replicas)
         for replica in synced:
@@ -555,7 +559,7 @@ def _reduces_by_hooks(replica: Replica, compiled: bool) -> bool:
     """
     if not _wants_hooks(replica):
         return False
-    if replica.sync and _asks(replica):
+    if replica.reduces and _asks(replica):
         now, replica.by_hooks = agree_on_hooks(replica, compiled)
         return now
     return replica.by_hooks is not False
@@ -628,7 +632,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
 def _check_not_stepped(replicas: Sequence[Replica]) -> None:
     """A captured backward has sent its flags before its hooks ran: what they changed is found on this rank."""
     for replica in replicas:
-        if replica.sync:
+        if replica.reduces:
             replica.local.note_steps()
             if replica.local.stepped:
                 indices = sorted(replica.local.stepped)
@@ -640,7 +644,7 @@ def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tup
     for replica in replicas:
         check_intact(replica)
         replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
-    synced = [replica for replica in replicas if replica.sync]
+    synced = [replica for replica in replicas if replica.reduces]
     if obstacle is not FIRST_AS_DDP:
         warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
     return reduce_eagerly(replicas, call.run, reached=partial(_reached, call.tensors))

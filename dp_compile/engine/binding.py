@@ -83,8 +83,8 @@ class _Memory:
             existing == self.existing
             and len(replicas) == len(self.switches)
             and all(
-                replica is ref() and replica.sync == sync and replica.plan is plan and replica.wanted == wanted
-                for replica, (ref, sync, plan, wanted) in zip(replicas, self.switches, strict=True)
+                replica is ref() and replica.reduces == reduces and replica.plan is plan and replica.wanted == wanted
+                for replica, (ref, reduces, plan, wanted) in zip(replicas, self.switches, strict=True)
             )
             and all(map(operator.is_, hooks, self.hooks))
             and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
@@ -117,7 +117,7 @@ class Binder:
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
         if complete:
-            switches = [(weakref.ref(each), each.sync, each.plan, each.wanted) for each in replicas]
+            switches = [(weakref.ref(each), each.reduces, each.plan, each.wanted) for each in replicas]
             self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
         return binding
 
@@ -135,7 +135,7 @@ def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existin
         for index, parameter in enumerate(replica.parameters)
         if (position, index) not in got and parameter.grad is not None
     )
-    code_keys = tuple((replica.code_key, replica.sync) for replica in replicas)
+    code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
     return Binding(code_keys, hooked, tuple(existing), kept, tuple(replica.wanted for replica in replicas))
 
 

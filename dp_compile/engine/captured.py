@@ -79,7 +79,7 @@ class CapturedBackward:
 
     def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:
         """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
-        synced = [each for each in replicas if each.sync]
+        synced = [each for each in replicas if each.reduces]
         awaited = [each for each in synced if each.awaits(Revision.FROM_GRAPH)]
         assumed = [each for each in synced if each.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):

@@ -31,7 +31,7 @@ from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
-from dp_compile.passes.updates import PlaceUpdates, updating
+from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates, updating
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -71,7 +71,7 @@ class CompiledBackward:
         self._passes = replicas[0].passes
         self._backend, self._dump_dir = replicas[0].config.backend, replicas[0].config.dump_directory()
         self._world_size = max(replica.group.world_size for replica in replicas)
-        self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.sync)
+        self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
         got = {place for place in self._binding.hooked if place is not None}
         self._used = {o: tuple(i for r, i in sorted(got) if r == o) for o in range(len(replicas))}
         self._unused = {
@@ -204,7 +204,8 @@ class CompiledBackward:
         self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
         expected = self._expected_reductions()
-        if expected and not found:
+        updates = graph_module.graph.find_nodes(op="call_function", target=UPDATE_LATER)
+        if (expected and not found) or (self._updates and not updates):
             raise NotTraced("Dynamo skipped the backward and compiles a function inside it")
         if found != expected:
             wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
@@ -333,7 +334,7 @@ class CompiledBackward:
                 graphs=log.graphs,
                 deferred=self._deferred or self._is_broken,
                 cached=not log.passes_ran,
-                synced=bool(self._synced),
+                synced=bool(self._synced or self._updates),
                 passes=log.passes,
                 placements=log.placements,
                 updated=0 if self._is_broken else sum(len(each.indices) for each in self._updates),

@@ -323,14 +323,14 @@ def reduce_eagerly(
         pieces: the backward runs in compiled pieces, in which no hook is called. Which parameters get a gradient in
             them. Everything is launched behind the last piece.
     """
-    synced = [replica for replica in replicas if replica.sync]
+    synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
     rounds: list[ReductionRound] = []
     for number, replica in enumerate(synced):
         this = ReductionRound(replica, before=rounds[-1] if rounds else None, is_held=pieces is not None, module=number)
         this.reached = tuple if reached is None else partial(reached, replica)
         rounds.append(this)
-    local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.sync}
+    local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
     with reporting(local | {each.replica: each for each in rounds}):
         with observers.telling_of_backward(observers.Backward(tuple(synced), captured=False)) as audience:
             for each in rounds:
@@ -354,9 +354,19 @@ def round_of_inner_backwards(replica: Replica) -> ReductionRound:
     return ReductionRound(replica, is_held=True)
 
 
+def refuse_inner_step(replica: Replica) -> None:
+    """A module whose ranks mix parameters steps where a backward ends, and nobody sees this one end."""
+    if replica.is_mixed and replica.sync:
+        raise ReductionError(
+            f"the decentralized module of {replica.names[0]} is reached only by a backward inside another one, as of "
+            "reentrant checkpointing, or by one that C++ started. Use checkpoint(..., use_reentrant=False)."
+        )
+
+
 def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
     """Somebody entered the engine past Python, in C++: the engine itself says when that backward ends."""
-    if not replica.sync:
+    refuse_inner_step(replica)
+    if not replica.reduces:
         return LocalArrivals(replica)
     current = round_of_inner_backwards(replica)
     # Nobody looked for inner backwards in it: it may launch as gradients arrive.

@@ -167,7 +167,8 @@ def _place_reductions(
     change it, whenever they were set, as with torch's DDP.
 
     Returns:
-        The parameter of each hook, and whether it had a gradient before; the reductions that are in the graph.
+        The parameter of each hook, and whether it had a gradient before; the reductions that are in the graph, and
+        gradients of a rank's own that update.
     """
     hooked: dict[Place, tuple[fx.Node, bool]] = {}
     reductions: dict[Place, fx.Node] = {}
@@ -180,13 +181,17 @@ def _place_reductions(
         node, last = copied[call.node], copied[last_call[call.parameter]]
         parameter = node.args[1]
         assert isinstance(parameter, fx.Node)
-        if replicas[place[0]].sync:
+        reduces, updated = replicas[place[0]].reduces, wanted.updates_parameter(place)
+        if reduces or updated:
             hooked[place] = (parameter, existing)
-            if not wanted.deferred:
-                reduce = reduce_to_update if wanted.updates_parameter(place) else reduce_accumulated
-                with graph.inserting_after(last):
-                    given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
-                    reductions[place] = graph.call_function(reduce, given)
+        if reduces and not wanted.deferred:
+            reduce = reduce_to_update if updated else reduce_accumulated
+            with graph.inserting_after(last):
+                given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
+                reductions[place] = graph.call_function(reduce, given)
+        elif updated and not reduces:
+            with graph.inserting_after(last):
+                reductions[place] = graph.call_function(take_to_update, (parameter,))
         _take_out(graph, node)
     return hooked, reductions
 
@@ -295,6 +300,13 @@ def reduce_to_update(
     reduced = emit(_accumulated(parameter), index, replica, after, *factors)
     parameter.grad = None
     return reduced
+
+
+def take_to_update(parameter: nn.Parameter) -> torch.Tensor:
+    """As `reduce_to_update`, where gradients are each rank's own."""
+    grad = _accumulated(parameter)
+    parameter.grad = None
+    return grad
 
 
 def _accumulated(parameter: nn.Parameter) -> torch.Tensor:

@@ -154,6 +154,8 @@ class Replica:
     """Optimizers that update its parameters in the backward, each its own."""
     wanted: tuple[Wanted, ...] = ()
     """What each of them updates in the backward that is under way."""
+    is_mixed: bool = False
+    """Its gradients are not reduced: each rank's own update its parameters, and these are mixed with other ranks'."""
     rehearses: bool = False
     """Its backwards are there to be compiled only: nothing is updated in them."""
     hooks: Removable | None = None
@@ -193,8 +195,15 @@ class Replica:
         return repr((self.group.name, self.plan.for_code(), self.passes, code, config))
 
     @property
+    def reduces(self) -> bool:
+        """Whether its gradients are reduced in the next backward."""
+        return self.sync and not self.is_mixed
+
+    @property
     def mode(self) -> str:
         """What reduces, for people."""
+        if self.is_mixed:
+            return "decentralized"
         if self.called_hook is not None:
             return f"torch's C++ reducer with comm hook {self.called_hook.name}"
         if self.reducer is not None:

@@ -55,6 +55,9 @@ class Updates(RunsUpdates, Protocol):
 
     def interrupted(self, error: BaseException) -> None: ...
 
+    def remove(self) -> None:
+        """The module is not replicated any more."""
+
 
 @dataclass(frozen=True, slots=True)
 class InBackward:

@@ -32,7 +32,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.modules.replicated_module import replica_of
+from dp_compile.modules.replicated_module import refuse_mixed, replica_of
 
 MOST_MODULES: Final = 16
 """How many modules one backward may reach in a join context."""
@@ -97,6 +97,7 @@ class ReplicaJoinable(Joinable):
 
     def __init__(self, replica: Replica) -> None:
         super().__init__()
+        refuse_mixed(replica, f"the module of {replica.names[0]}")
         self.replica = replica
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -308,6 +308,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
     """
     owner = state_of(module)
     name = class_name(unwrap(module))
+    refuse_mixed(owner, name)
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
     if isinstance(owner, Replica) and owner.backwards.total():
@@ -462,6 +463,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     name = class_name(unwrap(module))
     if not isinstance(owner, Replica):
         raise ModuleError(f"{name} starts with its first forward. Pass ReplicateConfig(gradient_divide_factor=...).")
+    refuse_mixed(owner, name)
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
     _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
@@ -470,6 +472,16 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     if averaging.divide_by != factor:
         given = averaging.given or averaging.divide_by is not None
         owner.average_by(replace(averaging, divide_by=float(factor), given=given))
+
+
+def refuse_mixed(owner: Replica | Pending, name: str) -> None:
+    """Whether gradients are reduced at all.
+
+    Raises:
+        ModuleError: the module is decentralized.
+    """
+    if isinstance(owner, Replica) and owner.is_mixed:
+        raise ModuleError(f"{name} is decentralized: no gradient of it is reduced, nothing can be said on how.")
 
 
 def _agree(replica: Replica, statement: Statement, call: str) -> None:

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import operator
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile._torch import optim
-from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.replicated_module import replica_of
-
-_REFUSED: Final = {
-    torch.optim.LBFGS: "evaluates the model again in its step()",
-    torch.optim.SparseAdam: "needs sparse gradients, which are not reduced",
-}
-_ALIGNMENT: Final = 16
+from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, InBackward] = weakref.WeakKeyDictionary()
 
@@ -59,6 +52,8 @@ def in_backward(
         ModuleError: `model` is not replicated, or waits for its first forward.
     """
     replica = replica_of(model)
+    if replica.is_mixed:
+        raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
     _check(optimizer, max_norm, scaler, buckets_in_flight)
     before = _known.get(optimizer)
     if before is not None:
@@ -80,17 +75,12 @@ def in_backward(
 
 def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
     kind = type(optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"optimizer must be a torch.optim.Optimizer, got {kind.__name__}.")
-    if kind in _REFUSED:
-        raise ConfigError(f"{kind.__name__} cannot update in the backward: it {_REFUSED[kind]}. Use it as it is.")
+    check_kind(optimizer)
     if not f"{kind.__module__}.".startswith("torch.optim."):
         raise ConfigError(
             f"{kind.__name__} is not of torch.optim: nobody knows whether it updates each parameter by itself, without "
             "a look at the others. Use it as it is, or an optimizer of torch.optim."
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Use it as it is.")
     if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or max_norm <= 0):
         raise ConfigError(f"max_norm must be a number > 0 or None, got {max_norm!r}.")
     if max_norm is not None and math.isnan(max_norm):
@@ -120,8 +110,7 @@ class InBackward:
         self._parameters: list[nn.Parameter] = []
         """All of the optimizer, as they were last seen, and where in the module they are."""
         self._indices: tuple[int, ...] = ()
-        self._chosen: dict[tuple[int, ...], list[list[nn.Parameter]]] = {}
-        """For some places in the module the parameters of each group."""
+        self._steps = PartialSteps()
         self._updated: set[int] = set()
         """Parameters that were updated since the last `step()`."""
         self._awaits_step = False
@@ -163,7 +152,8 @@ class InBackward:
         assert replica is not None
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
             place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
-            self._parameters, self._chosen = now, {}
+            self._parameters = now
+            self._steps.forget()
             self._indices = tuple(place[id(each)] for each in now if id(each) in place)
         return tuple(index for index in self._indices if replica.parameters[index].requires_grad)
 
@@ -231,13 +221,8 @@ class InBackward:
         replica, optimizer = self.replica, self._alive()
         assert replica is not None
         mine = [replica.parameters[index] for index in indices]
-        for one, other in zip(mine, parameters, strict=True):
-            if one.data_ptr() != other.data_ptr():
-                raise ReductionError(
-                    f"the compiler has a copy of {replica.name_list(indices)}, which it would write back over the "
-                    "update. Use the optimizer without in_backward()."
-                )
-        with self._only(optimizer, tuple(indices), mine), replica.local.updating(indices):
+        check_in_place(replica, indices, parameters)
+        with self._steps.only(optimizer, tuple(indices), mine), replica.local.updating(indices):
             for parameter, gradient in zip(mine, gradients, strict=True):
                 parameter.grad = gradient
             if not replica.rehearses and self._may_step(optimizer, mine):
@@ -249,41 +234,8 @@ class InBackward:
         if scaler is not None:
             scaler.unscale_(optimizer)
         if self._max_norm is not None:
-            self._clip(optimizer, parameters)
+            optimizer.total_norm = clip(parameters, self._max_norm)  # type: ignore[attr-defined]
         return scaler is None or not optim.found_inf(scaler, optimizer)
-
-    @contextlib.contextmanager
-    def _only(
-        self, optimizer: torch.optim.Optimizer, indices: tuple[int, ...], parameters: Sequence[nn.Parameter]
-    ) -> Iterator[None]:
-        """Inside, an optimizer has these parameters only, in their own groups; afterwards they have no gradient."""
-        groups = optimizer.param_groups
-        before = [(group, group["params"]) for group in groups]
-        if indices not in self._chosen:
-            chosen = {id(parameter) for parameter in parameters}
-            self._chosen[indices] = [[each for each in every if id(each) in chosen] for _, every in before]
-        try:
-            for group, some in zip(groups, self._chosen[indices], strict=True):
-                group["params"] = some
-            optimizer.param_groups = [group for group in groups if group["params"]]
-            yield
-        finally:
-            optimizer.param_groups = groups
-            for group, every in before:
-                group["params"] = every
-            for parameter in parameters:
-                parameter.grad = None
-
-    def _clip(self, optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-        """One norm, whichever way the gradients came: a sum's order may depend on how they lie in memory."""
-        for parameter in parameters:
-            grad = parameter.grad
-            if grad is not None and (grad.stride() != dense_strides(parameter) or grad.data_ptr() % _ALIGNMENT):
-                parameter.grad = torch.empty_strided(
-                    grad.shape, dense_strides(parameter), dtype=grad.dtype, device=grad.device
-                ).copy_(grad)
-        assert self._max_norm is not None
-        optimizer.total_norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_norm)
 
     # --- around step()
 
@@ -302,7 +254,8 @@ class InBackward:
                 "still scaled. Give it to in_backward(model, optimizer, scaler=scaler)."
             )
         if self._max_norm is not None and not self._updated:
-            self._clip(optimizer, [each for group in optimizer.param_groups for each in group["params"]])
+            every = [each for group in optimizer.param_groups for each in group["params"]]
+            optimizer.total_norm = clip(every, self._max_norm)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._awaits_step = False

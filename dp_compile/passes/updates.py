@@ -121,7 +121,8 @@ class PlaceUpdates:
     Args:
         shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
         in_flight: for each replica and optimizer how many buckets may be on their way, or done and not yet used, when
-            the next one is launched; `None`: no update before all is computed.
+            the next one is launched; `None`: no update before all is computed. 0, where nothing is launched: each
+            update right behind what it needs.
     """
 
     shares: tuple[int, ...]
@@ -164,14 +165,17 @@ class PlaceUpdates:
         launches = _first_launches(graph)
         wish: dict[fx.Node, float] = dict(position)
         due: dict[fx.Node, fx.Node] = {}
+        needs = edit.dependencies(graph) if any(0 in each for each in self.in_flight) else {}
         for update, what in placed.items():
             count = self.in_flight[what.replica][what.optimizer]
             launch = None if count is None else launches.get((what.replica, what.bucket + count))
-            if launch is not None:
+            if count == 0 and not launches:
+                wish[update] = max(wish[node] for node in needs[update]) + 0.5
+            elif launch is not None:
                 due[update] = launch
                 for node in (*_behind_launches(what.gradients), update):
                     wish[node] = min(wish[node], position[launch] - 0.5)
-        if not due:
+        if wish == position:
             return ()
         edit.reorder(graph, edit.stable_order(graph, wish.__getitem__, chain=_in_order(graph)))
         position = edit.positions(graph)

@@ -1,0 +1,322 @@
+"""`decentralize()`: ranks mix their parameters with few others in each step, and reduce no gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim.lr_scheduler import LRScheduler
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.decentralized.mixing import Mixer, plan_of
+from dp_compile.decentralized.updates import CLIPS, MixingUpdates
+from dp_compile.engine.agreement import Statement, agree
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import meeting, table_of
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.modules.forward_hooks import Installed
+from dp_compile.modules.replicate import replicate, unreplicate
+from dp_compile.modules.replicated_module import behind, is_pending, replica_of, unwrap
+from dp_compile.optim.partial_steps import check_kind
+from dp_compile.plan.strategies import Planned
+from dp_compile.plan.topologies import Topology
+from dp_compile.plan.topologies import topology as topology_of_name
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+NamedParameters = list[tuple[str, nn.Parameter]]
+OptimizerFn = Callable[[Any], torch.optim.Optimizer]
+"""From a list of names and parameters, as `torch.optim` takes it too, to an optimizer of them."""
+SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
+
+CALL: Final = "decentralize()"
+_NOT_REDUCED: Final = (
+    "strategy", "bucket_cap_mb", "first_bucket_cap_mb", "cost", "two_levels", "reduce_dtype", "reduce_dtypes",
+    "gradient_divide_factor", "gradient_predivide_factor", "replan_after", "unused_parameters",
+    "find_unused_parameters", "static_graph", "check_nan", "compare_parameters_every",
+)  # fmt: skip
+"""Options about gradients that are reduced, and parameters that are the same on all ranks."""
+
+_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+
+
+def decentralize(
+    module: ModuleT,
+    *,
+    topology: str | Topology,
+    optimizer: torch.optim.Optimizer | OptimizerFn,
+    lr_scheduler_fn: SchedulerFn | None = None,
+    scaler: GradScaler | None = None,
+    grad_clip_norm: float = 0.0,
+    clip: str = "bucket",
+    param_as_bucket_view: bool = True,
+    bucket_size_in_mb: float = 25,
+    local_world_size: int | None = None,
+    sync_buffer_in_global_avg: bool = False,
+    config: ReplicateConfig | None = None,
+) -> ModuleT:
+    """Let the ranks of the default group mix parameters with few neighbours in each step, and reduce no gradient.
+
+    Returns the same object, with the methods of `DecentralizedModule`. A backward is a step: for each bucket of
+    parameters it waits for what the neighbours sent at the end of the step before, mixes, clips, updates with this
+    rank's own gradient, and sends for the next step. In a captured backward that is one op for each bucket. Ranks
+    start equal, with the parameters and buffers of the first one, and differ from then on. `optimizer.step()` and
+    `zero_grad()` may be left in the loop and do nothing.
+
+    Args:
+        module: not replicated yet, compiled or not.
+        topology: a name, see `dp_compile.plan.topologies.topology`, or a `Topology` of as many ranks as the group.
+        optimizer: one over parameters of `module` only; or what makes one from a list of names and parameters. One
+            that is not of `torch.optim` must be able to update some parameters without a look at the others. With a
+            method `pre_average_hook(edge, weight)` it is told before a bucket is mixed, as by decent-dp.
+        lr_scheduler_fn: makes a scheduler from the optimizer. It steps once in each step.
+        scaler: the `torch.amp.GradScaler` with which the loop scales losses. All else it does happens in the backward;
+            ranks of an edge take the least scale of them. All updates are at the end then.
+        grad_clip_norm: clip gradients to this norm; 0: not at all.
+        clip: `bucket`: each bucket's gradients by themselves, as decent-dp; `global`: all gradients of this rank
+            together, as `torch.nn.utils.clip_grad_norm_`; all updates are at the end then.
+        param_as_bucket_view: let parameters lie in one memory for each bucket: one kernel mixes it. Else they stay
+            where they are.
+        bucket_size_in_mb: MiB of parameters at which a bucket is closed.
+        local_world_size: ranks on each node, for topologies that ask for it; `LOCAL_WORLD_SIZE` of the environment, or
+            1, if not given.
+        sync_buffer_in_global_avg: averages over all ranks are of buffers of floating point, too.
+        config: options of the compiler and for time-outs. Those on reductions are refused.
+
+    Raises:
+        ConfigError: an option has a value that is not allowed, or the topology is not for so many ranks.
+        ModuleError: the module cannot be replicated, or has parameters without values.
+        DesyncError: ranks differ in model, topology or options, or one is missing.
+    """
+    options = _options(config)
+    replicate(module, config=options)
+    try:
+        if is_pending(unwrap(module)):
+            raise ModuleError("the module has parameters without values. Run a forward, or give them values, before.")
+        replica = replica_of(module)
+        with _telling_the_others(replica):
+            _check(grad_clip_norm, clip, scaler, bucket_size_in_mb)
+            chosen = _topology(topology, replica.group.world_size, local_world_size)
+            made = _optimizer(optimizer, replica)
+            scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
+            replica.adopt(Planned(plan_of(replica, bucket_size_in_mb), None), replica.ready)
+        _agree(replica, {
+            "topology": _said(chosen),
+            "optimizer": type(made).__qualname__,
+            "grad_clip_norm": float(grad_clip_norm),
+            "clip": clip,
+            "scaler": scaler is not None and scaler.is_enabled(),
+            "buckets": replica.plan.signature(),
+        })  # fmt: skip
+        mixer = Mixer(replica, chosen, as_views=param_as_bucket_view)
+        updates = MixingUpdates(
+            replica, made, mixer, max_norm=grad_clip_norm, clip_by=clip, scaler=scaler, scheduler=scheduler
+        )
+    except BaseException:
+        unreplicate(module)
+        raise
+    replica.revisions.due, replica.strategy, replica.by_hooks, replica.is_mixed = (), "fixed", True, True
+    replica.updates.append(updates)
+    inner = behind(module)
+    inner.__class__ = _decentralized_class(type(inner))
+    updates.averages_buffers = sync_buffer_in_global_avg
+    updates.handles = [
+        inner.register_state_dict_pre_hook(_WarnsOfOneRanks()),
+        inner.register_load_state_dict_post_hook(_Forgets()),
+    ]
+    return module
+
+
+def mixing_of(module: nn.Module) -> MixingUpdates:
+    """What a decentralized module does in each step.
+
+    Raises:
+        ModuleError: the module is not decentralized.
+    """
+    for each in replica_of(module).updates:
+        if isinstance(each, MixingUpdates):
+            return each
+    raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call dp_compile.decentralize() first.")
+
+
+class DecentralizedModule:
+    """What a module can do while it is decentralized. Names and arguments are decent-dp's, as far as that has them."""
+
+    def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
+        """Let parameters be the average over all ranks. Every rank calls it, between two steps.
+
+        Args:
+            will_revert: `revert_global_avg` follows before the next backward. Else this is where all ranks go on from.
+            return_d2c: return how far this rank's own parameters were from the average, as a Euclidean norm.
+
+        Raises:
+            ReductionError: parameters are such an average already.
+            CommunicationError, DesyncError: a rank did not come, or is at another step.
+        """
+        state = mixing_of(_module(self))
+        state.mixer.average(keep=will_revert or return_d2c, buffers=state.averages_buffers)
+        distance = state.mixer.distance_to_average() if return_d2c else None
+        if return_d2c and not will_revert:
+            state.mixer.accept()
+        return distance
+
+    def revert_global_avg(self) -> None:
+        """Give each rank its own parameters back, with buffers if they were averaged.
+
+        Raises:
+            ReductionError: `global_avg` was not called before.
+        """
+        mixing_of(_module(self)).mixer.revert()
+
+    @contextlib.contextmanager
+    def global_average(self) -> Iterator[None]:
+        """Inside, parameters are the average over all ranks: to evaluate and to save. Each rank's own come back."""
+        self.global_avg()
+        try:
+            yield
+        finally:
+            self.revert_global_avg()
+
+    def consensus_distance(self) -> float:
+        """How far ranks are from each other: the root mean square of `||parameters - their average||`.
+
+        Every rank calls it, between two steps; it costs an all-reduce of the parameters.
+        """
+        return mixing_of(_module(self)).mixer.consensus_distance()
+
+    def set_accumulate_grad(self, enable: bool = True) -> None:
+        """Whether backwards only accumulate gradients from now on, as in `no_sync()`."""
+        replica_of(_module(self)).sync = not enable
+
+    def set_adaptive_factor(self, factor: float) -> None:
+        """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay.
+
+        Raises:
+            ConfigError: not a finite number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            raise ConfigError(f"factor must be a finite number, got {factor!r}.")
+        mixing_of(_module(self)).mixer.factor = float(factor)
+
+    def get_lr(self) -> float:
+        """The learning rate of the optimizer's first group for the next step."""
+        return float(mixing_of(_module(self)).optimizer.param_groups[0]["lr"])
+
+
+def _module(decentralized: DecentralizedModule) -> nn.Module:
+    assert isinstance(decentralized, nn.Module)
+    return decentralized
+
+
+def _decentralized_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Of the same name. The same one each time, so that modules can share compiled code."""
+    if kind not in _classes:
+        _classes[kind] = type(kind.__name__, (DecentralizedModule, kind), {"__module__": kind.__module__})
+    return _classes[kind]
+
+
+class _WarnsOfOneRanks(Installed):
+    """A checkpoint of one rank has that rank's parameters, which nobody else has."""
+
+    def __init__(self) -> None:
+        self.has_warned = False
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        mixer = mixing_of(module).mixer
+        if mixer.all_equal or mixer.kept or mixer.topology.world_size == 1 or self.has_warned:
+            return
+        self.has_warned = True
+        warnings.warn(
+            "the state_dict of a decentralized module has the parameters of this rank, other ranks have others. For "
+            "the model that was trained take it inside `with model.global_average():`, which every rank enters. This "
+            "is said once.",
+            stacklevel=3,
+        )
+
+
+class _Forgets(Installed):
+    """What is on its way is not mixed with what was loaded."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        mixing_of(module).mixer.forget()
+
+
+# --- what was asked for -----------------------------------------------------------------------------------------
+
+
+def _options(config: ReplicateConfig | None) -> ReplicateConfig:
+    given, default = config or ReplicateConfig(), ReplicateConfig()
+    said = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
+    said += ["ddp_python_hook"] if given.ddp_python_hook is False else []
+    if said:
+        raise ConfigError(
+            f"{', '.join(said)} of config: no gradient of a decentralized module is reduced, its ranks differ, and its "
+            "buckets are of parameters. Leave it out; see bucket_size_in_mb."
+        )
+    return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False)
+
+
+def _check(max_norm: object, clip: str, scaler: object, bucket_mb: object) -> None:
+    for name, value, least in (("grad_clip_norm", max_norm, "0"), ("bucket_size_in_mb", bucket_mb, "above 0")):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+        if not number or value < 0 or (value == 0 and least != "0"):  # type: ignore[operator]
+            raise ConfigError(f"{name} must be a number, {least} or more, got {value!r}.")
+    if clip not in CLIPS:
+        raise ConfigError(f"clip must be one of {', '.join(CLIPS)}, got {clip!r}.")
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
+
+
+def _topology(asked: str | Topology, world_size: int, local_world_size: int | None) -> Topology:
+    if isinstance(asked, Topology):
+        if asked.world_size != world_size:
+            raise ConfigError(f"topology {asked.name!r} is of {asked.world_size} ranks, the group has {world_size}.")
+        return asked
+    return topology_of_name(asked, world_size, local_world_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> torch.optim.Optimizer:
+    named = list(zip(replica.names, replica.parameters, strict=True))
+    optimizer = asked if isinstance(asked, torch.optim.Optimizer) or not callable(asked) else asked(named)
+    check_kind(optimizer)
+    mine = {id(parameter) for parameter in replica.parameters}
+    given = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    if foreign := sum(id(each) not in mine for each in given):
+        raise ConfigError(
+            f"{type(optimizer).__name__} has {foreign} parameters that are not of this module, which it would never "
+            "update: steps are taken in the module's backward. Give those to an optimizer of their own."
+        )
+    if not given:
+        raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
+    return optimizer
+
+
+def _said(topology: Topology) -> str:
+    edges = hashlib.sha256(repr(topology.steps).encode()).hexdigest()[:8]
+    return f"{topology.name}, period {topology.period}, edges {edges}"
+
+
+def _agree(replica: Replica, statement: Statement) -> None:
+    table = table_of(replica.group, replica.config.timeout_s)
+    if table is not None:
+        agree(table, meeting(replica, CALL), statement, call=CALL)
+
+
+@contextlib.contextmanager
+def _telling_the_others(replica: Replica) -> Iterator[None]:
+    """An error inside reaches the other ranks, which wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(Exception):
+            _agree(replica, {"error": f"{type(error).__name__}: {error}"})
+        raise
