@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from dp_compile._torch import dynamo
 from dp_compile.testing.ranks import Ranks
 
 # No deadlines and no "too slow": the machines that run the tests are shared.
@@ -22,6 +23,8 @@ settings.load_profile("dp_compile")
 # More threads than cores wait for each other by spinning: two workers beside each other took 25 times the CPU time.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
+# As in the ranks: compiling a small model takes a seventh less.
+dynamo.measure_no_guards()
 # A rank that is a copy of a process with all of this loaded starts at once; loading it takes a core five seconds. But
 # copies order their sets of texts alike, so the two ranks of most tests are none, and they end without `atexit`.
 multiprocessing.set_forkserver_preload(["dp_compile.bench.modes", "torch._dynamo", "torch._inductor.compile_fx"])

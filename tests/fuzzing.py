@@ -103,13 +103,17 @@ class FuzzCase:
     """The part of it by which ranks divide before the sum."""
     comm_hook: bool = False
     """A functional hook with error feedback reduces."""
+    apart: str = ""
+    """A submodule, by name, whose gradients are reduced in another way than all others."""
+    apart_by: str = ""
+    """`hook`, or the dtype in which they travel."""
     levels: bool = False
     """Two nodes with two ranks each."""
     seed: int = 0
 
     @property
     def coarsest(self) -> str:
-        rounds = self.autocast or self.wire or self.compute or self.comm_hook
+        rounds = self.autocast or self.wire or self.compute or self.comm_hook or self.apart
         dtypes = {"bfloat16" if rounds else "float32", *(block.dtype for block in self.blocks)}
         return "bfloat16" if "bfloat16" in dtypes else "float32"
 
@@ -509,6 +513,31 @@ def _reduced_by_torch(case: FuzzCase, divisor: list[float], bucket: Any) -> torc
     return work.get_future().then(lambda done: (done.value()[0].to(wide) * (before / divisor[0])).to(whole.dtype))
 
 
+def _reduced_by_name(
+    case: FuzzCase, names: Mapping[int, str], errors: dict[int, torch.Tensor], divisor: list[float], bucket: Any
+) -> torch.futures.Future[torch.Tensor]:
+    """The same with gradients that are reduced apart, one by one."""
+    whole = bucket.buffer()
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        is_apart = names[id(parameter)].startswith(f"{case.apart}.")
+        if is_apart and case.apart_by == "hook":
+            gradient += errors.get(id(parameter), torch.zeros_like(gradient))
+            sent = gradient.to(torch.bfloat16)
+            errors[id(parameter)] = gradient - sent.to(gradient.dtype)
+            dist.all_reduce(sent)
+            gradient.copy_(sent.to(gradient.dtype) / dist.get_world_size())
+        else:
+            said = case.apart_by if is_apart else case.wire
+            wire, before = getattr(torch, said) if said else whole.dtype, case.predivide or divisor[0]
+            wide = torch.promote_types(whole.dtype, wire)
+            sent = (gradient.to(wide) / before).to(wire)
+            dist.all_reduce(sent)
+            gradient.copy_((sent.to(wide) * (before / divisor[0])).to(whole.dtype))
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(whole)
+    return done
+
+
 # --- running a case ---------------------------------------------------------------------------------------------
 
 
@@ -526,6 +555,9 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     # Not by DDP itself, which does not read annotations that are text.
     if case.comm_hook:
         dist._register_comm_hook(theirs.reducer, {}, _rounded_by_torch)
+    elif case.apart:
+        names = {id(parameter): name for name, parameter in twin.named_parameters()}
+        dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_name, case, names, {}))
     elif case.wire or case.divides or case.predivide:
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_torch, case))
     with _planted(fault, stack), ExitStack() as exits:
@@ -555,6 +587,7 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         check_reductions=case.check_reductions,
         reduce_dtype=getattr(torch, case.wire or "float32") if case.wire or case.compute else None,
         param_dtype=getattr(torch, case.compute) if case.compute else None,
+        reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
         gradient_predivide_factor=case.predivide,
     )
     options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
@@ -569,6 +602,8 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         made = dp_compile.replicate(stack, ignored_modules=ignored, **options)
     for part in _parts(case, made, stack) if case.comm_hook else ():
         part.register_comm_hook(dp_compile.HookState(), Rounded())  # type: ignore[operator]
+    if case.apart_by == "hook":
+        made.register_comm_hook(dp_compile.HookState(), Rounded(), [case.apart])  # type: ignore[operator]
     return made
 
 

@@ -136,7 +136,7 @@ class MixingUpdates:
     def _updated(self) -> list[int]:
         return [index for number in sorted(self._done) for index in self.mixer.buckets[number].indices]
 
-    def remove(self) -> None:
+    def unreplicated(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.mixer.close()

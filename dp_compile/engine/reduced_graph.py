@@ -184,13 +184,12 @@ def _place_reductions(
         reduces, updated = replicas[place[0]].reduces, wanted.updates_parameter(place)
         if reduces or updated:
             hooked[place] = (parameter, existing)
-        if reduces and not wanted.deferred:
-            reduce = reduce_to_update if updated else reduce_accumulated
-            with graph.inserting_after(last):
+        with graph.inserting_after(last):
+            if reduces and not wanted.deferred:
+                reduce = reduce_to_update if updated else reduce_accumulated
                 given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
                 reductions[place] = graph.call_function(reduce, given)
-        elif updated and not reduces:
-            with graph.inserting_after(last):
+            elif updated and not reduces:
                 reductions[place] = graph.call_function(take_to_update, (parameter,))
         _take_out(graph, node)
     return hooked, reductions

@@ -55,7 +55,7 @@ class Updates(RunsUpdates, Protocol):
 
     def interrupted(self, error: BaseException) -> None: ...
 
-    def remove(self) -> None:
+    def unreplicated(self) -> None:
         """The module is not replicated any more."""
 
 

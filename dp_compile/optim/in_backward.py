@@ -215,6 +215,9 @@ class InBackward:
             "optimizer.load_state_dict() too, which ends this state."
         )
 
+    def unreplicated(self) -> None:
+        """The optimizer goes on alone, and clips as before in `step()`."""
+
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -172,6 +173,11 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
 def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack{rank}"), "w"), all_threads=True)
     torch.set_num_threads(1)
+    from dp_compile._torch import dynamo  # loads Dynamo: only in the ranks
+
+    # Tests compile small models, many of them: what is looked at each time counts.
+    dynamo.measure_no_guards()
+    gc.freeze()
     store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=GLOO_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

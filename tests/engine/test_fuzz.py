@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import fuzzing
@@ -71,12 +72,19 @@ def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...
 
 
 @st.composite
-def reductions(draw: st.DrawFn, buckets: str, kinds: set[str], world_size: int) -> dict[str, Any]:
+def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world_size: int) -> dict[str, Any]:
     """Dtypes, divisors, levels of network and hooks that go together."""
+    kinds = {block.kind for block in blocks}
     levels = world_size == 4 and draw(st.booleans())
     # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by.
     if buckets != "no passes" and not levels and draw(st.sampled_from([False] * 5 + [True])):
         return {"comm_hook": True}
+    trained = ["head", *(f"blocks.{number}" for number, block in enumerate(blocks) if block.frozen == "nothing")]
+    if draw(st.sampled_from([False] * 4 + [True])):
+        by = draw(st.sampled_from(["hook", *WIRES] if buckets != "no passes" and not levels else WIRES))
+        divisors = {} if by == "hook" else {"divides": draw(st.sampled_from([(), (3.0,), (0.7, 5.0)]))}
+        wire = draw(st.sampled_from(["", *(each for each in WIRES if each != by)]))
+        return {"levels": levels, "apart": draw(st.sampled_from(trained)), "apart_by": by, "wire": wire, **divisors}
     return {
         "levels": levels,
         "wire": draw(st.sampled_from(["", "", "", *WIRES])),
@@ -100,7 +108,7 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     ways = ((), *draw(st.lists(some_blocks, max_size=2, unique=True))) if find_unused else ((),)
     fewest_rows = 2 if kinds & NEEDS_TWO_ROWS else 1 if kinds & NEEDS_A_ROW else draw(st.sampled_from([1, 1, 0]))
     buckets = draw(st.sampled_from(list(BUCKETS)))
-    reduction = draw(reductions(buckets, kinds, world_size))
+    reduction = draw(reductions(buckets, blocks, world_size))
     wrapper = buckets not in ("per module", "no passes") and not reduction.get("levels") and draw(st.booleans())
     return FuzzCase(
         blocks=blocks,
@@ -119,7 +127,7 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
         hook=hook,
         hooks_late=draw(st.booleans()),
         # A module that is left out as a whole, on one rank, is an error.
-        split=not (wrapper or find_unused) and draw(st.booleans()),
+        split=not (wrapper or find_unused or reduction.get("apart")) and draw(st.booleans()),
         **reduction,
         seed=draw(st.integers(0, 99)),
     )
@@ -146,6 +154,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         met.update(outcomes[0].backwards.keys())
         met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
         kinds = {"compute": case.compute, "levels": case.levels, "comm hook": case.comm_hook}
+        kinds |= {f"apart by {case.apart_by}": case.apart}
         kinds |= {"predivide": case.predivide, "divides": case.divides, "other factors": len(case.divides) > 1}
         met.update(kind for kind, is_there in kinds.items() if is_there)
         if next(numbers) % CASES_PER_POOL == 0:
