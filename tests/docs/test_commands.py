@@ -62,6 +62,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "bench/test_bench_smoke.py::test_it_is_no_slower_than_itself",
         ),
     },
+    "decentralized.md": {
+        "import torch, dp_compile": (PYTHON,),
+    },
     "development.md": {
         "python tests/mutation_campaign.py --jobs 2": (CI, "test_mutants.py::test_a_campaign_says_what_saw_a_fault"),
         "DP_COMPILE_FUZZ_EXAMPLES=3000 ...": (CI, "engine/test_fuzz.py::test_random_training_runs"),
@@ -264,6 +267,18 @@ def train_locally(code: str) -> tuple[int, list[float]]:
     return names["averager"].step, nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
 
 
+def mix_parameters(code: str) -> tuple[str, list[float], list[float]]:
+    """Run the lines on ranks that mix parameters: the report, a rank's own parameters, and what it saved."""
+    torch.manual_seed(dist.get_rank())
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss}
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+    with as_on_a_rank_of_the_tests(), tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        exec(code, names)
+        saved = torch.load("model.pt")
+    own = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+    return str(dp_compile.report(names["model"])), own, nn.utils.parameters_to_vector(saved.values()).tolist()
+
+
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
     assert "backwards: 3 captured" in report
@@ -277,6 +292,10 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (steps, one), (_, other) = ranks2.run(train_locally, python_of("averaging.md"))
     assert steps == 7
     assert one == other
+    (report, one, saved), (_, other, saved_by_other) = ranks2.run(mix_parameters, python_of("decentralized.md"))
+    assert "2 parameters updated in it" in report
+    assert one != other
+    assert saved == saved_by_other
     for text, step, traced in ranks2.run(look_inside, python_of("guide.md")):
         assert "What would help" in text
         assert step.measured is not None
