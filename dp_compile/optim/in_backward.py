@@ -145,6 +145,12 @@ class InBackward:
         for handle in self._handles:
             handle.remove()
 
+    def describe(self) -> str:
+        return ""
+
+    def released(self) -> None:
+        """The optimizer goes on as it is, in `step()`."""
+
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""
         now = [parameter for group in self._alive().param_groups for parameter in group["params"]]
