@@ -86,6 +86,12 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         "(inf: two buckets)",
     )
     group.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="decentralized: ranks mix parameters with few neighbours in each step and reduce no gradient; complete, "
+        "ring, one-peer-exp, alternating-exp-ring. --check compares with the same computed by all-gathers",
+    )
+    group.add_argument(
         "--reduce-dtype", metavar="NAME", help="send gradients in bfloat16 or float16 (default: as they are, float32)"
     )
     group.add_argument(

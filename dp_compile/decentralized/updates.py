@@ -136,10 +136,16 @@ class MixingUpdates:
     def _updated(self) -> list[int]:
         return [index for number in sorted(self._done) for index in self.mixer.buckets[number].indices]
 
-    def unreplicated(self) -> None:
+    def released(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.mixer.close()
+
+    def describe(self) -> str:
+        return (
+            f"{self.mixer.topology.describe()}: buckets are of parameters, which are mixed in each step; "
+            "no gradient is reduced"
+        )
 
     # --- a step
 

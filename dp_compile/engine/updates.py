@@ -55,8 +55,11 @@ class Updates(RunsUpdates, Protocol):
 
     def interrupted(self, error: BaseException) -> None: ...
 
-    def unreplicated(self) -> None:
+    def released(self) -> None:
         """The module is not replicated any more."""
+
+    def describe(self) -> str:
+        """For people: what becomes of parameters beside their updates; empty if nothing."""
 
 
 @dataclass(frozen=True, slots=True)

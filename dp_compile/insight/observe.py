@@ -33,6 +33,7 @@ def report(module: nn.Module) -> Report:
         promise,
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
+        mixing="\n".join(filter(None, (each.describe() for each in replica.updates))),
     )
 
 

@@ -16,7 +16,7 @@ class Report:
 
     `promise`: what the plan was predicted to reach, if it was made from a cost. `divided_by`: what somebody said that
     sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer
-    has to call the comm hook, if it has to.
+    has to call the comm hook, if it has to. `mixing`: with whom a decentralized module mixes its parameters.
     """
 
     mode: str
@@ -27,12 +27,13 @@ class Report:
     promise: str = ""
     divided_by: float | None = None
     why_not_captured: str = ""
+    mixing: str = ""
 
     def __str__(self) -> str:
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
         lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
-        lines += [text for text in (self.why_not_captured, self.promise) if text]
+        lines += [text for text in (self.mixing, self.why_not_captured, self.promise) if text]
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record}")

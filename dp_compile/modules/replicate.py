@@ -564,7 +564,7 @@ def _release(replica: Replica) -> None:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
     for each in replica.updates:
-        each.unreplicated()
+        each.released()
     if replica.comm_hook is not None and replica.comm_hook.memory is not None:
         replica.comm_hook.memory.unbind()
     root = replica.outline.root()

@@ -145,6 +145,12 @@ class InBackward:
         for handle in self._handles:
             handle.remove()
 
+    def describe(self) -> str:
+        return ""
+
+    def released(self) -> None:
+        """The optimizer goes on as it is, in `step()`."""
+
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""
         now = [parameter for group in self._alive().param_groups for parameter in group["params"]]
@@ -214,9 +220,6 @@ class InBackward:
             f"{len(self._indices)} parameters in it: {names}. The model is of no step now: load a checkpoint, with "
             "optimizer.load_state_dict() too, which ends this state."
         )
-
-    def unreplicated(self) -> None:
-        """The optimizer goes on alone, and clips as before in `step()`."""
 
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]

@@ -22,6 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from dp_compile.errors import ConfigError
+from dp_compile.plan.words import count
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -133,6 +134,12 @@ class Topology:
     def mixing_matrix(self, step: int) -> Array:
         """`W(step)`, `(world_size, world_size)`: symmetric, rows and columns add up to 1."""
         return self.mixed(np.eye(self.world_size), step)
+
+    def describe(self) -> str:
+        """For people, in a line: name, period, and how fast ranks come to agree."""
+        gap = self.spectral_gap()
+        size = f"{gap.low:.3g}" if gap.low == gap.high else f"{gap.low:.3g} to {gap.high:.3g}"
+        return f"topology {self.name}, period {count(self.period, 'step')}, spectral gap {size} a period (by {gap.how})"
 
     def spectral_gap(self, *, exact_ranks: int = EXACT_RANKS) -> SpectralGap:
         """1 minus the largest singular value of `W(period - 1) ... W(0)` beside that of the average.

@@ -9,6 +9,7 @@ blown up to steps in different directions: 2e-4 after 25 steps, in exactly that 
 from __future__ import annotations
 
 import copy
+import os
 import textwrap
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dp_compile._torch import distributed
 from dp_compile.engine.hook_state import HookState
 from dp_compile.engine.quantized_hook import QuantizedHook
+from dp_compile.plan.topologies import topology
 from dp_compile.train.options import CHECK_TOLERANCE, COMM_HOOKS, TrainOptions
 
 HOOKS: Final = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
@@ -60,8 +62,8 @@ class Verdict:
     moved: float
     steps: int
     tolerance: float
-    beside: str = "eager"
-    """How torch's side ran."""
+    beside: str = "torch's DistributedDataParallel (eager)"
+    """What the other side was."""
 
     @property
     def passed(self) -> bool:
@@ -71,8 +73,8 @@ class Verdict:
     def __str__(self) -> str:
         why = WHY_TOLERANCE if self.tolerance == CHECK_TOLERANCE else WHY_WITH_DTYPES
         return (
-            f"check {'passed' if self.passed else 'FAILED'}: parameters after {self.steps} steps, beside torch's "
-            f"DistributedDataParallel ({self.beside}), same seed and batches\n"
+            f"check {'passed' if self.passed else 'FAILED'}: parameters after {self.steps} steps, "
+            f"beside {self.beside}, same seed and batches\n"
             f"  largest difference  {self.difference:.1e}  in {self.name}\n"
             f"  tolerance           {self.tolerance:.1e}\n"
             f"  largest movement    {self.moved:.1e}  of a parameter from its start\n"
@@ -85,20 +87,40 @@ class Twin:
 
     Where gradients travel in another dtype torch's hook for it reduces; in eight bits torch has none like ours, and its
     DDP averages in float32. Where the model computes in one, the copy is called with casts of its parameters, and
-    compiled.
+    compiled. With a topology it is no DDP: `mix` stands in front of its updates.
     """
 
     def __init__(self, model: nn.Module, options: TrainOptions) -> None:
         self.module, self.options = copy.deepcopy(model), options
-        self.beside = "eager" if options.mp is None else "compiled, with casts of its parameters"
+        self._start = {name: value.detach().clone() for name, value in model.named_parameters()}
+        ran = "eager" if options.mp is None else "compiled, with casts of its parameters"
+        self.beside = f"torch's DistributedDataParallel ({ran})"
         config = options.replicate_config()
         casting: Any = _WithCasts(self.module, config.param_dtype)
         # Eager code rounds between any two operators: in bfloat16 that alone is 4e-2 after 25 steps.
-        self.ddp = DistributedDataParallel(casting if config.param_dtype is None else torch.compile(casting))
+        running: Any = casting if config.param_dtype is None else torch.compile(casting)
+        self._topology, self._mixed = None, 0
+        if options.topology is not None:
+            self.ddp, self.beside = running, f"D-PSGD by all-gathers and a mixing matrix ({ran})"
+            local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            self._topology = topology(options.topology, dist.get_world_size(), local)
+            return
+        self.ddp = DistributedDataParallel(running)
         wire = str(config.wire_dtype or COMM_HOOKS[options.comm_hook]).removeprefix("torch.")
         if wire in HOOKS:
             distributed.register_comm_hook(self.ddp, HOOKS[wire])
-        self._start = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    @torch.no_grad()
+    def mix(self, *_: Any) -> None:
+        """Before an update: parameters of this rank become its row of the mixing matrix times those of all ranks."""
+        assert self._topology is not None
+        own = torch.nn.utils.parameters_to_vector(self.module.parameters())
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        row = torch.tensor(self._topology.mixing_matrix(self._mixed)[dist.get_rank()], dtype=own.dtype)
+        mixed = row.to(own.device) @ torch.stack(everyone)
+        torch.nn.utils.vector_to_parameters(mixed, self.module.parameters())
+        self._mixed += 1
 
     def compare(self, model: nn.Module, steps: int) -> Verdict:
         """Compare with `model`; the same answer on every rank."""

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from dp_compile.decentralized import DecentralizedModule, decentralize
 from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
 from dp_compile.optim import in_backward
@@ -87,7 +89,8 @@ def train(options: TrainOptions, place: Place) -> bool:
     )
     model = GPT(sizes).to(place.device)
     twin = Twin(model, options) if options.check else None
-    replicate(model, config=options.replicate_config())
+    if options.topology is None:
+        replicate(model, config=options.replicate_config())
     if options.comm_hook is not None:
         register_hook(model, options.comm_hook)
     run = Run(options, place, corpus, model, twin)
@@ -151,9 +154,11 @@ class Run:
         return before, loss, timing
 
     def evaluate(self) -> float:
-        """Held-out loss over all ranks, in nats per byte."""
+        """Held-out loss over all ranks, in nats per byte. Of a decentralized model: of its average."""
         total = torch.zeros(2, dtype=torch.float64, device=self.place.device)
-        with torch.no_grad():
+        model: nn.Module = self.model
+        averaged = model.global_average() if isinstance(model, DecentralizedModule) else nullcontext()
+        with torch.no_grad(), averaged:
             for batch in self._held_out:
                 inputs, targets = (each.to(self.place.device) for each in batch)
                 # The module itself, not its compiled form: no second compilation for a few forward passes.
@@ -194,9 +199,14 @@ class Run:
     def _steps(self, timing: Timing) -> Iterator[torch.Tensor]:
         compiled: Any = torch.compile(self.model)
         optimizer = make_optimizer(self.model, self.options)
+        if self.options.topology is not None:
+            options = self.options.replicate_config()
+            decentralize(self.model, topology=self.options.topology, optimizer=optimizer, config=options)
         if self.options.optimizer == "in-backward":
             in_backward(self.model, optimizer)
         their_optimizer = make_optimizer(self.twin.ddp, self.options) if self.twin else None
+        if self.twin is not None and self.options.topology is not None and their_optimizer is not None:
+            their_optimizer.register_step_pre_hook(self.twin.mix)
         for step, batch in zip(range(self.options.steps), self._batches(), strict=False):
             # An accelerator works in the background; waiting for it each step would slow it down, never waiting
             # would time nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
+from dp_compile.plan.topologies import topology
 
 CHECK_TOLERANCE: Final = 1e-4
 """Largest absolute difference of a parameter that passes `--check`; `check.py` says why."""
@@ -42,6 +44,9 @@ COMM_HOOKS: Final = {None: None, "bf16": "bfloat16", "fp16": "float16", "int8": 
 OPTIMIZERS: Final = ("plain", "in-backward")
 """Where parameters are updated: in `optimizer.step()`, or behind each reduction in the backward."""
 
+_NOT_MIXED: Final = ("reduce_dtype", "comm_hook", "bucket_cap_mb", "save_step")
+"""Options on gradients that are reduced, or what explains their reduction."""
+
 _CHOICES: Final[dict[str, Collection[str | None]]] = {
     "reduce_dtype": REDUCE_DTYPES,
     "mp": MP_DTYPES,
@@ -60,6 +65,7 @@ class TrainOptions:
     `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
     the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
     scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: where parameters are updated, of `OPTIMIZERS`.
+    `topology`: a name of `dp_compile.plan.topologies`: ranks mix parameters, and reduce no gradient.
     `save_step`: a file for what explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
 
     Raises:
@@ -78,6 +84,7 @@ class TrainOptions:
     mp: str | None = None
     comm_hook: str | None = None
     optimizer: str = "plain"
+    topology: str | None = None
     lr: float = 2e-3
     seed: int = 0
     ddp_python_hook: bool | None = None
@@ -102,10 +109,21 @@ class TrainOptions:
                 raise ConfigError(f"{_flag(name)} must be one of {names}, got {getattr(self, name)!r}.")
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ConfigError("--comm-hook and --reduce-dtype both say in which dtype gradients travel. Give one.")
+        self._check_topology()
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}.")
+
+    def _check_topology(self) -> None:
+        if self.topology is None:
+            return
+        said = [each for each in _NOT_MIXED if getattr(self, each) is not None]
+        said += ["optimizer"] if self.optimizer != "plain" else []
+        said += ["no_ddp_python_hook"] if self.ddp_python_hook is False else []
+        if said:
+            raise ConfigError(f"with --topology no gradient is reduced. Leave {', '.join(map(_flag, said))} out.")
+        topology(self.topology, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

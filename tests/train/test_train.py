@@ -98,6 +98,15 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
             ("--comm-hook", "int8", "--reduce-dtype", "float16"),
             "--comm-hook and --reduce-dtype both say",
         ),
+        (("--topology", "star"), "topology must be one of complete, ring, one-peer-exp"),
+        (
+            ("--topology", "ring", "--ranks", "3"),
+            "topology 'ring' pairs neighbours and needs an even world_size, got 3",
+        ),
+        (
+            ("--topology", "ring", "--optimizer", "in-backward"),
+            "with --topology no gradient is reduced. Leave --optimi",
+        ),
         (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
@@ -239,6 +248,16 @@ def test_updates_in_the_backward_end_where_torch_does() -> None:
     assert process.returncode == 0, f"{out}\n{err}"
     assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
     assert re.search(r"^  \d+ parameters updated in it$", out, re.MULTILINE)
+
+
+@pytest.mark.nightly
+def test_a_topology_ends_where_all_gathers_do() -> None:
+    process = start("--steps", "8", "--check", "--topology", "one-peer-exp", "--ranks", "4")
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert "check passed: parameters after 8 steps, beside D-PSGD by all-gathers and a mixing matrix (eager)" in out
+    assert "topology one-peer-exp, period 2 steps, spectral gap 1 a period (by a formula)" in out
+    assert "backwards: 8 captured" in out
 
 
 def children(parent: int) -> list[int]:
