@@ -39,6 +39,23 @@ def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
     return decorate
 
 
+def constant(function: FunctionT) -> FunctionT:
+    """Let Dynamo call a function while it traces, as it is, and put what it returns into the code."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]  # `torch.compiler.assume_constant_result`
+    return function
+
+
+def traces_for(backend: str) -> bool:
+    """Whether Dynamo, which is at work in this thread, makes code for a backend of this name."""
+    translator = _attribute("torch._dynamo.symbolic_convert", "InstructionTranslator")
+    compiler_fn = translator.current_tx().output.compiler_fn
+    while compiler_fn is not None:
+        if getattr(compiler_fn, "compiler_name", None) == backend:
+            return True
+        compiler_fn = getattr(compiler_fn, "_torchdynamo_orig_backend", None)
+    return False
+
+
 def _attribute(module: str, *names: str) -> Any:
     """An attribute of a module of torch, `None` if nothing has imported that module yet.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,10 +19,12 @@ with named():
     from torch._functorch.aot_autograd import make_boxed_func as _make_boxed_func  # type: ignore[attr-defined]
     from torch._inductor import config as _config
     from torch._inductor import ir as _ir
+    from torch._inductor import list_mode_options as _list_mode_options
     from torch._inductor.compile_fx import compile_fx as _compile_fx
     from torch._inductor.compile_fx import compile_fx_inner as _compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
     from torch._inductor.custom_graph_pass import get_hash_for_files
+    from torch._inductor.lowering import fallback_handler as _fallback_handler
     from torch._inductor.lowering import lowerings as _lowerings
     from torch._inductor.lowering import register_lowering as register_lowering
     from torch._inductor.utils import fresh_cache as _fresh_cache
@@ -57,6 +61,52 @@ def _telling(on_code: OnCode) -> Callable[..., Any]:
         return compiled
 
     return compile_and_tell
+
+
+def compile_forward_with_inductor(
+    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass | None, options: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """As `torch.compile` does by itself, with `options`, and with `graph_pass` first in the post-grad stage.
+
+    Of the forward and, later, of its backward: the pass has to tell them apart.
+    """
+    patches = dict(options)
+    if graph_pass is not None:
+        patches["post_grad_custom_pre_pass"] = _chained(_config.post_grad_custom_pre_pass, graph_pass)
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
+
+
+def options_of_mode(mode: str) -> dict[str, Any]:
+    """What `torch.compile(mode=...)` stands for."""
+    return dict(_list_mode_options(mode))
+
+
+def compile_forward_with_aot_eager(
+    gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass
+) -> Callable[..., Any]:
+    """Trace to ATen, run `graph_pass` over the forward, and generate no code."""
+
+    def run_pass(aten_graph: fx.GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
+        graph_pass(aten_graph.graph)
+        aten_graph.recompile()
+        return _make_boxed_func(aten_graph.forward)
+
+    backend = _aot_autograd(fw_compiler=run_pass, bw_compiler=run_pass, keep_inference_input_mutations=True)
+    return backend(gm, inputs)
+
+
+class Keyed(CustomGraphPass):
+    """A frozen value that changes a graph, as a pass that Inductor's cache knows by all that the value says."""
+
+    def __init__(self, graph_pass: GraphPassFn) -> None:
+        self.graph_pass = graph_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.graph_pass(graph)
+
+    def uuid(self) -> Any:
+        sources = source_hash([str(inspect.getfile(type(self.graph_pass)))])
+        return hashlib.sha256(repr((sources, self.graph_pass)).encode()).hexdigest()
 
 
 def compile_with_aot_eager(
@@ -105,6 +155,11 @@ def lower_collective(op: Any, sent: Any, *how: Any) -> Any:
     Until the result is waited for by `wait_tensor`, nobody writes to what is sent or gets its memory.
     """
     return _ir.TensorBox.create(cast(Any, _ir._CollectiveKernel.create_out_of_place(op, sent, *how)))
+
+
+def lower_as_call(op: Any, *args: Any) -> Any:
+    """A call of an op that is no kernel of Inductor's, among its tensors."""
+    return _fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
 def empty_cache() -> contextlib.AbstractContextManager[None]:

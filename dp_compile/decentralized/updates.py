@@ -36,6 +36,7 @@ class MixingUpdates:
     """
 
     is_alive = True
+    crossing = None
 
     def __init__(
         self,

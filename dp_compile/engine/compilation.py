@@ -27,6 +27,7 @@ from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce, reductions_
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
+from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
@@ -256,8 +257,13 @@ class CompiledBackward:
         compile_graph = (
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
+        crosses = tuple(tuple(each.crosses for each in replica.wanted) for replica in self._replicas)
+        whole: inductor.CustomGraphPass = pipeline
+        if self._updates and any(map(any, crosses)):
+            # Behind all that the pipeline verifies: every reduction has its wait until here.
+            whole = inductor.ChainedPass(pipeline, inductor.Keyed(LeaveReductions(self._plans, crosses)))
         with observing(self._note_written):
-            return compile_graph(graph_module, example_inputs, pipeline, on_code if listeners else None)
+            return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
 
     def _compilation(self, example_inputs: Sequence[Any]) -> observers.Compilation:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
@@ -288,7 +294,8 @@ class CompiledBackward:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             optimizers = [replica.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
-            with executing(self._plans_now), updating(optimizers), self._events or contextlib.nullcontext():
+            plans, events = self._plans_now, self._events or contextlib.nullcontext()
+            with executing(plans), updating(plans, optimizers), events:
                 return compiled(*args)
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]

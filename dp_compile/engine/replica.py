@@ -230,6 +230,12 @@ class Replica:
             self._factors = numbers, tuple(tensors)
         return self._factors[1]
 
+    def arrive(self) -> None:
+        """Do the updates that optimizers have left for the next forward."""
+        for each in self.updates:
+            if each.crossing is not None:
+                each.crossing.arrive()
+
     def count_synced(self) -> None:
         """A synchronised backward has ended."""
         self.synced_backwards += 1

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from dp_compile.engine.replica import Replica
-from dp_compile.passes.updates import RunsUpdates
+from dp_compile.passes.updates import Leaves, RunsUpdates
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,17 +25,32 @@ class Wanted:
         indices: parameters of the module, in the optimizer's order.
         whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
         in_flight: see `PlaceUpdates`.
+        crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
         obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
     """
 
     indices: tuple[int, ...] = ()
     whole: bool = False
     in_flight: int | None = None
+    crosses: bool = False
     obstacle: str = ""
+
+
+class Crossing(Leaves, Protocol):
+    """What an optimizer has left for the next forward."""
+
+    def arrive(self) -> None:
+        """Do it now."""
+
+    def forward_runs(self, *, whole: bool) -> None:
+        """Code of a forward begins that waits for updates; `whole`: nothing of the forward is outside of it."""
 
 
 class Updates(RunsUpdates, Protocol):
     """One optimizer of one module."""
+
+    @property
+    def crossing(self) -> Crossing | None: ...
 
     @property
     def is_alive(self) -> bool:

@@ -17,6 +17,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.replicated_module import replica_of
+from dp_compile.optim.crossing import Crossing, plan_for, watch
 from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, InBackward] = weakref.WeakKeyDictionary()
@@ -29,6 +30,7 @@ def in_backward(
     scaler: GradScaler | None = None,
     *,
     buckets_in_flight: int | None = None,
+    overlap_forward: bool = False,
 ) -> torch.optim.Optimizer:
     """Let the backward of a replicated module update its parameters. Returns the same optimizer.
 
@@ -45,22 +47,28 @@ def in_backward(
         scaler: the `torch.amp.GradScaler` of the loop, if there is one.
         buckets_in_flight: how many buckets may be on their way, or done and not yet used, when the next one is
             launched: bounds the memory of gradients, but computing may stand still for it. `None`: it never does.
+        overlap_forward: leave updates whose gradients are on their way when a backward ends for the next forward, which
+            does each right before it reads the parameter. For `torch.compile(model, backend="dp_compile")`; behind any
+            other forward `step()` waits. Whoever reads a parameter past the module's methods calls
+            `model.synchronize()` before (`optim/crossing.py` has who waits). Every rank gives the same.
 
     Raises:
         ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
             has no parameter of `model`, or another optimizer updates one already; or an option is not allowed.
         ModuleError: `model` is not replicated, or waits for its first forward.
+        DesyncError: another rank gives another `overlap_forward`.
     """
     replica = replica_of(model)
     if replica.is_mixed:
         raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
     _check(optimizer, max_norm, scaler, buckets_in_flight)
+    _check_overlap(overlap_forward, max_norm, scaler, buckets_in_flight)
     before = _known.get(optimizer)
     if before is not None:
         if before.replica is not None and before in before.replica.updates:
             raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
         before.remove()
-    updates = InBackward(replica, optimizer, max_norm, scaler, buckets_in_flight)
+    updates = InBackward(replica, optimizer, max_norm, scaler, buckets_in_flight, overlaps=overlap_forward)
     mine = updates.indices()
     if not mine:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
@@ -69,6 +77,9 @@ def in_backward(
             raise ConfigError(f"another optimizer updates {replica.name_list(both)} in the backward already.")
     updates.install()
     replica.updates.append(updates)
+    if overlap_forward:
+        plan_for(replica)
+        watch(model)
     _known[optimizer] = updates
     return optimizer
 
@@ -93,6 +104,22 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
         raise ConfigError(f"buckets_in_flight must be a whole number >= 1 or None, got {in_flight!r}.")
 
 
+def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
+    if not isinstance(overlaps, bool):
+        raise ConfigError(f"overlap_forward must be True or False, got {overlaps!r}.")
+    whole = "max_norm" if max_norm is not None else "scaler" if scaler is not None else ""
+    if overlaps and whole:
+        raise ConfigError(
+            f"overlap_forward=True together with {whole}: that looks at all gradients before the first update, so no "
+            "update can be left for the next forward. Leave one of them out."
+        )
+    if overlaps and in_flight is not None:
+        raise ConfigError(
+            "overlap_forward=True together with buckets_in_flight: one leaves gradients for the next forward, the other "
+            "wants them out of the way in the backward. Leave one of them out."
+        )
+
+
 class InBackward:
     """An optimizer whose updates run in the backward of one module."""
 
@@ -103,6 +130,8 @@ class InBackward:
         max_norm: float | None,
         scaler: GradScaler | None,
         in_flight: int | None,
+        *,
+        overlaps: bool,
     ) -> None:
         self._replica, self._optimizer = weakref.ref(replica), weakref.ref(optimizer)
         self._max_norm, self._given_scaler, self._in_flight = max_norm, scaler, in_flight
@@ -111,6 +140,7 @@ class InBackward:
         """All of the optimizer, as they were last seen, and where in the module they are."""
         self._indices: tuple[int, ...] = ()
         self._steps = PartialSteps()
+        self.crossing = Crossing(replica, optimizer, self._steps) if overlaps else None
         self._updated: set[int] = set()
         """Parameters that were updated since the last `step()`."""
         self._awaits_step = False
@@ -137,11 +167,21 @@ class InBackward:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
+        if self.crossing is not None:
+            self._handles += [
+                optimizer.register_state_dict_pre_hook(self._arrive),
+                optimizer.register_load_state_dict_pre_hook(self._arrive),
+            ]
         if self._given_scaler is None:
             optim.mark_for_scaler(optimizer)
 
+    def _arrive(self, *_: Any) -> None:
+        if self.crossing is not None:
+            self.crossing.arrive()
+
     def remove(self) -> None:
         """Leave the optimizer alone."""
+        self._arrive()
         for handle in self._handles:
             handle.remove()
 
@@ -150,6 +190,7 @@ class InBackward:
 
     def released(self) -> None:
         """The optimizer goes on as it is, in `step()`."""
+        self._arrive()
 
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""
@@ -166,6 +207,8 @@ class InBackward:
     # --- for the engine
 
     def begin(self) -> None:
+        if self.crossing is not None:
+            self.crossing.begin()
         if self._broken:
             raise ReductionError(self._broken)
         if self._awaits_step:
@@ -197,7 +240,7 @@ class InBackward:
             complex_ones = any(replica.parameters[index].is_complex() for index in indices)
             return Wanted(indices, whole=True) if not complex_ones else Wanted(obstacle="complex parameters")
         real = tuple(index for index in indices if not replica.parameters[index].is_complex())
-        return Wanted(real, in_flight=self._in_flight)
+        return Wanted(real, in_flight=self._in_flight, crosses=self.crossing is not None)
 
     def _others(self, indices: Sequence[int]) -> int:
         """How many parameters have a gradient in `step()` that this module's backward does not bring."""
@@ -209,9 +252,13 @@ class InBackward:
     def ended(self) -> None:
         # A GradScaler may leave step() out, and refuses a second look at the same gradients itself.
         self._awaits_step = self._scaler is None
+        if self.crossing is not None:
+            self.crossing.ended()
 
     def interrupted(self, error: BaseException) -> None:
         replica = self.replica
+        if self.crossing is not None:
+            self.crossing.drop()
         if not self._updated or replica is None or self._broken:
             return
         names = replica.name_list(sorted(self._updated))
@@ -266,6 +313,8 @@ class InBackward:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._awaits_step = False
         self._updated.clear()
+        if self.crossing is not None and not self.crossing.stays:
+            self.crossing.arrive()
         if (replica := self.replica) is not None:
             # As after a backward that has updated: the next one starts anew in every way, on every rank.
             for index in self.indices():

@@ -54,29 +54,45 @@ class PartialSteps:
         parameters: Sequence[nn.Parameter],
         *,
         keep_gradients: bool = False,
+        options: Sequence[dict[str, Any]] = (),
     ) -> Iterator[None]:
         """Inside, an optimizer has these parameters only, in their own groups; afterwards they have no gradient,
         unless that is kept.
 
         Args:
             choice: the same for the same parameters.
+            options: what `options_of` said of the groups when the step was due; else they are as they are now.
         """
         groups = optimizer.param_groups
-        before = [(group, group["params"]) for group in groups]
+        before = [(group, dict(group)) for group in groups]
         if choice not in self._chosen:
             chosen = {id(parameter) for parameter in parameters}
-            self._chosen[choice] = [[each for each in every if id(each) in chosen] for _, every in before]
+            self._chosen[choice] = [[each for each in group["params"] if id(each) in chosen] for group in groups]
         try:
+            for group, then in zip(groups, options, strict=False):  # later groups came later
+                group.update(then)
             for group, some in zip(groups, self._chosen[choice], strict=True):
                 group["params"] = some
             optimizer.param_groups = [group for group in groups if group["params"]]
             yield
         finally:
             optimizer.param_groups = groups
-            for group, every in before:
-                group["params"] = every
+            for group, now in before:
+                group.update(now)
             for parameter in () if keep_gradients else parameters:
                 parameter.grad = None
+
+
+def options_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """The options of each group as they are: a learning rate in a tensor too, which a scheduler writes to."""
+    return tuple(
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    )
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:

@@ -34,6 +34,7 @@ from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
+from dp_compile.passes.crossing import LEAVE
 
 ir = inductor.ir
 
@@ -136,6 +137,16 @@ inductor.register_lowering(ASSEMBLE, type_promotion_kind=None)(_lower_assembly)
 
 for _op in (PAIRED_ALL_TO_ALL, PAIRED_ALL_GATHER):
     inductor.register_lowering(_op, type_promotion_kind=None)(partial(inductor.lower_collective, _op))
+
+
+def _lower_leaving(launched: Any, *who: Any) -> None:
+    """The network has this memory until long after the code has ended."""
+    launched.realize()
+    inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(launched).get_name())
+    inductor.lower_as_call(LEAVE, launched, *who)
+
+
+inductor.register_lowering(LEAVE, type_promotion_kind=None)(_lower_leaving)
 
 
 def _is_a_bucket(piece: Any, numel: int) -> bool:

@@ -28,7 +28,7 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
 from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.result import PassResult, Refusal
-from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.buckets import Bucket, BucketPlan
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _ARGUMENTS = "Tensor[] gradients, int[] indices, int replica, int optimizer, int bucket"
@@ -36,8 +36,19 @@ _library.define(f"update_later(Tensor[] parameters, {_ARGUMENTS}) -> ()")
 _library.define(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()")
 
 
+class Leaves(Protocol):
+    """Where updates of an optimizer are left for the next forward (`passes/crossing.py`)."""
+
+    def leave(self, bucket: Bucket, indices: Sequence[int], launched: torch.Tensor) -> None:
+        """Keep a reduction that has been launched, to update these parameters before somebody reads them."""
+
+
 class RunsUpdates(Protocol):
-    """What the op asks of an optimizer."""
+    """What the ops ask of an optimizer."""
+
+    @property
+    def crossing(self) -> Leaves | None:
+        """`None`: it leaves nothing."""
 
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -46,6 +57,7 @@ class RunsUpdates(Protocol):
 
 
 class _Running(threading.local):
+    plans: Sequence[BucketPlan] = ()
     optimizers: Sequence[Sequence[RunsUpdates]] = ()
     """Of each replica."""
 
@@ -54,13 +66,25 @@ _running = _Running()
 
 
 @contextlib.contextmanager
-def updating(optimizers: Sequence[Sequence[RunsUpdates]]) -> Iterator[None]:
+def updating(plans: Sequence[BucketPlan], optimizers: Sequence[Sequence[RunsUpdates]]) -> Iterator[None]:
     """Inside, code of this thread that holds updates runs them by these, of each replica."""
-    before, _running.optimizers = _running.optimizers, optimizers
+    before = _running.plans, _running.optimizers
+    _running.plans, _running.optimizers = plans, optimizers
     try:
         yield
     finally:
-        _running.optimizers = before
+        _running.plans, _running.optimizers = before
+
+
+def running(replica: int) -> tuple[BucketPlan, Sequence[RunsUpdates]]:
+    """By what code of this thread updates a module.
+
+    Raises:
+        InvalidGraphError: the code runs outside `updating`.
+    """
+    if replica >= len(_running.optimizers):
+        raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
+    return _running.plans[replica], _running.optimizers[replica]
 
 
 def _update(
@@ -71,9 +95,8 @@ def _update(
     optimizer: int,
     bucket: int,
 ) -> None:
-    if replica >= len(_running.optimizers):
-        raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
-    _running.optimizers[replica][optimizer].update(indices, written[: len(indices)], gradients)
+    _, optimizers = running(replica)
+    optimizers[optimizer].update(indices, written[: len(indices)], gradients)
 
 
 def _not_placed(*_: object) -> None:

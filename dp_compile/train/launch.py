@@ -98,6 +98,8 @@ def _first_failure(processes: Sequence[Any]) -> int | None:
         wait([processes[rank].sentinel for rank in running])
         ended = {rank for rank in running if processes[rank].exitcode is not None}
         failed = [rank for rank in ended if processes[rank].exitcode not in (0, CHECK_FAILED)]
+        if any(processes[rank].exitcode == -signal.SIGINT for rank in failed):
+            raise KeyboardInterrupt  # Ctrl-C goes to all; this process may have seen a rank's end before its own signal
         if failed:
             # Of several, the one that was killed by a signal is the cause; the others lost their connection.
             return min(failed, key=lambda rank: processes[rank].exitcode)

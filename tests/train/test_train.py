@@ -301,6 +301,5 @@ def test_ctrl_c_ends_cleanly() -> None:
     wait_until_training(process)
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err == "\ndp-compile: interrupted, all ranks stopped\n"
+    assert (process.returncode, err) == (130, "\ndp-compile: interrupted, all ranks stopped\n")
     assert_all_gone(process.pid)

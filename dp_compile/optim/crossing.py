@@ -1,0 +1,321 @@
+"""Updates that a backward has left: kept until their gradients arrive, done before anybody reads the parameters.
+
+| who reads                                                        | what waits                                    |
+|------------------------------------------------------------------|-----------------------------------------------|
+| a forward in one graph of the backend `dp_compile`               | an op in front of each first read             |
+| a forward of that backend in several graphs                      | the first graph, for everything               |
+| a call of the module, or of a part of it, that is not compiled   | a forward pre-hook, for everything            |
+| `parameters()`, `state_dict()`, `to()`, copies and pickles       | the method, for everything                    |
+| the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
+
+A forward of another backend is refused where it is traced. Whoever reads a parameter past all of these calls
+`synchronize()` before; with `DP_COMPILE_POISON_IN_FLIGHT=1` he reads NaN if he does not.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from dp_compile._torch import compiler, optim
+from dp_compile.engine.agreement import agree
+from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.settling import meeting, table_of
+from dp_compile.errors import ConfigError
+from dp_compile.modules.forward_hooks import Installed
+from dp_compile.modules.replicated_module import behind, replica_of
+from dp_compile.optim.partial_steps import PartialSteps, options_of
+from dp_compile.passes.crossing import in_flight
+from dp_compile.passes.reduction import EagerOps, dtype_of, view_of
+from dp_compile.plan.buckets import Bucket, Layout
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.crossing import plan_crossing
+from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.strategies import Coalesced, Optimal, Planned, nominal_cost
+
+BACKEND: Final = "dp_compile"
+POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
+_lock = threading.RLock()
+
+
+def synchronize(model: nn.Module) -> None:
+    """Do now what an optimizer with `overlap_forward=True` has left for the next forward.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    replica_of(model).arrive()
+
+
+class Crossing:
+    """What one optimizer has in flight of one module.
+
+    Args:
+        replica: the module.
+        optimizer: held only as long as something is in flight.
+        steps: its steps over some parameters.
+    """
+
+    def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, steps: PartialSteps) -> None:
+        self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
+        self._options: tuple[dict[str, Any], ...] = ()
+        self._left: list[_Left] = []
+        self.stays = False
+        """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
+
+    def begin(self) -> None:
+        """A backward begins: what nobody has read is done, and steps are as the optimizer's options are now."""
+        self.arrive()
+        optimizer = self._optimizer()
+        self._options = () if optimizer is None else options_of(optimizer)
+
+    def leave(self, bucket: Bucket, indices: Sequence[int], launched: torch.Tensor) -> None:
+        """Keep what is on its way."""
+        replica, optimizer = self._replica(), self._optimizer()
+        assert replica is not None
+        assert optimizer is not None
+        left = _Left(replica, optimizer, self._steps, self._options, bucket, tuple(indices), launched)
+        if replica.rehearses:
+            left.drop()
+        else:
+            self._left.append(left)
+
+    def ended(self) -> None:
+        """The backward has ended: from here on others may read."""
+        if self._left:
+            poisons = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
+            for left in self._left:
+                left.depart(poisons=poisons)
+            replica = self._left[0].replica
+            root = replica.outline.root()
+            if root is not None and _KEY not in root._forward_pre_hooks:
+                _put_hooks(root, replica)
+
+    def forward_runs(self, *, whole: bool) -> None:
+        self.stays = whole
+
+    def arrive(self) -> None:
+        """Let nothing be in flight."""
+        left, self._left = self._left, []
+        for each in left:
+            each.arrive()
+
+    def drop(self) -> None:
+        """Wait for what is in flight, and update nothing: the backward has failed."""
+        left, self._left = self._left, []
+        for each in left:
+            each.drop()
+
+
+@dataclass(eq=False, slots=True)
+class _Left:
+    """One bucket whose reduction is on its way. Holds the model as long as that is so."""
+
+    replica: Replica
+    optimizer: torch.optim.Optimizer
+    steps: PartialSteps
+    options: tuple[dict[str, Any], ...]
+    bucket: Bucket
+    indices: tuple[int, ...]
+    launched: torch.Tensor
+    poisoned: list[torch.Tensor] = field(default_factory=list)
+    is_over: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [self.replica.parameters[index] for index in self.indices]
+
+    def depart(self, *, poisons: bool) -> None:
+        for parameter in self.parameters:
+            if parameter.numel():
+                in_flight[parameter.data_ptr()] = self
+        if poisons:
+            with torch.no_grad(), self.replica.local.updating(self.indices):
+                self.poisoned = [each.detach().clone() for each in self.parameters]
+                for parameter in self.parameters:
+                    parameter.fill_(torch.nan)
+
+    def arrive(self) -> None:
+        with _lock:
+            if not self.is_over:
+                self._finish()
+
+    def drop(self) -> None:
+        with _lock:
+            if not self.is_over:
+                self.is_over = True
+                torch.ops._c10d_functional.wait_tensor.default(self.launched)
+
+    def _finish(self) -> None:
+        self.is_over = True
+        parameters = self.parameters
+        for parameter in parameters:
+            in_flight.pop(parameter.data_ptr(), None)
+        # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            gradients = dict(self._reduced())
+            kept = [parameter.grad for parameter in parameters]
+            with (
+                self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
+                self.replica.local.updating(self.indices),
+            ):
+                for parameter, value in zip(parameters, self.poisoned, strict=False):
+                    parameter.copy_(value)
+                for index, parameter in zip(self.indices, parameters, strict=True):
+                    parameter.grad = gradients[index]
+                optim.step_without_hooks(self.optimizer)
+            for parameter, grad in zip(parameters, kept, strict=True):
+                parameter.grad = grad
+
+    def _reduced(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The gradients, once they are here: by index in the module."""
+        reduction = self.bucket.key.reduction
+        tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(self.launched)
+        ops = EagerOps(self.bucket, (), tensor.device)
+        _, scale = ops.factors(reduction)
+        if reduction.wire is not None or scale != 1.0:
+            tensor = ops.restore(tensor, scale, dtype_of(self.bucket.key.dtype))
+        for member, place in zip(self.bucket.members, self.bucket.places(), strict=True):
+            yield member.gradient.index, view_of(member, tensor, place.offset)
+
+
+# --- who reads --------------------------------------------------------------------------------------------------------
+
+
+def _arrive_at(module: nn.Module) -> None:
+    if in_flight and not torch.compiler.is_dynamo_compiling():
+        replica_of(module).arrive()
+
+
+class _Reads(nn.Module):
+    """What a module does while updates of it may be in flight: whatever hands out its parameters waits for them."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        _arrive_at(self)
+        return super().named_parameters(*args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Do now what the optimizer has left for the next forward."""
+        _arrive_at(self)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        _arrive_at(self)
+        return super()._apply(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _arrive_at(self)
+        _take_hooks_off(self)  # A pickle that has them asks for this package. They come back before they are needed.
+        return super().__reduce_ex__(protocol)
+
+
+_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
+
+
+def watch(model: nn.Module) -> None:
+    """Let whatever reads parameters of a replicated module wait for them.
+
+    Its class becomes another one: code that was compiled of its forward until now does not wait, and torch does not
+    look at hooks when it asks whether code still fits (`skip_nnmodule_hook_guards`, torch 2.13).
+    """
+    root = behind(model)
+    kind = type(root)
+    if issubclass(kind, _Reads):
+        return
+    found = _classes.get(kind)
+    if found is None:
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        found = _classes[kind] = type(kind.__name__, (_Reads, kind), body)
+    root.__class__ = found
+    _put_hooks(root, replica_of(root))
+
+
+def plan_for(replica: Replica) -> None:
+    """Let buckets be launched in the order in which the next forward needs them, from now on; on every rank.
+
+    Raises:
+        DesyncError: another rank does not, or has made another plan.
+    """
+    if replica.strategy == "single":
+        return
+    revise, group, config = replica.revisions.revise, replica.group, replica.config
+    layout = Layout(config.alignment_bytes) if replica.strategy in (Optimal.name, Coalesced.name) else None
+
+    def crossing(planned: Planned, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
+        nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
+        return plan_crossing(planned, times, config.cost or measured or nominal, layout)
+
+    if revise is not None:
+        replica.revisions.revise = lambda times, measured: crossing(revise(times, measured), times, measured)
+        # When buckets are launched says little of when gradients are ready: launches wait for each other.
+        replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
+    planned = crossing(Planned(replica.plan), replica.ready, None)
+    table = table_of(group, config.timeout_s)
+    if table is not None:
+        said, call = {"the plan with overlap_forward": planned.plan.signature()}, "in_backward(overlap_forward=True)"
+        agree(table, meeting(replica, call), said, call=call)
+    replica.adopt(planned, replica.ready)
+
+
+class _Waits(Installed):
+    """In front of a forward that is not compiled, and of state dicts; of the module and of each part of it."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = weakref.ref(replica)
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_other_backends()
+        elif in_flight:
+            self._arrive()
+
+    @compiler.untraced("updates of parameters are waited for")
+    def _arrive(self) -> None:
+        replica = self._replica()
+        if replica is not None:
+            replica.arrive()
+
+
+@compiler.constant
+def _refuse_other_backends() -> bool:
+    """Run while Dynamo traces.
+
+    Raises:
+        ConfigError: what it traces is for a backend that does not let the code wait.
+    """
+    if not compiler.traces_for(BACKEND):
+        raise ConfigError(
+            "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read parameters "
+            f"before they are updated. Use torch.compile(model, backend={BACKEND!r})."
+        )
+    return True
+
+
+_KEY: Final = -1
+"""Not one of torch's keys, which count up from 0: the hook is there once, and in front of all."""
+
+
+def _put_hooks(root: nn.Module, replica: Replica) -> None:
+    hook = _Waits(replica)
+    for hooks in _hooks_of(root):
+        hooks.setdefault(_KEY, hook)
+        hooks.move_to_end(_KEY, last=False)
+
+
+def _take_hooks_off(root: nn.Module) -> None:
+    for hooks in _hooks_of(root):
+        hooks.pop(_KEY, None)
+
+
+def _hooks_of(root: nn.Module) -> Iterator[OrderedDict[int, Any]]:
+    for module in root.modules():
+        yield module._forward_pre_hooks
+        yield module._state_dict_pre_hooks
+        yield module._load_state_dict_pre_hooks

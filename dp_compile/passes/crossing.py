@@ -1,0 +1,199 @@
+"""Reductions that end after the backward: the op that lets them go on, and the op that waits for them.
+
+    backward                                            next forward
+      all_reduce(bucket)                                  arrive([weights that are read first])
+      leave_in_flight([bucket], ...)                      ... reads them
+      (nobody waits)                                      arrive([the next ones])
+
+The first op hands what is on its way to an optimizer, which keeps it. The second one stands in front of whatever reads
+some parameters: it waits for what is in flight of these, and lets the optimizer update them. Both go by the memory of a
+parameter and by nothing else, so that code of a forward serves every plan, and every module of its class.
+
+The second op writes to parameters, and nobody but Inductor's scheduler may know it: put into a graph in front of
+AOTAutograd such an op is silently wrong (torch 2.13: it makes copies of what is mutated). So both are put in when a
+graph is not taken apart any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch.fx.node import has_side_effect
+
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.passes.updates import UPDATE, Update, running, updates_in
+from dp_compile.plan.buckets import Bucket, BucketPlan
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define("leave_in_flight(Tensor launched, int[] indices, int replica, int optimizer, int bucket) -> ()")
+_library.define("arrive(Tensor(a!)[] parameters) -> ()")
+
+
+class InFlight(Protocol):
+    """An update whose gradients are on their way."""
+
+    def arrive(self) -> None:
+        """Wait for them, and update. Does nothing the second time."""
+
+
+in_flight: dict[int, InFlight] = {}
+"""By the address of each parameter whose update is in flight: of all modules, for a forward has no other key."""
+
+
+def arrive(parameters: Sequence[torch.Tensor]) -> None:
+    """Let nothing be in flight of these parameters."""
+    if in_flight:
+        for parameter in parameters:
+            found = in_flight.get(parameter.data_ptr())
+            if found is not None:
+                found.arrive()
+
+
+def _leave(launched: torch.Tensor, indices: Sequence[int], replica: int, optimizer: int, bucket: int) -> None:
+    plan, optimizers = running(replica)
+    crossing = optimizers[optimizer].crossing
+    assert crossing is not None
+    crossing.leave(plan.buckets[bucket], indices, launched)
+
+
+def _nothing(*_: object) -> None:
+    """Fake tensors have no values to wait for."""
+
+
+_library.impl("leave_in_flight", _leave, "CompositeExplicitAutograd")
+_library.impl("arrive", arrive, "CompositeExplicitAutograd")
+for _name in ("leave_in_flight", "arrive"):
+    torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
+
+LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
+ARRIVE = has_side_effect(torch.ops.dp_compile.arrive.default)
+
+
+def why_not_left(bucket: Bucket) -> str:
+    """Why the reduction of a bucket has to end in the backward; empty if it need not."""
+    reduction = bucket.key.reduction
+    if reduction.hook is not None:
+        return "a comm hook goes on after its collectives"
+    if len(reduction.stages) > 1:
+        return "its reduction has several stages"
+    if len(bucket.tensor_numels) > 1:
+        return "its gradients are reduced in memory of their own"
+    if any(member.rows is not None for member in bucket.members):
+        return "a gradient in it is in pieces"
+    return ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveReductions:
+    """Let updates of whole buckets go on after a captured backward. The last pass: the graph then lacks waits.
+
+    Args:
+        plans: one for each replica.
+        crosses: for each replica and optimizer, whether it keeps what is in flight.
+    """
+
+    plans: tuple[BucketPlan, ...]
+    crosses: tuple[tuple[bool, ...], ...]
+
+    def __call__(self, graph: fx.Graph) -> None:
+        for node, update in updates_in(graph, UPDATE).items():
+            if self.crosses[update.replica][update.optimizer]:
+                self._leave(graph, node, update)
+
+    def _leave(self, graph: fx.Graph, node: fx.Node, update: Update) -> None:
+        bucket = self.plans[update.replica].buckets[update.bucket]
+        members = {member.gradient.index for member in bucket.members}
+        if why_not_left(bucket) or not members.issuperset(update.indices):
+            return
+        between, waits = _back_to_waits(update.gradients)
+        unit = f"{update.replica}.{update.bucket}"
+        if len(waits) != 1 or any(_unit_of(each) != unit for each in waits):
+            return
+        (wait,) = waits
+        if any(user not in {*between, node} for each in (*between, wait) for user in each.users):
+            return  # Somebody else reads what was reduced: flags, another optimizer, the gradient's owner.
+        (launched,) = wait.all_input_nodes
+        with graph.inserting_before(node):
+            left = graph.call_function(LEAVE, (launched, list(update.indices), *node.args[3:]))
+        left.meta["val"] = None
+        graph.erase_node(node)
+        for each in sorted((*between, wait), key=list(graph.nodes).index, reverse=True):
+            graph.erase_node(each)
+
+
+def _back_to_waits(gradients: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What stands between gradients and the waits of their reductions: views and casts; and these waits."""
+    between, waits, stack = set[fx.Node](), set[fx.Node](), list(gradients)
+    while stack:
+        node = stack.pop()
+        if is_wait(node):
+            waits.add(node)
+        elif node not in between and node.op == "call_function" and not is_collective(node):
+            between.add(node)
+            stack.extend(node.all_input_nodes)
+    return between, waits
+
+
+def _unit_of(node: fx.Node) -> str:
+    provenance = edit.provenance_of(node)
+    return "" if provenance is None else provenance.unit
+
+
+@dataclass(frozen=True, slots=True)
+class ArriveBeforeUse:
+    """Let a forward's graph wait for updates of parameters right in front of what reads them first.
+
+    Args:
+        parameters: which inputs of the graph are parameters, by position among `inputs`.
+        inputs: how many inputs the graph has; with another number, nobody knows which of them are parameters.
+        most: into how many ops the parameters are divided, about: each costs 2 to 3 microseconds (torch 2.13, CPU).
+    """
+
+    parameters: tuple[int, ...]
+    inputs: int
+    most: int = 32
+
+    def __call__(self, graph: fx.Graph) -> None:
+        inputs = graph.find_nodes(op="placeholder")
+        if any(node.name.startswith("tangents") for node in inputs):
+            return  # A backward. Whatever it reads the forward has read.
+        nodes = list(graph.nodes)
+        position = {node: number for number, node in enumerate(nodes)}
+        if len(inputs) == self.inputs:
+            first = {inputs[each]: _first_reader(inputs[each], position) for each in self.parameters}
+            read = sorted((node for node in first if first[node] is not None), key=lambda node: position[first[node]])
+        else:
+            read = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor) and node.users]
+            first = dict.fromkeys(read, next(node for node in nodes if node.op != "placeholder"))
+        for group in _groups(read, self.most):
+            with graph.inserting_before(first[group[0]]):
+                graph.call_function(ARRIVE, (group,)).meta["val"] = None
+
+
+def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> Any:
+    readers = [user for user in node.users if user.op != "output"]
+    return min(readers, key=position.__getitem__, default=None)
+
+
+def _groups(nodes: Sequence[fx.Node], most: int) -> list[list[fx.Node]]:
+    """Nodes one after the other, in about equal parts by their elements."""
+    sizes = [_numel(node) for node in nodes]
+    part, filled = max(1, sum(sizes) // most), 0
+    groups: list[list[fx.Node]] = []
+    for node, size in zip(nodes, sizes, strict=True):
+        if not groups or filled >= part:
+            groups.append([])
+            filled = 0
+        groups[-1].append(node)
+        filled += size
+    return groups
+
+
+def _numel(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return int(value.numel()) if isinstance(value, torch.Tensor) else 0
