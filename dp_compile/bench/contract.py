@@ -88,6 +88,17 @@ class Coarse(Protocol):
         """How far gradients may be off at least, of their norm, as what is sent was rounded."""
 
 
+@runtime_checkable
+class CarriesOver(Protocol):
+    """A trainer may have this too: its steps leave something to the next one.
+
+    A turn then begins behind a step that is not timed, so that each step takes over as much as it leaves.
+    """
+
+    def settle(self) -> None:
+        """Wait for what the last step has left: it must not run while other modes are timed."""
+
+
 class Mode(Protocol):
     """A way to train data parallel, or a bound that no way can beat: its gradients are not compared then."""
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile.bench import catalogue, reference, selfcheck
-from dp_compile.bench.contract import Batch, Coarse, Explained, Facts, Trainer
+from dp_compile.bench.contract import Batch, CarriesOver, Coarse, Explained, Facts, Trainer
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -123,15 +123,20 @@ class Rank:
     def steps(self, count: int) -> Stepped:
         """Seconds a step, of `count` that are timed as one; ranks start together, batches are ready."""
         assert self.trainer is not None
-        cpu = time.process_time()
-        batches = [next(self.batches) for _ in range(count)]
+        carries = self.trainer if isinstance(self.trainer, CarriesOver) else None
+        batches = [next(self.batches) for _ in range(count + (carries is not None))]
         if dist.is_initialized():
             dist.barrier()
-        start = time.perf_counter()
+        if carries is not None:
+            self.trainer.step(batches.pop())
+        cpu, start = time.process_time(), time.perf_counter()
         for batch in batches:
             self.trainer.step(batch)
         _synchronize()
-        return Stepped((time.perf_counter() - start) / count, time.process_time() - cpu)
+        stepped = Stepped((time.perf_counter() - start) / count, time.process_time() - cpu)
+        if carries is not None:
+            carries.settle()
+        return stepped
 
     def forget_peak(self) -> None:
         if torch.accelerator.is_available():

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds
@@ -31,13 +31,16 @@ FORWARD_SHARE: Final = 0.5
 PARTS: Final = (4, 6, 8, 12, 16, 24, 32)
 """Into how many buckets of about one size gradients are divided, each tried."""
 
-FLAGS_REASON: Final = "flags, which the end of the backward waits for"
+SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
+"""How many times as long as believed the network may take, beside the backward."""
 
 
 def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None) -> Planned:
     """The same gradients for a step whose reductions may end under the next forward.
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
+
+    What is taken is the best in the worst case, over networks half to twice as fast as believed.
 
     Args:
         planned: for a step whose reductions end in the backward.
@@ -47,7 +50,7 @@ def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layo
     """
     flags = planned.plan.flags
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
-    if any(len(each.key.reduction.stages) != 1 for each in gradients):
+    if not gradients or any(len(each.key.reduction.stages) != 1 for each in gradients):
         return planned  # These end in the backward anyway.
     members = [member for bucket in planned.plan.buckets for member in bucket.members]
     backward_s = backward_seconds(members, times, cost)
@@ -56,47 +59,23 @@ def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layo
     for parts in PARTS if layout is not None and total else ():
         cap_mb = total / parts / BYTES_PER_MB
         candidates.append(
-            plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout or Layout(1)).buckets
+            plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout or PACKED).buckets
         )
-    orders = [in_order_of_need(each, times, cost, backward_s) for each in candidates]
-    best = min(orders, key=lambda order: (step_seconds(order, times, cost, backward_s), len(order)))
-    first = _alone(flags, layout)
-    return Planned(replace(planned.plan, buckets=(first, *best)))
+    orders = [
+        in_order_of_need(jobs, slower)
+        for jobs in (tuple(Job.of(bucket, times, cost, backward_s) for bucket in each) for each in candidates)
+        for slower in SPEEDS
+    ]
+    best = min(orders, key=lambda order: (worst_ratio(order, backward_s), len(order)))
+    first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and the end of the backward waits for it")
+    return Planned(replace(planned.plan, buckets=(first, *(job.bucket for job in best))))
 
 
-def in_order_of_need(
-    buckets: Sequence[Bucket], times: ReadyTimes, cost: AllReduceCost, backward_s: float
-) -> tuple[Bucket, ...]:
-    """Buckets as the network takes them: whenever it is free, of those that are ready the one that is read first."""
-    waiting = [_Job.of(bucket, times, cost, backward_s) for bucket in buckets]
-    now_s, order = 0.0, list[Bucket]()
-    while waiting:
-        now_s = max(now_s, min(job.ready_s for job in waiting))
-        ready = [job for job in waiting if job.ready_s <= now_s]
-        job = min(ready, key=lambda each: each.needed_s)  # the first of equal ones: the same on every rank
-        waiting.remove(job)
-        order.append(job.bucket)
-        now_s += job.seconds
-    return tuple(order)
+class Job(NamedTuple):
+    """A bucket on the network; times in seconds after the start of the backward.
 
-
-def step_seconds(
-    buckets: Sequence[Bucket], times: ReadyTimes, cost: AllReduceCost, backward_s: float
-) -> float:
-    """How long a backward and the next forward take with buckets in launch order."""
-    free_s, arrivals = 0.0, list[tuple[float, float]]()
-    for bucket in buckets:
-        job = _Job.of(bucket, times, cost, backward_s)
-        free_s = max(free_s, job.ready_s) + job.seconds
-        arrivals.append((job.needed_s, free_s))
-    late_s = 0.0
-    for needed_s, arrived_s in sorted(arrivals):
-        late_s = max(late_s, arrived_s - needed_s)
-    return backward_s * (1 + FORWARD_SHARE) + late_s
-
-
-class _Job(NamedTuple):
-    """A bucket; times in seconds after the start of the backward. `needed_s`: when the next forward reads it."""
+    `needed_s`: when the next forward reads the first of its parameters, if it has not waited.
+    """
 
     bucket: Bucket
     ready_s: float
@@ -104,11 +83,43 @@ class _Job(NamedTuple):
     seconds: float
 
     @staticmethod
-    def of(bucket: Bucket, times: ReadyTimes, cost: AllReduceCost, backward_s: float) -> _Job:
-        shares = [times.of_member(member) for member in bucket.members]
-        needed_s = backward_s * (1 + FORWARD_SHARE * (1 - max(shares)))
+    def of(bucket: Bucket, times: ReadyTimes, cost: AllReduceCost, backward_s: float) -> Job:
+        last = max(times.of_member(member) for member in bucket.members)
         seconds = sum(leg.seconds for leg in legs_of([member.loads for member in bucket.members], cost))
-        return _Job(bucket, backward_s * max(shares), needed_s, seconds)
+        return Job(bucket, backward_s * last, backward_s * (1 + FORWARD_SHARE * (1 - last)), seconds)
+
+
+def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0) -> tuple[Job, ...]:
+    """Jobs as the network takes them: whenever it is free, of those that are ready the one that is read first.
+
+    Args:
+        jobs: in any order.
+        slower: how many times as long as believed the network takes.
+    """
+    waiting, now_s, order = list(jobs), 0.0, list[Job]()
+    while waiting:
+        now_s = max(now_s, min(job.ready_s for job in waiting))
+        ready = [job for job in waiting if job.ready_s <= now_s]
+        job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
+        waiting.remove(job)
+        order.append(job)
+        now_s += job.seconds * slower
+    return tuple(order)
+
+
+def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:
+    """How long a backward and the next forward take if the network takes jobs in this order."""
+    free_s = late_s = 0.0
+    for job in order:
+        free_s = max(free_s, job.ready_s) + job.seconds * slower
+        late_s = max(late_s, free_s - job.needed_s)
+    return backward_s * (1 + FORWARD_SHARE) + late_s
+
+
+def worst_ratio(order: Sequence[Job], backward_s: float) -> float:
+    """The largest step, over the bound that no order can be below, of all `SPEEDS`."""
+    bounds = {slower: max(backward_s * (1 + FORWARD_SHARE), slower * sum(job.seconds for job in order)) for slower in SPEEDS}
+    return max(step_seconds(order, backward_s, slower) / (bound or 1.0) for slower, bound in bounds.items())
 
 
 def _without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
@@ -116,12 +127,3 @@ def _without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
         members = tuple(member for member in bucket.members if member.gradient.name != UNUSED_FLAGS)
         if members:
             yield replace(bucket, members=members)
-
-
-def _alone(flags: GradientSpec, layout: Layout | None) -> Bucket:
-    return (layout or Layout(1)).bucket(flags.key, [flags], FLAGS_REASON)
-
-
-def crosses(plan: BucketPlan) -> bool:
-    """Whether a plan is one of `plan_crossing`."""
-    return plan.buckets[0].reason == FLAGS_REASON

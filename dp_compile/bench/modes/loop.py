@@ -18,6 +18,8 @@ from dp_compile.errors import ConfigError
 SEED: Final = 0
 """Of the weights: the same in every mode and on every rank, before anybody broadcasts them."""
 MOMENTUM: Final = 0.9
+PROBE_LR: Final = 64.0
+"""High, so that what rounding of the parameters does to a gradient that is read off them is small."""
 
 
 def place() -> torch.device:
@@ -73,17 +75,17 @@ class Loop:
         self._workload, self._parameters, self._call, self._reduced_backward = workload, parameters, call, backward
         self._place = place()
         self._backwards_s: list[float] = []
-        self._optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
+        self.optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
 
     def step(self, batch: Batch) -> None:
         self._backward(batch)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         self._backward(batch)
         found = {name: each.grad.clone() for name, each in self._parameters.items() if each.grad is not None}
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         return found
 
     def facts(self) -> Facts:

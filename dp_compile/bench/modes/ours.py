@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dp_compile.bench.contract import Batch, Facts, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import Loop, build, cap_mb_of, place, trainable
+from dp_compile.bench.modes.loop import PROBE_LR, Loop, build, cap_mb_of, place, trainable
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.comm_hook import HookFunction
@@ -23,6 +23,8 @@ from dp_compile.errors import ConfigError
 from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
 from dp_compile.modules.replicated_module import register_comm_hook
+from dp_compile.optim.crossing import synchronize
+from dp_compile.optim.in_backward import in_backward
 
 REPLAN_AFTER: Final = 3
 """Backwards measured by `ours:replan`. The one after them compiles again: warm up for three steps more than this."""
@@ -36,7 +38,7 @@ class Ours:
     that `calibrate()` finds before the first step; `replan_after` measures some backwards and plans once more.
     Gradients travel in `wire`, or as the comm hook that `hook` makes sends them, with its state; `ranks_inside` of them
     are in a node, and what is beyond goes over a second level of network. `tolerance`: of gradients, for what is lost
-    on the way.
+    on the way. `updates` are in the `backward`, or left for the next `forward`; else behind the backward.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Ours:
     hook: Callable[[], tuple[Any, HookFunction]] | None = None
     ranks_inside: int | None = None
     tolerance: float = 0.0
+    updates: str | None = None
     is_bound: bool = False
     backend: str = "inductor"
 
@@ -57,7 +60,12 @@ class Ours:
     def prepare(self, workload: Workload) -> Trainer:
         model = build(workload)
         loop = Loop(workload, trainable(model), self._replicated(model))
-        return _OurLoop(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
+        if self.updates is None:
+            return _OurLoop(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
+        crosses = self.updates == "forward"
+        in_backward(model, loop.optimizer, overlap_forward=crosses)
+        kind = _CrossingLoop if crosses else _UpdatingLoop
+        return kind(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
 
     def _replicated(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         config = ReplicateConfig(
@@ -72,7 +80,7 @@ class Ours:
         replicate(model, config=config, bucket_policy=policy, device_mesh=self._mesh())
         if self.hook is not None:
             register_comm_hook(model, *self.hook())
-        return torch.compile(model, backend=self.backend)
+        return torch.compile(model, backend="dp_compile" if self.updates == "forward" else self.backend)
 
     def _mesh(self) -> DeviceMesh | None:
         if self.ranks_inside is None:
@@ -123,6 +131,30 @@ class _OurLoop:
         )
 
 
+class _UpdatingLoop(_OurLoop):
+    """One whose backward keeps no gradients: they are read off a step of plain SGD that is taken back."""
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        optimizer, parameters = self.loop.optimizer, trainable(self.model)
+        before = {name: each.detach().clone() for name, each in parameters.items()}
+        lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], PROBE_LR
+        self.loop.step(batch)
+        after = {name: each.detach() for name, each in self.model.named_parameters()}
+        found = {name: (each - after[name]) / PROBE_LR for name, each in before.items()}
+        for name, each in before.items():
+            after[name].copy_(each)
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.state.clear()
+        return found
+
+
+class _CrossingLoop(_UpdatingLoop):
+    """One whose steps leave something to the next."""
+
+    def settle(self) -> None:
+        synchronize(self.model)
+
+
 def _is_block(name: str, module: nn.Module) -> bool:
     """Whether a module is an item of a list that lies in no other list, by its fully qualified name."""
     *outer, own = name.split(".")
@@ -155,6 +187,8 @@ KINDS: Final = (
     Ours("ours:bf16_hook", hook=_bf16_hook, tolerance=_BF16),
     Ours("ours:int8", hook=_int8_hook, tolerance=_INT8),
     Ours("ours:two_levels", ranks_inside=2),
+    Ours("ours:in_backward", updates="backward"),
+    Ours("ours:crossing", updates="forward"),
 )
 
 
