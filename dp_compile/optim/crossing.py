@@ -219,14 +219,15 @@ class _Reads(nn.Module):
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
-def watch(model: nn.Module) -> None:
-    """Let whatever reads parameters of a replicated module wait for them.
+def watch(model: nn.Module, crossing: Crossing) -> None:
+    """Let whatever reads parameters of a replicated module wait for them. When the module goes, nothing waits any more.
 
     Its class becomes another one: code that was compiled of its forward until now does not wait, and torch does not
     look at hooks when it asks whether code still fits (`skip_nnmodule_hook_guards`, torch 2.13).
     """
     root = behind(model)
     kind = type(root)
+    weakref.finalize(root, crossing.arrive).atexit = False
     if issubclass(kind, _Reads):
         return
     found = _classes.get(kind)

@@ -77,9 +77,9 @@ def in_backward(
             raise ConfigError(f"another optimizer updates {replica.name_list(both)} in the backward already.")
     updates.install()
     replica.updates.append(updates)
-    if overlap_forward:
+    if updates.crossing is not None:
         plan_for(replica)
-        watch(model)
+        watch(model, updates.crossing)
     _known[optimizer] = updates
     return optimizer
 

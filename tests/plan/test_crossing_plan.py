@@ -1,0 +1,108 @@
+"""In which order buckets are launched whose reductions may end under the next forward."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from graphs import bucket_key
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec, plan_buckets
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.crossing import SPEEDS, Job, in_order_of_need, plan_crossing, step_seconds, worst_ratio
+from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.reduction import Levels
+from dp_compile.plan.strategies import Planned
+
+KEY = bucket_key("0", "sum", "float32", "cpu")
+SECOND_A_BYTE = AllReduceCost(0.0, 1.0)
+
+
+def gradient(index: int, nbytes: int, name: str = "") -> GradientSpec:
+    return GradientSpec(index, name or f"p{index}", (nbytes // 4,), (1,), 4, KEY)
+
+
+def planned(sizes: list[int], cap: int = 1) -> Planned:
+    """Gradients in the order in which they are ready, then the flags; a bucket ends at `cap` bytes."""
+    every = [gradient(index, size) for index, size in enumerate(sizes)]
+    every.append(gradient(len(sizes), 4, UNUSED_FLAGS))
+    return Planned(plan_buckets(every, bucket_cap_mb=cap / 2**20, first_bucket_cap_mb=cap / 2**20))
+
+
+def times(shares: list[float], backward_s: float) -> ReadyTimes:
+    return ReadyTimes(dict(enumerate(shares)), backward_s, "said")
+
+
+def members(plan: BucketPlan) -> list[list[int]]:
+    return [[member.gradient.index for member in bucket.members] for bucket in plan.buckets]
+
+
+def jobs_of(sizes: list[int], shares: list[float], backward_s: float) -> list[Job]:
+    said = times(shares, backward_s)
+    buckets = [PACKED.bucket(KEY, [gradient(index, size)], "") for index, size in enumerate(sizes)]
+    return [Job.of(bucket, said, SECOND_A_BYTE, backward_s) for bucket in buckets]
+
+
+def test_what_is_read_first_goes_first_and_the_flags_alone_before_all() -> None:
+    """Each takes 40 s, and they are ready after 25, 50, 75 and 100: the second is sent behind the third and fourth."""
+    plan = plan_crossing(planned([40] * 4), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, None).plan
+    assert members(plan) == [[4], [0], [2], [3], [1]]
+    assert plan.flags.name == UNUSED_FLAGS
+
+
+def test_a_fast_network_takes_gradients_as_they_come() -> None:
+    plan = plan_crossing(planned([4] * 4), times([0.25, 0.5, 0.75, 1.0], 100.0), SECOND_A_BYTE, None).plan
+    assert members(plan) == [[4], [0], [1], [2], [3]]
+
+
+def test_buckets_are_cut_smaller_where_that_pays() -> None:
+    """One bucket could only be sent at the end of the backward."""
+    one, said = planned([40] * 8, cap=10**6), times([each / 8 for each in range(1, 9)], 320.0)
+    assert len(one.plan.buckets) == 1
+    kept, cut = (plan_crossing(one, said, SECOND_A_BYTE, layout).plan for layout in (None, PACKED))
+    assert (len(kept.buckets), len(cut.buckets)) == (2, 9)
+    assert sorted(index for bucket in members(cut) for index in bucket) == [*range(9)]
+
+
+def test_reductions_of_several_stages_stay_as_they_are() -> None:
+    levels = Levels("1", "2", ((0, 1), (2, 3)))
+    key = bucket_key("0", "sum", "float32", "cpu", levels=levels)
+    plan = planned([40] * 4).plan
+    two_level = Planned(plan.with_keys_of([replace(each, key=key) for each in plan.gradients]))
+    assert plan_crossing(two_level, times([1.0] * 4, 1.0), SECOND_A_BYTE, PACKED) is two_level
+
+
+SIZES = st.lists(st.integers(1, 15).map(lambda each: 4 * each), min_size=1, max_size=6)
+
+
+@given(sizes=SIZES, share=st.sampled_from([0.3, 1.0, 3.0]), data=st.data())
+def test_close_to_the_best_of_all_orders(sizes: list[int], share: float, data: st.DataObject) -> None:
+    """Earliest deadline first is the best order if a job can be interrupted; else it loses at most one job."""
+    shares = sorted(data.draw(st.lists(st.floats(0.05, 1.0), min_size=len(sizes), max_size=len(sizes))))
+    backward_s = sum(sizes) * share
+    jobs = jobs_of(sizes, shares, backward_s)
+    best = min(step_seconds(order, backward_s) for order in itertools.permutations(jobs))
+    found = step_seconds(in_order_of_need(jobs), backward_s)
+    assert best - 1e-9 <= found <= best + max(sizes) + 1e-9
+
+
+@given(sizes=SIZES, data=st.data())
+def test_what_is_chosen_is_never_worse_than_what_was_given(sizes: list[int], data: st.DataObject) -> None:
+    shares = sorted(data.draw(st.lists(st.floats(0.05, 1.0), min_size=len(sizes), max_size=len(sizes))))
+    backward_s = float(sum(sizes))
+    said, before = times(shares, backward_s), planned(sizes)
+    plan = plan_crossing(before, said, SECOND_A_BYTE, PACKED).plan
+    now, then = (
+        worst_ratio([Job.of(bucket, said, SECOND_A_BYTE, backward_s) for bucket in buckets], backward_s)
+        for buckets in (plan.buckets[1:], [PACKED.bucket(KEY, [each], "") for each in before.plan.gradients[:-1]])
+    )
+    assert now <= then + 1e-9
+
+
+@pytest.mark.parametrize("slower", SPEEDS)
+def test_no_step_is_below_the_bound(slower: float) -> None:
+    jobs = jobs_of([40, 80, 4], [0.2, 0.6, 1.0], 50.0)
+    assert step_seconds(jobs, 50.0, slower) >= max(75.0, slower * 124)
