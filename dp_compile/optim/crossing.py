@@ -14,10 +14,11 @@ A forward of another backend is refused where it is traced. Whoever reads a para
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,7 +36,8 @@ from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, dtype_of, view_of
-from dp_compile.plan.buckets import Bucket, Layout
+from dp_compile.plan.backends import LANES
+from dp_compile.plan.buckets import Bucket, Layout, Rows
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.ready_times import ReadyTimes
@@ -77,12 +79,13 @@ class Crossing:
         optimizer = self._optimizer()
         self._options = () if optimizer is None else options_of(optimizer)
 
-    def leave(self, bucket: Bucket, indices: Sequence[int], launched: torch.Tensor) -> None:
+    def leave(self, buckets: Sequence[Bucket], indices: Sequence[int], launched: Sequence[torch.Tensor]) -> None:
         """Keep what is on its way."""
         replica, optimizer = self._replica(), self._optimizer()
         assert replica is not None
         assert optimizer is not None
-        left = _Left(replica, optimizer, self._steps, self._options, bucket, tuple(indices), launched)
+        on_its_way = tuple(zip(buckets, launched, strict=True))
+        left = _Left(replica, optimizer, self._steps, self._options, tuple(indices), on_its_way)
         if replica.rehearses:
             left.drop()
         else:
@@ -117,15 +120,15 @@ class Crossing:
 
 @dataclass(eq=False, slots=True)
 class _Left:
-    """One bucket whose reduction is on its way. Holds the model as long as that is so."""
+    """An update whose gradients are on their way. Holds the parameters as long as that is so."""
 
     replica: Replica
     optimizer: torch.optim.Optimizer
     steps: PartialSteps
     options: tuple[dict[str, Any], ...]
-    bucket: Bucket
     indices: tuple[int, ...]
-    launched: torch.Tensor
+    buckets: tuple[tuple[Bucket, torch.Tensor], ...]
+    """With what each of them was launched with; a gradient in pieces lies in several."""
     poisoned: list[torch.Tensor] = field(default_factory=list)
     is_over: bool = False
 
@@ -152,7 +155,8 @@ class _Left:
         with _lock:
             if not self.is_over:
                 self.is_over = True
-                torch.ops._c10d_functional.wait_tensor.default(self.launched)
+                for _, launched in self.buckets:
+                    torch.ops._c10d_functional.wait_tensor.default(launched)
 
     def _finish(self) -> None:
         self.is_over = True
@@ -161,7 +165,7 @@ class _Left:
             in_flight.pop(parameter.data_ptr(), None)
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that.
         with torch.inference_mode(mode=False), torch.no_grad():
-            gradients = dict(self._reduced())
+            gradients = self._reduced()
             kept = [parameter.grad for parameter in parameters]
             with (
                 self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
@@ -175,16 +179,25 @@ class _Left:
             for parameter, grad in zip(parameters, kept, strict=True):
                 parameter.grad = grad
 
-    def _reduced(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """The gradients, once they are here: by index in the module."""
-        reduction = self.bucket.key.reduction
-        tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(self.launched)
-        ops = EagerOps(self.bucket, (), tensor.device)
-        _, scale = ops.factors(reduction)
-        if reduction.wire is not None or scale != 1.0:
-            tensor = ops.restore(tensor, scale, dtype_of(self.bucket.key.dtype))
-        for member, place in zip(self.bucket.members, self.bucket.places(), strict=True):
-            yield member.gradient.index, view_of(member, tensor, place.offset)
+    def _reduced(self) -> dict[int, torch.Tensor]:
+        """The gradients by index in the module, once they are here."""
+        whole, pieces = dict[int, torch.Tensor](), defaultdict[int, list[tuple[Rows, torch.Tensor]]](list)
+        for bucket, launched in self.buckets:
+            tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
+            ops = EagerOps(bucket, (), tensor.device)
+            _, scale = ops.factors(bucket.key.reduction)
+            if bucket.key.reduction.wire is not None or scale != 1.0:
+                tensor = ops.restore(tensor, scale, dtype_of(bucket.key.dtype))
+            for member, place in zip(bucket.members, bucket.places(), strict=True):
+                view = view_of(member, tensor, place.offset)
+                if member.rows is None:
+                    whole[member.gradient.index] = view
+                else:
+                    pieces[member.gradient.index].append((member.rows, view))
+        return whole | {
+            index: torch.cat([view for _, view in sorted(found, key=operator.itemgetter(0))])
+            for index, found in pieces.items()
+        }
 
 
 # --- who reads --------------------------------------------------------------------------------------------------------
@@ -251,7 +264,8 @@ def plan_for(replica: Replica) -> None:
 
     def crossing(planned: Planned, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
         nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-        return plan_crossing(planned, times, config.cost or measured or nominal, layout)
+        lanes = LANES.get(group.backend, 1)
+        return plan_crossing(planned, times, config.cost or measured or nominal, layout, lanes=lanes)
 
     if revise is not None:
         replica.revisions.revise = lambda times, measured: crossing(revise(times, measured), times, measured)

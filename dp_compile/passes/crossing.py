@@ -30,7 +30,7 @@ from dp_compile.passes.updates import UPDATE, Update, running, updates_in
 from dp_compile.plan.buckets import Bucket, BucketPlan
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
-_library.define("leave_in_flight(Tensor launched, int[] indices, int replica, int optimizer, int bucket) -> ()")
+_library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
 _library.define("arrive(Tensor(a!)[] parameters) -> ()")
 
 
@@ -54,11 +54,13 @@ def arrive(parameters: Sequence[torch.Tensor]) -> None:
                 found.arrive()
 
 
-def _leave(launched: torch.Tensor, indices: Sequence[int], replica: int, optimizer: int, bucket: int) -> None:
+def _leave(
+    launched: Sequence[torch.Tensor], buckets: Sequence[int], indices: Sequence[int], replica: int, optimizer: int
+) -> None:
     plan, optimizers = running(replica)
     crossing = optimizers[optimizer].crossing
     assert crossing is not None
-    crossing.leave(plan.buckets[bucket], indices, launched)
+    crossing.leave([plan.buckets[number] for number in buckets], indices, launched)
 
 
 def _nothing(*_: object) -> None:
@@ -83,8 +85,6 @@ def why_not_left(bucket: Bucket) -> str:
         return "its reduction has several stages"
     if len(bucket.tensor_numels) > 1:
         return "its gradients are reduced in memory of their own"
-    if any(member.rows is not None for member in bucket.members):
-        return "a gradient in it is in pieces"
     return ""
 
 
@@ -106,23 +106,20 @@ class LeaveReductions:
                 self._leave(graph, node, update)
 
     def _leave(self, graph: fx.Graph, node: fx.Node, update: Update) -> None:
-        bucket = self.plans[update.replica].buckets[update.bucket]
-        members = {member.gradient.index for member in bucket.members}
-        if why_not_left(bucket) or not members.issuperset(update.indices):
-            return
         between, waits = _back_to_waits(update.gradients)
-        unit = f"{update.replica}.{update.bucket}"
-        if len(waits) != 1 or any(_unit_of(each) != unit for each in waits):
-            return
-        (wait,) = waits
-        if any(user not in {*between, node} for each in (*between, wait) for user in each.users):
+        if any(user not in {*between, node} for each in (*between, *waits) for user in each.users):
             return  # Somebody else reads what was reduced: flags, another optimizer, the gradient's owner.
-        (launched,) = wait.all_input_nodes
+        launched = {_bucket_of(wait, update.replica): wait.all_input_nodes[0] for wait in waits}
+        numbers = sorted(number for number in launched if number is not None)
+        buckets = self.plans[update.replica].buckets
+        if len(numbers) != len(waits) or any(why_not_left(buckets[number]) for number in numbers):
+            return
         with graph.inserting_before(node):
-            left = graph.call_function(LEAVE, (launched, list(update.indices), *node.args[3:]))
+            given = [launched[number] for number in numbers], numbers, list(update.indices)
+            left = graph.call_function(LEAVE, (*given, update.replica, update.optimizer))
         left.meta["val"] = None
         graph.erase_node(node)
-        for each in sorted((*between, wait), key=list(graph.nodes).index, reverse=True):
+        for each in sorted((*between, *waits), key=list(graph.nodes).index, reverse=True):
             graph.erase_node(each)
 
 
@@ -139,9 +136,13 @@ def _back_to_waits(gradients: Sequence[fx.Node]) -> tuple[set[fx.Node], set[fx.N
     return between, waits
 
 
-def _unit_of(node: fx.Node) -> str:
-    provenance = edit.provenance_of(node)
-    return "" if provenance is None else provenance.unit
+def _bucket_of(wait: fx.Node, replica: int) -> int | None:
+    """The number of the bucket that is waited for; `None` if it is none of this module's."""
+    provenance = edit.provenance_of(wait)
+    if provenance is None:
+        return None
+    of, number = map(int, provenance.unit.split("."))
+    return number if of == replica else None
 
 
 @dataclass(frozen=True, slots=True)

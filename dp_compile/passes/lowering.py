@@ -139,10 +139,11 @@ for _op in (PAIRED_ALL_TO_ALL, PAIRED_ALL_GATHER):
     inductor.register_lowering(_op, type_promotion_kind=None)(partial(inductor.lower_collective, _op))
 
 
-def _lower_leaving(launched: Any, *who: Any) -> None:
+def _lower_leaving(launched: Sequence[Any], *who: Any) -> None:
     """The network has this memory until long after the code has ended."""
-    launched.realize()
-    inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(launched).get_name())
+    for each in launched:
+        each.realize()
+        inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(each).get_name())
     inductor.lower_as_call(LEAVE, launched, *who)
 
 

@@ -39,8 +39,8 @@ _library.define(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()")
 class Leaves(Protocol):
     """Where updates of an optimizer are left for the next forward (`passes/crossing.py`)."""
 
-    def leave(self, bucket: Bucket, indices: Sequence[int], launched: torch.Tensor) -> None:
-        """Keep a reduction that has been launched, to update these parameters before somebody reads them."""
+    def leave(self, buckets: Sequence[Bucket], indices: Sequence[int], launched: Sequence[torch.Tensor]) -> None:
+        """Keep reductions that have been launched, to update these parameters before somebody reads them."""
 
 
 class RunsUpdates(Protocol):

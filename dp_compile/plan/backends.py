@@ -12,3 +12,8 @@ PLAYED: Final = ("fake", FABRIC)
 """One process plays one rank of many: no other rank exists. `fake` is torch's, which reduces nothing."""
 GROUPED: Final = ("nccl", "gloo", *PLAYED)
 """Backends that reduce several tensors in one collective."""
+LANES: Final = {"gloo": 2}
+"""How many collectives a backend carries at a time, which share the network; others carry one.
+
+gloo: the threads of a group (`ProcessGroupGloo::Options::threads`, torch 2.13).
+"""

@@ -14,11 +14,12 @@ opposite order of that in which gradients become ready.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, Layout, plan_buckets
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, GradientSpec, Layout, plan_buckets, row_blocks
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds
@@ -35,7 +36,7 @@ SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 """How many times as long as believed the network may take, beside the backward."""
 
 
-def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None) -> Planned:
+def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None, *, lanes: int = 1) -> Planned:
     """The same gradients for a step whose reductions may end under the next forward.
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
@@ -47,6 +48,8 @@ def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layo
         times: when gradients are ready.
         cost: what a collective costs.
         layout: how gradients lie in their buckets; `None`: buckets stay as they are, only their order changes.
+        lanes: how many collectives share the network at a time. Then the largest gradients are cut into as many pieces:
+            else what is needed next shares it with what is needed later.
     """
     flags = planned.plan.flags
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
@@ -57,16 +60,13 @@ def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layo
     candidates = [tuple(_without_flags(planned.plan.buckets))]
     total = sum(each.nbytes for each in gradients)
     for parts in PARTS if layout is not None and total else ():
-        cap_mb = total / parts / BYTES_PER_MB
-        candidates.append(
-            plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout or PACKED).buckets
-        )
+        candidates.append(_of_size(gradients, total / parts, layout or PACKED, lanes))
     orders = [
-        in_order_of_need(jobs, slower)
+        in_order_of_need(jobs, slower, lanes)
         for jobs in (tuple(Job.of(bucket, times, cost, backward_s) for bucket in each) for each in candidates)
         for slower in SPEEDS
     ]
-    best = min(orders, key=lambda order: (worst_ratio(order, backward_s), len(order)))
+    best = min(orders, key=lambda order: (worst_ratio(order, backward_s, lanes), len(order)))
     first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and the end of the backward waits for it")
     return Planned(replace(planned.plan, buckets=(first, *(job.bucket for job in best))))
 
@@ -89,37 +89,75 @@ class Job(NamedTuple):
         return Job(bucket, backward_s * last, backward_s * (1 + FORWARD_SHARE * (1 - last)), seconds)
 
 
-def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0) -> tuple[Job, ...]:
-    """Jobs as the network takes them: whenever it is free, of those that are ready the one that is read first.
+class Carried(NamedTuple):
+    job: Job
+    finish_s: float
+
+
+def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
+    """Jobs as the network takes them: whenever a lane is free, of those that are ready the one that is read first.
 
     Args:
         jobs: in any order.
         slower: how many times as long as believed the network takes.
+        lanes: how many jobs share it.
     """
-    waiting, now_s, order = list(jobs), 0.0, list[Job]()
-    while waiting:
-        now_s = max(now_s, min(job.ready_s for job in waiting))
-        ready = [job for job in waiting if job.ready_s <= now_s]
-        job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
-        waiting.remove(job)
-        order.append(job)
-        now_s += job.seconds * slower
-    return tuple(order)
+    return tuple(each.job for each in _carried(jobs, slower, lanes, by_need=True))
 
 
-def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:
+def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, lanes: int = 1) -> float:
     """How long a backward and the next forward take if the network takes jobs in this order."""
-    free_s = late_s = 0.0
-    for job in order:
-        free_s = max(free_s, job.ready_s) + job.seconds * slower
-        late_s = max(late_s, free_s - job.needed_s)
-    return backward_s * (1 + FORWARD_SHARE) + late_s
+    late_s = max((finish_s - job.needed_s for job, finish_s in _carried(order, slower, lanes)), default=0.0)
+    return backward_s * (1 + FORWARD_SHARE) + max(0.0, late_s)
 
 
-def worst_ratio(order: Sequence[Job], backward_s: float) -> float:
+def worst_ratio(order: Sequence[Job], backward_s: float, lanes: int = 1) -> float:
     """The largest step, over the bound that no order can be below, of all `SPEEDS`."""
-    bounds = {slower: max(backward_s * (1 + FORWARD_SHARE), slower * sum(job.seconds for job in order)) for slower in SPEEDS}
-    return max(step_seconds(order, backward_s, slower) / (bound or 1.0) for slower, bound in bounds.items())
+    all_s = sum(job.seconds for job in order)
+    bounds = {slower: max(backward_s * (1 + FORWARD_SHARE), slower * all_s) for slower in SPEEDS}
+    return max(step_seconds(order, backward_s, slower, lanes) / (bound or 1.0) for slower, bound in bounds.items())
+
+
+def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False) -> list[Carried]:
+    """Jobs in the order in which they start, and when each is over. Those that are under way have equal shares."""
+    waiting, started, now_s = list(jobs), list[Job](), 0.0
+    under_way: dict[int, float] = {}
+    """By place in `started`, how long each would still take alone."""
+    finish_s: dict[int, float] = {}
+    while waiting or under_way:
+        while waiting and len(under_way) < lanes:
+            ready = [job for job in (waiting if by_need else waiting[:1]) if job.ready_s <= now_s]
+            if not ready:
+                break
+            job = min(ready, key=lambda each: each.needed_s)  # of equal ones the first: the same on every rank
+            waiting.remove(job)
+            under_way[len(started)] = job.seconds * slower
+            started.append(job)
+        share = len(under_way)
+        ends_s = now_s + share * min(under_way.values()) if under_way else math.inf
+        candidates = (waiting if by_need else waiting[:1]) if share < lanes else []
+        starts_s = min((job.ready_s for job in candidates), default=math.inf)
+        for place in under_way:
+            under_way[place] -= (min(ends_s, starts_s) - now_s) / share
+        now_s = min(ends_s, starts_s)
+        if ends_s <= starts_s:
+            place = min(under_way, key=under_way.__getitem__)
+            finish_s[place] = now_s
+            del under_way[place]
+    return [Carried(job, finish_s[place]) for place, job in enumerate(started)]
+
+
+def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout, lanes: int) -> tuple[Bucket, ...]:
+    """Buckets of about one size. What is larger has one for itself, or for each piece."""
+    large = {each.index for each in gradients if lanes > 1 and each.nbytes > nbytes and not each.why_in_one_piece()}
+    cap_mb = nbytes / BYTES_PER_MB
+    small = [each for each in gradients if each.index not in large]
+    found = list(plan_buckets(small, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout).buckets)
+    for each in gradients:
+        if each.index in large:
+            for rows in row_blocks(each.shape[0], min(lanes, each.shape[0])):
+                found.append(layout.bucket(each.key, [each], "a piece of a large gradient", {0: rows}))
+    return tuple(found)
 
 
 def _without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
