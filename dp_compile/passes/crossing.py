@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import fx
@@ -31,7 +31,7 @@ from dp_compile.plan.buckets import Bucket, BucketPlan
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
-_library.define("arrive(Tensor(a!)[] parameters) -> ()")
+_library.define("arrive(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
 
 
 class InFlight(Protocol):
@@ -45,8 +45,8 @@ in_flight: dict[int, InFlight] = {}
 """By the address of each parameter whose update is in flight: of all modules, for a forward has no other key."""
 
 
-def arrive(parameters: Sequence[torch.Tensor]) -> None:
-    """Let nothing be in flight of these parameters."""
+def arrive(parameters: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> None:
+    """Let nothing be in flight of these parameters. `after` only orders: what is computed before."""
     if in_flight:
         for parameter in parameters:
             found = in_flight.get(parameter.data_ptr())
@@ -172,8 +172,21 @@ class ArriveBeforeUse:
             read = [node for node in inputs if isinstance(node.meta.get("val"), torch.Tensor) and node.users]
             first = dict.fromkeys(read, next(node for node in nodes if node.op != "placeholder"))
         for group in _groups(read, self.most):
-            with graph.inserting_before(first[group[0]]):
-                graph.call_function(ARRIVE, (group,)).meta["val"] = None
+            reader = first[group[0]]
+            with graph.inserting_before(reader):
+                after = _last_product(nodes[: position[reader]])
+                graph.call_function(ARRIVE, (group, after)).meta["val"] = None
+
+
+_PRODUCTS: Final = frozenset(
+    op for name in ("mm", "addmm", "bmm", "baddbmm", "convolution") for op in [getattr(torch.ops.aten, name).default]
+)
+"""Kernels of libraries, whose results lie in memory in any case."""
+
+
+def _last_product(nodes: Sequence[fx.Node]) -> fx.Node | None:
+    """What a wait is ordered behind: else Inductor puts every wait at the start, as nothing computed goes into it."""
+    return next((node for node in reversed(nodes) if node.target in _PRODUCTS), None)
 
 
 def _first_reader(node: fx.Node, position: dict[fx.Node, int]) -> Any:

@@ -102,6 +102,13 @@ def test_each_parameter_is_waited_for_in_front_of_its_first_reader() -> None:
     assert waiting((0, 2, 3)) == [("first_1", "mm"), ("second_1", "t")]
 
 
+def test_a_wait_is_ordered_behind_the_last_product() -> None:
+    graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
+    ArriveBeforeUse((0, 2), 4)(graph)
+    behind = [node.args[1] for node in graph.find_nodes(op="call_function", target=ARRIVE)]
+    assert [None if node is None else node.name for node in behind] == [None, "mm"]
+
+
 def test_they_may_be_waited_for_together() -> None:
     assert waiting((0, 2), most=1) == [("first_1", "second_1", "mm")]
 
