@@ -42,6 +42,7 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import Coalesced, Optimal, Planned, nominal_cost
+from dp_compile.plan.words import count
 
 BACKEND: Final = "dp_compile"
 POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
@@ -70,6 +71,8 @@ class Crossing:
         self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
         self._options: tuple[dict[str, Any], ...] = ()
         self._left: list[_Left] = []
+        self._last = 0
+        """How many updates the last backward left."""
         self.stays = False
         """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
 
@@ -93,6 +96,7 @@ class Crossing:
 
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
+        self._last = len(self._left)
         if self._left:
             poisons = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
             for left in self._left:
@@ -104,6 +108,10 @@ class Crossing:
 
     def forward_runs(self, *, whole: bool) -> None:
         self.stays = whole
+
+    def describe(self) -> str:
+        where = "for the next forward" if self.stays else "for step(): the forward is not one graph of this backend"
+        return f"the last backward left {count(self._last, 'update')} {where}"
 
     def arrive(self) -> None:
         """Let nothing be in flight."""
@@ -221,7 +229,7 @@ class _Reads(nn.Module):
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         _arrive_at(self)
-        return super()._apply(*args, **kwargs)
+        return super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _arrive_at(self)
@@ -307,8 +315,8 @@ def _refuse_other_backends() -> bool:
     """
     if not compiler.traces_for(BACKEND):
         raise ConfigError(
-            "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read parameters "
-            f"before they are updated. Use torch.compile(model, backend={BACKEND!r})."
+            "a module whose optimizer was given overlap_forward=True is compiled by a backend that would read "
+            f"parameters before they are updated. Use torch.compile(model, backend={BACKEND!r})."
         )
     return True
 
@@ -331,6 +339,5 @@ def _take_hooks_off(root: nn.Module) -> None:
 
 def _hooks_of(root: nn.Module) -> Iterator[OrderedDict[int, Any]]:
     for module in root.modules():
-        yield module._forward_pre_hooks
-        yield module._state_dict_pre_hooks
-        yield module._load_state_dict_pre_hooks
+        for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
+            yield getattr(module, name)

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="dp_compile")`: a forward that waits for each update right in front of its first use."""
+"""`torch.compile(model, backend="dp_compile")`: a forward that waits for each update in front of its first use."""
 
 from __future__ import annotations
 

@@ -115,8 +115,8 @@ def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any) ->
         )
     if overlaps and in_flight is not None:
         raise ConfigError(
-            "overlap_forward=True together with buckets_in_flight: one leaves gradients for the next forward, the other "
-            "wants them out of the way in the backward. Leave one of them out."
+            "overlap_forward=True together with buckets_in_flight: one leaves gradients for the next forward, the "
+            "other wants them out of the way in the backward. Leave one of them out."
         )
 
 
@@ -186,7 +186,7 @@ class InBackward:
             handle.remove()
 
     def describe(self) -> str:
-        return ""
+        return "" if self.crossing is None else self.crossing.describe()
 
     def released(self) -> None:
         """The optimizer goes on as it is, in `step()`."""

@@ -36,7 +36,9 @@ SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 """How many times as long as believed the network may take, beside the backward."""
 
 
-def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None, *, lanes: int = 1) -> Planned:
+def plan_crossing(
+    planned: Planned, times: ReadyTimes, cost: AllReduceCost, layout: Layout | None, *, lanes: int = 1
+) -> Planned:
     """The same gradients for a step whose reductions may end under the next forward.
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
@@ -67,7 +69,7 @@ def plan_crossing(planned: Planned, times: ReadyTimes, cost: AllReduceCost, layo
         for slower in SPEEDS
     ]
     best = min(orders, key=lambda order: (worst_ratio(order, backward_s, lanes), len(order)))
-    first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and the end of the backward waits for it")
+    first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and waited for at the end")
     return Planned(replace(planned.plan, buckets=(first, *(job.bucket for job in best))))
 
 

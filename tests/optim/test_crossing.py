@@ -103,6 +103,7 @@ def train(build: Callable[[], nn.Module], name: str, config: dp_compile.Replicat
         for number in range(6):
             go(both, number)
             counts.add(left())
+            assert f"left {left()} update" in str(dp_compile.report(both.ours))
             for scheduler in schedulers:
                 scheduler.step()  # the update that is in flight is one of the rate before
         compare(both, exact=config.backend != "inductor")  # other buckets, other kernels, other rounding
@@ -268,7 +269,9 @@ def other_forwards(way: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize(("way", "counts"), [("not compiled", [0, 0, 0]), ("in parts", [LEFT] * 3), ("in turns", [0, LEFT, 0])])
+@pytest.mark.parametrize(
+    ("way", "counts"), [("not compiled", [0, 0, 0]), ("in parts", [LEFT] * 3), ("in turns", [0, LEFT, 0])]
+)
 def test_behind_other_forwards_the_step_or_their_start_waits(ranks2: Ranks, way: str, counts: list[int]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -95,7 +95,10 @@ def waiting(parameters: Sequence[int], inputs: int = 4, **options: Any) -> list[
     graph = trace(forward, *(torch.randn(4, 4) for _ in range(4))).graph
     ArriveBeforeUse(tuple(parameters), inputs, **options)(graph)
     graph.lint()
-    return [(*(each.name for each in node.args[0]), node.next.name) for node in graph.find_nodes(op="call_function", target=ARRIVE)]
+    return [
+        (*(each.name for each in node.args[0]), node.next.name)
+        for node in graph.find_nodes(op="call_function", target=ARRIVE)
+    ]
 
 
 def test_each_parameter_is_waited_for_in_front_of_its_first_reader() -> None:
