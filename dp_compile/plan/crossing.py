@@ -32,6 +32,9 @@ FORWARD_SHARE: Final = 0.5
 PARTS: Final = (4, 6, 8, 12, 16, 24, 32)
 """Into how many buckets of about one size gradients are divided, each tried."""
 
+PIECE_NBYTES: Final = 256 * 2**10
+"""No piece is smaller: it would cost latency, and what it shares the network with is over soon."""
+
 SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 """How many times as long as believed the network may take, beside the backward."""
 
@@ -151,7 +154,8 @@ def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = 
 
 def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout, lanes: int) -> tuple[Bucket, ...]:
     """Buckets of about one size. What is larger has one for itself, or for each piece."""
-    large = {each.index for each in gradients if lanes > 1 and each.nbytes > nbytes and not each.why_in_one_piece()}
+    least = max(nbytes, lanes * PIECE_NBYTES)
+    large = {each.index for each in gradients if lanes > 1 and each.nbytes > least and not each.why_in_one_piece()}
     cap_mb = nbytes / BYTES_PER_MB
     small = [each for each in gradients if each.index not in large]
     found = list(plan_buckets(small, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout).buckets)
