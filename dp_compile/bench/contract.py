@@ -88,6 +88,18 @@ class Coarse(Protocol):
         """How far gradients may be off at least, of their norm, as what is sent was rounded."""
 
 
+@runtime_checkable
+class Crossing(Protocol):
+    """A trainer may have this too: what a step sends travels while the next one computes.
+
+    Such a step is timed behind one that is not, so that it finds on the wire what it finds in training, and not what
+    had the turns of other modes to arrive. Nothing of it is on the wire in their turns.
+    """
+
+    def arrive(self) -> None:
+        """Wait for what was sent; the next step finds it as if it had waited."""
+
+
 class Mode(Protocol):
     """A way to train data parallel, or a bound that no way can beat: its gradients are not compared then."""
 

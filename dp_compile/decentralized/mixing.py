@@ -214,9 +214,14 @@ class Mixer:
 
     def forget(self) -> None:
         """Mix nothing in the next step: parameters are not those that were sent. A rank's own affair."""
+        self.arrive()
+        for bucket in self.buckets:
+            bucket.under_way = None
+
+    def arrive(self) -> None:
+        """Wait for all that is on its way to this rank; the next step mixes with it as ever."""
         for bucket in self.buckets:
             self._wait(bucket)
-            bucket.under_way = None
 
     # --- all ranks at once
 
@@ -235,8 +240,7 @@ class Mixer:
         tensors = [each for bucket in self.buckets for each in bucket.mine]
         if buffers and (replica := self._replica()) is not None:
             tensors += [each for each in replica.buffers if each.is_floating_point()]
-        for bucket in self.buckets:  # one communicator at a time
-            self._wait(bucket)
+        self.arrive()  # one communicator at a time
         before = [(each, each.detach().clone()) for each in tensors] if keep else []
         self._everybody.average([each.detach() for each in tensors], self.step, self.group)
         self.kept = before

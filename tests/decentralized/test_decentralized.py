@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 from local_steps import AOT, adamw, by_formula, compiled, decentral, mine, mlp, not_compiled, train, values
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
+from dp_compile.decentralized.updates import MixingUpdates
 from dp_compile.plan import topologies
 from dp_compile.plan.topologies import Edge, Topology, topology
 from dp_compile.testing.ranks import Ranks
@@ -143,6 +146,58 @@ def test_as_decent_dp(ranks4: Ranks, option: str) -> None:
 def test_as_decent_dp_on_two_ranks(ranks2: Ranks) -> None:
     pytest.importorskip("decent_dp", reason="decent-dp is not installed: pip install decent-dp==0.2.3")
     assert max(ranks2.run(beside_decent_dp, {}, ["complete", "ring", "one-peer-exp"])) < 1e-6
+
+
+class Kernels(TorchDispatchMode):
+    """Names of ops that are run inside and compute, or send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [each.alias_info for each in func._schema.returns]
+        is_view = any(each is not None and not each.is_write for each in returned)
+        if not is_view and "record_function" not in func.__name__:
+            self.seen.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def kernels(theirs: bool) -> list[str]:
+    """What each step of a bucket with five parameters runs in the third captured backward; or in decent-dp's hook."""
+    torch._dynamo.reset()
+    sgd = lambda named: torch.optim.SGD([each for _, each in named], lr=0.1, momentum=0.9)  # noqa: E731
+    if theirs:
+        from decent_dp.ddp import DecentralizedDataParallel as Wrapper
+        from loguru import logger
+
+        logger.disable("decent_dp")
+        kind, method, model = Wrapper, "_ddp_fn", Wrapper(mlp(), sgd, topology="complete")
+        run = model
+    else:
+        kind, method, model = MixingUpdates, "_step", decentral(mlp(), "complete", sgd, bucket_size_in_mb=25)
+        run = compiled(model)
+    plain, counted = getattr(kind, method), []
+
+    def counting(*args: Any) -> None:
+        with Kernels() as found:
+            plain(*args)
+        counted.append(found.seen)
+
+    with mock.patch.object(kind, method, counting):
+        for step in range(4):
+            run(mine(step)).square().mean().backward()
+    (*_, last) = counted
+    return last
+
+
+def test_kernels_of_a_bucket(ranks2: Ranks) -> None:
+    """Beside the optimizer's own: one takes what arrived, one fills what is sent. decent-dp has two of each."""
+    update = ["mul_.Tensor", "add_.Tensor", "add_.Tensor"] * 5
+    assert ranks2.run(kernels, False) == [["copy_.default", *update, "mul.out", "allreduce_.default"]] * 2
+    pytest.importorskip("decent_dp", reason="decent-dp is not installed: pip install decent-dp==0.2.3")
+    theirs = ["mul_.Tensor", "add_.Tensor", *update, "copy_.default", "mul_.Tensor", "allreduce_.default"]
+    assert ranks2.run(kernels, True) == [theirs] * 2
 
 
 # --- the same bits in every way -------------------------------------------------------------------------------------

@@ -14,15 +14,13 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import MOMENTUM, build, place, trainable
+from dp_compile.bench.modes.loop import MOMENTUM, PROBE_LR, build, place, trainable
 from dp_compile.bench.modes.packages import load, why_not_there
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import FABRIC
 
 NODES_AND_RING: Final = "alternating-exp-ring"
 TOPOLOGIES: Final = ("complete", "ring", "one-peer-exp", NODES_AND_RING)
-PROBE_LR: Final = 64.0
-"""High, so that what rounding of the parameters does to a gradient that is read off them is small."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,11 @@ class _Neighbours:
 
     def step(self, batch: Batch) -> None:
         self._loss(self._wrapped, batch).backward()
+
+    def arrive(self) -> None:
+        for work in self._wrapped._comm_ops:
+            if work is not None:
+                work.wait()
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         probe = copy.deepcopy(self._model)

@@ -18,6 +18,8 @@ from dp_compile.errors import ConfigError
 SEED: Final = 0
 """Of the weights: the same in every mode and on every rank, before anybody broadcasts them."""
 MOMENTUM: Final = 0.9
+PROBE_LR: Final = 64.0
+"""High, so that what rounding of the parameters does to a gradient that is read off them is small."""
 
 
 def place() -> torch.device:
@@ -76,12 +78,12 @@ class Loop:
         self._optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
 
     def step(self, batch: Batch) -> None:
-        self._backward(batch)
+        self.forward_backward(batch)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        self._backward(batch)
+        self.forward_backward(batch)
         found = {name: each.grad.clone() for name, each in self._parameters.items() if each.grad is not None}
         self._optimizer.zero_grad(set_to_none=True)
         return found
@@ -91,7 +93,8 @@ class Loop:
         known = self._backwards_s and self._place.type == "cpu"
         return Facts(backward_s=statistics.median(self._backwards_s) if known else None)
 
-    def _backward(self, batch: Batch) -> None:
+    def forward_backward(self, batch: Batch) -> None:
+        """A batch as far as gradients; the backward is timed."""
         placed = tuple(each.to(self._place, non_blocking=True) for each in batch)
         loss = self._workload.loss(self._call, placed)
         start = time.perf_counter()
