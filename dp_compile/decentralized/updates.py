@@ -79,6 +79,8 @@ class MixingUpdates:
                 "a backward while parameters are the average of all ranks, which will be taken back: what it learns "
                 "would be lost. Train outside of global_average(), or call revert_global_avg() before."
             )
+        for listener in self.mixer.listeners:
+            listener.begun()
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         if keep_graph:
@@ -121,6 +123,8 @@ class MixingUpdates:
         self.mixer.all_equal = False
         self._done.clear()
         self._sent = 0
+        for listener in self.mixer.listeners:
+            listener.ended()
 
     def interrupted(self, error: BaseException) -> None:
         replica = self._replica()

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Final
 
 from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, in_plan_order
-from dp_compile.insight.step import Step
+from dp_compile.insight.step import DECENTRALIZED, Step
 from dp_compile.plan.buckets import UNUSED_FLAGS, GradientSpec, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.links import link
@@ -20,8 +20,6 @@ from dp_compile.plan.topologies import Edge, SpectralGap, topology
 
 BUCKET_MB: Final = 25.0
 """MiB of parameters at which a bucket is closed: as `decentralize()` has it by default."""
-DECENTRALIZED: Final = "decentralized"
-"""The mode of steps whose buckets are of parameters already."""
 FORWARD_OF_BACKWARD: Final = 0.5
 """What a forward is taken to last of its backward, where nobody knows: a product in place of two."""
 _ITEMSIZE: Final = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
