@@ -115,7 +115,7 @@ class MixingUpdates:
         except BaseException as error:
             self.interrupted(error)
             raise
-        if type(self.optimizer).__module__.startswith("torch.optim."):
+        if type(self.optimizer).step.__module__.startswith("torch.optim."):
             self.optimizer.step()  # nothing has a gradient: this is for hooks, and for schedulers that count
         if self.scheduler is not None:
             self.scheduler.step()
