@@ -89,14 +89,15 @@ class Coarse(Protocol):
 
 
 @runtime_checkable
-class CarriesOver(Protocol):
-    """A trainer may have this too: its steps leave something to the next one.
+class Crossing(Protocol):
+    """A trainer may have this too: what a step sends travels while the next one computes.
 
-    A turn then begins behind a step that is not timed, so that each step takes over as much as it leaves.
+    Such a step is timed behind one that is not, so that it finds on the wire what it finds in training, and not what
+    had the turns of other modes to arrive. Nothing of it is on the wire in their turns.
     """
 
-    def settle(self) -> None:
-        """Wait for what the last step has left: it must not run while other modes are timed."""
+    def arrive(self) -> None:
+        """Wait for what was sent; the next step finds it as if it had waited."""
 
 
 class Mode(Protocol):

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile.bench import catalogue, reference, selfcheck
-from dp_compile.bench.contract import Batch, CarriesOver, Coarse, Explained, Facts, Trainer
+from dp_compile.bench.contract import Batch, Coarse, Crossing, Explained, Facts, Trainer
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -123,20 +123,25 @@ class Rank:
     def steps(self, count: int) -> Stepped:
         """Seconds a step, of `count` that are timed as one; ranks start together, batches are ready."""
         assert self.trainer is not None
-        carries = self.trainer if isinstance(self.trainer, CarriesOver) else None
-        batches = [next(self.batches) for _ in range(count + (carries is not None))]
+        crosses = isinstance(self.trainer, Crossing)
+        cpu = time.process_time()
+        batches = [next(self.batches) for _ in range(count + crosses)]
         if dist.is_initialized():
             dist.barrier()
-        if carries is not None:
+        if crosses:
             self.trainer.step(batches.pop())
-        cpu, start = time.process_time(), time.perf_counter()
+            _synchronize_compute()
+        start = time.perf_counter()
         for batch in batches:
             self.trainer.step(batch)
-        _synchronize()
-        stepped = Stepped((time.perf_counter() - start) / count, time.process_time() - cpu)
-        if carries is not None:
-            carries.settle()
-        return stepped
+        if crosses:
+            _synchronize_compute()
+        else:
+            _synchronize()
+        wall_s = time.perf_counter() - start
+        if isinstance(self.trainer, Crossing):
+            self.trainer.arrive()
+        return Stepped(wall_s / count, time.process_time() - cpu)
 
     def forget_peak(self) -> None:
         if torch.accelerator.is_available():
@@ -169,6 +174,12 @@ class Rank:
 def _synchronize() -> None:
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+def _synchronize_compute() -> None:
+    """What is on the wire stays there."""
+    if torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
 
 
 def main(handle: int) -> None:

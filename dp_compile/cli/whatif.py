@@ -16,6 +16,7 @@ from dp_compile.insight.prediction import AS_PLANNED, DTYPES, LINK_INSIDE
 from dp_compile.insight.rehearsal import CPU, META, Rehearsal, load_subject, rehearse
 from dp_compile.insight.step import Step
 from dp_compile.insight.what_if import WhatIf, format_ms, what_if
+from dp_compile.plan import topologies
 from dp_compile.plan.cost import CostFit
 from dp_compile.plan.devices import DEVICES, EFFICIENCY, device
 from dp_compile.plan.links import LINKS
@@ -41,6 +42,8 @@ examples:
       with a measured link (calibrate().to_json()), and a curve over 1 to 16,384 ranks
   dp-compile whatif --model package.module:make --ranks 8,64,512 --device h100-sxm
       a model that has never run, without a GPU and without its memory
+  dp-compile whatif step.json --ranks 64,16384 --link ethernet-25 --topology ring,one-peer-exp
+      with parameters mixed with neighbours in place of reduced gradients; how fast ranks agree
   dp-compile whatif step.json --ranks 64 --strategy optimal --save-plan plan.json
       the buckets for 64 ranks, for replicate(model, plan="plan.json")
 
@@ -83,6 +86,12 @@ def add(subparsers: Subparsers) -> None:
     wishes.add_argument(
         "--two-level", metavar="N,..", help="N ranks in a node, --link, or the step's, joins nodes; 1: one level"
     )
+    wishes.add_argument(
+        "--topology",
+        metavar="NAME,..",
+        help="also steps in which ranks mix parameters with few neighbours, and how fast they agree: "
+        f"{', '.join(topologies.names())}; --two-level says how many are on a node",
+    )
     wishes.add_argument("--link-inside", metavar="NAME", help=f"what joins the ranks of a node then ({LINK_INSIDE})")
     wishes.add_argument("--calibration", metavar="FILE", help="cost of a collective on the step's ranks, as calibrated")
     _add_model(parser.add_argument_group("with --model"))
@@ -121,6 +130,8 @@ def _run(args: argparse.Namespace) -> int:
         link_inside=args.link_inside,
         cost=None if fit is None else fit.cost,
         curve=args.curve,
+        topologies=_words(args.topology),
+        forward_s=None if rehearsal is None else rehearsal.forward_s,
     )
     if args.save_plan is not None:
         _write(args.save_plan, "--save-plan", plan_to_json(found.fastest.plan))

@@ -13,9 +13,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -88,6 +89,20 @@ class MixedBucket:
         return _views(self.plan, self.buffer)
 
 
+class ExchangeListener(Protocol):
+    """Hears of a module's steps: a backward begins, buckets arrive and are sent, the step is done."""
+
+    def begun(self) -> None: ...
+
+    def arriving(self, bucket: int, edge: Edge) -> AbstractContextManager[Any]:
+        """Around the wait for what was sent for this step; not for a rank that is alone in it."""
+
+    def sent(self, bucket: int, edge: Edge, work: dist.Work | None) -> None:
+        """For the next step; without `work` that step is of this rank alone."""
+
+    def ended(self) -> None: ...
+
+
 class Mixer:
     """The parameters of a module and the ranks that it mixes them with.
 
@@ -114,6 +129,7 @@ class Mixer:
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._everybody = Exchange(self.group, {})
         self._make_groups(replica)
+        self.listeners: list[ExchangeListener] = []
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         """While parameters are averages over all ranks that will be taken back: tensors, and what they were."""
         self.all_equal = True
@@ -148,7 +164,11 @@ class Mixer:
                 "called, which nobody mixes. Copy values into it (parameter.data.copy_()) in place of a new tensor."
             )
         edge, work = bucket.under_way
-        self._wait(bucket)
+        if work is not None:
+            with ExitStack() as around:
+                for listener in self.listeners:
+                    around.enter_context(listener.arriving(bucket.number, edge))
+                self.wait(work, edge)
         bucket.under_way = None
         if work is None:
             return
@@ -165,11 +185,12 @@ class Mixer:
         """Start what the next step mixes with. The ranks of an edge send their buckets in the same order."""
         edge = self.edge_of(self.step + 1)
         bucket.under_way = edge, None
-        if len(edge.ranks) == 1:
-            return
-        for mine, sent in zip(bucket.mine, bucket.arriving, strict=True):
-            torch.mul(mine, edge.share, out=sent)
-        bucket.under_way = edge, self.start(bucket.buffer, edge)
+        if len(edge.ranks) > 1:
+            for mine, sent in zip(bucket.mine, bucket.arriving, strict=True):
+                torch.mul(mine, edge.share, out=sent)
+            bucket.under_way = edge, self.start(bucket.buffer, edge)
+        for listener in self.listeners:
+            listener.sent(bucket.number, *bucket.under_way)
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Start an all-reduce over the ranks of an edge.
@@ -214,9 +235,14 @@ class Mixer:
 
     def forget(self) -> None:
         """Mix nothing in the next step: parameters are not those that were sent. A rank's own affair."""
+        self.arrive()
+        for bucket in self.buckets:
+            bucket.under_way = None
+
+    def arrive(self) -> None:
+        """Wait for all that is on its way to this rank; the next step mixes with it as ever."""
         for bucket in self.buckets:
             self._wait(bucket)
-            bucket.under_way = None
 
     # --- all ranks at once
 
@@ -235,8 +261,7 @@ class Mixer:
         tensors = [each for bucket in self.buckets for each in bucket.mine]
         if buffers and (replica := self._replica()) is not None:
             tensors += [each for each in replica.buffers if each.is_floating_point()]
-        for bucket in self.buckets:  # one communicator at a time
-            self._wait(bucket)
+        self.arrive()  # one communicator at a time
         before = [(each, each.detach().clone()) for each in tensors] if keep else []
         self._everybody.average([each.detach() for each in tensors], self.step, self.group)
         self.kept = before

@@ -80,6 +80,8 @@ class MixingUpdates:
                 "a backward while parameters are the average of all ranks, which will be taken back: what it learns "
                 "would be lost. Train outside of global_average(), or call revert_global_avg() before."
             )
+        for listener in self.mixer.listeners:
+            listener.begun()
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         if keep_graph:
@@ -114,7 +116,7 @@ class MixingUpdates:
         except BaseException as error:
             self.interrupted(error)
             raise
-        if type(self.optimizer).__module__.startswith("torch.optim."):
+        if type(self.optimizer).step.__module__.startswith("torch.optim."):
             self.optimizer.step()  # nothing has a gradient: this is for hooks, and for schedulers that count
         if self.scheduler is not None:
             self.scheduler.step()
@@ -122,6 +124,8 @@ class MixingUpdates:
         self.mixer.all_equal = False
         self._done.clear()
         self._sent = 0
+        for listener in self.mixer.listeners:
+            listener.ended()
 
     def interrupted(self, error: BaseException) -> None:
         replica = self._replica()

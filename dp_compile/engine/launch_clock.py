@@ -46,29 +46,29 @@ class LaunchClock(BackwardListener):
         """Why it says nothing: what was told of the backward means nothing."""
         self._device = device
         self._then = then
-        self._launches: list[_Stamp] = []
+        self._launches: list[Stamp] = []
         self._waits: list[_Wait] = []
-        self._done: _Stamp | None = None
-        self._end: _Stamp | None = None
-        self._start = _Stamp(device)
+        self._done: Stamp | None = None
+        self._end: Stamp | None = None
+        self._start = Stamp(device)
 
     def __exit__(self, *error: Any) -> None:
-        self._end = _Stamp(self._device)
+        self._end = Stamp(self._device)
         if self._then is not None and error[0] is None:
             self._then(self)
 
     @contextlib.contextmanager
     def launch(self, module: int, bucket: int) -> Iterator[None]:
-        self._launches.append(_Stamp(self._device))
+        self._launches.append(Stamp(self._device))
         self._done = None
         yield
 
     @contextlib.contextmanager
     def wait(self, module: int, bucket: int) -> Iterator[None]:
-        begin = _Stamp(self._device)
+        begin = Stamp(self._device)
         self._done = self._done or begin
         yield
-        self._waits.append(_Wait(bucket, begin, _Stamp(self._device)))
+        self._waits.append(_Wait(bucket, begin, Stamp(self._device)))
 
     def void(self, why: str) -> None:
         self.voided = why
@@ -103,7 +103,7 @@ class LaunchClock(BackwardListener):
             return None
         return tuple(self._timed(stamp, waits[number]) for number, stamp in enumerate(self._launches))
 
-    def _timed(self, launch: _Stamp, waits: list[_Wait]) -> TimedBucket:
+    def _timed(self, launch: Stamp, waits: list[_Wait]) -> TimedBucket:
         spans = [(w.begin.seconds_after(self._start), w.end.seconds_after(self._start)) for w in waits]
         return TimedBucket(
             launch.seconds_after(self._start),
@@ -131,17 +131,18 @@ class LaunchesForPlan(Observer):
             replica.revisions.launches.append(seen)
 
 
-class _Stamp:
+class Stamp:
     """A moment on the host's clock, or on a GPU's stream."""
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
         self._event: torch.Event | None = None
         self._time_s = time.perf_counter()
         if device.type != "cpu":
             self._event = torch.Event(device, enable_timing=True)
             self._event.record()
 
-    def seconds_after(self, start: _Stamp) -> float:
+    def seconds_after(self, start: Stamp) -> float:
         if self._event is None or start._event is None:
             return self._time_s - start._time_s
         self._event.synchronize()
@@ -150,5 +151,5 @@ class _Stamp:
 
 class _Wait(NamedTuple):
     bucket: int
-    begin: _Stamp
-    end: _Stamp
+    begin: Stamp
+    end: Stamp

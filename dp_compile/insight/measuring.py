@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile.decentralized.module import mixing_of
 from dp_compile.engine.launch_clock import LaunchClock
 from dp_compile.engine.observers import Backward, Observer
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
+from dp_compile.insight.exchanges import ExchangeClock
 from dp_compile.insight.replica_step import remember_measured
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
 from dp_compile.modules.replicated_module import replica_of
@@ -64,21 +66,27 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     Before → after: `step_of(module).measured` is the one with the median backward. Times are the host's where
     parameters are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so
     one rank may measure alone. Measured are backwards that are captured and compiled already, and those that hooks
-    reduce eagerly. If none is measured that is a warning with the reason, and `step_of(module).measured` stays.
+    reduce eagerly; of a decentralized module all that compile nothing, with its exchanges. If none is measured that is
+    a warning with the reason, and `step_of(module).measured` stays.
 
     Raises:
         ModuleError: the module is not replicated, or is being measured already.
     """
-    replica = replica_of(module)
-    if any(isinstance(observer, _Recording) for observer in replica.observers):
+    replica, measurement = replica_of(module), Measurement()
+    listeners: list[Any] = mixing_of(module).mixer.listeners if replica.is_mixed else replica.observers
+    if any(isinstance(each, (_Recording, ExchangeClock)) for each in listeners):
         raise ModuleError("this module is being measured already. Leave the other measure() block first.")
-    recording, measurement = _Recording(replica), Measurement()
-    replica.observers.append(recording)
+    recording = ExchangeClock(replica) if replica.is_mixed else _Recording(replica)
+    listeners.append(recording)
     try:
         yield measurement
     finally:
-        replica.observers.remove(recording)
-        _conclude(measurement, replica, recording)
+        listeners.remove(recording)
+        if isinstance(recording, ExchangeClock):
+            measurement.not_measured += recording.skipped
+            _remember(measurement, replica, recording.steps(_source(len(recording.backwards))))
+        else:
+            _conclude(measurement, replica, recording)
 
 
 @dataclass(eq=False, slots=True)
@@ -112,6 +120,10 @@ def _conclude(measurement: Measurement, replica: Replica, recording: _Recording)
     measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
     steps = _steps(clocks, replica.plan)
     measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(clocks) - len(steps)
+    _remember(measurement, replica, steps)
+
+
+def _remember(measurement: Measurement, replica: Replica, steps: Sequence[MeasuredStep]) -> None:
     measurement.not_measured = +measurement.not_measured
     if not steps:
         logger.warning("%s", measurement)
@@ -126,12 +138,16 @@ def _steps(clocks: Sequence[LaunchClock], plan: BucketPlan) -> list[MeasuredStep
     starts = [clock.start_s_after(clocks[0]) for clock in clocks]
     lasted = [*(after - before for before, after in pairwise(starts)), None]
     steps = [_step(clock, plan) for clock in clocks]
-    source = f"measured by dp_compile.measure(), median of {count(sum(step is not None for step in steps), 'backward')}"
+    source = _source(sum(step is not None for step in steps))
     return [
         replace(step, source=source, step_s=step_s)
         for step, step_s in zip(steps, lasted[: len(steps)], strict=True)
         if step is not None
     ]
+
+
+def _source(backwards: int) -> str:
+    return f"measured by dp_compile.measure(), median of {count(backwards, 'backward')}"
 
 
 def _step(clock: LaunchClock, plan: BucketPlan) -> MeasuredStep | None:

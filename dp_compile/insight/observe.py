@@ -44,7 +44,7 @@ def step_of(module: nn.Module) -> Step:
         ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     replica = replica_of(module)
-    if not replica.synced_backwards:
+    if not (replica.backwards if replica.is_mixed else replica.synced_backwards):
         raise ModuleError(
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."

@@ -22,11 +22,16 @@ from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launch
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
 STEP_VERSION: Final = 1
+DECENTRALIZED: Final = "decentralized"
+"""The mode of a step whose buckets are of parameters, which ranks mix; no gradient is reduced."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBucket:
     """One bucket in one measured backward, in seconds after its start.
+
+    Of a decentralized module `launch_s` is before that: in the step before it was sent to the ranks of `edge`, this one
+    too. At `sent_s` it was sent to those of `next_edge`, for the step behind it.
 
     `finish_s`: when the collective was over, or the host had waited for it; `None` if the source cannot tell.
     `waited_s`: how long compute stood still for it. `start_s`: when the network began with it, `wait_s`: when compute
@@ -38,6 +43,9 @@ class MeasuredBucket:
     waited_s: float
     start_s: float | None = None
     wait_s: float | None = None
+    edge: tuple[int, ...] = ()
+    sent_s: float | None = None
+    next_edge: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +237,7 @@ def _all(records: Sequence[Placement] | Sequence[Refusal]) -> list[dict[str, Any
 def _step(data: dict[str, Any]) -> Step:
     measured = data["measured"]
     if measured is not None:
-        buckets = tuple(MeasuredBucket(**each) for each in measured["buckets"])
+        buckets = tuple(_measured_bucket(each) for each in measured["buckets"])
         measured = MeasuredStep(**measured | {"buckets": buckets})
     records: dict[str, Any] = {
         "plan": BucketPlan.from_dict(data["plan"]),
@@ -242,3 +250,8 @@ def _step(data: dict[str, Any]) -> Step:
         "measured": measured,
     }
     return Step(**data | records)
+
+
+def _measured_bucket(data: dict[str, Any]) -> MeasuredBucket:
+    edges = {name: tuple(map(int, data.get(name, ()))) for name in ("edge", "next_edge")}
+    return MeasuredBucket(**data | edges)

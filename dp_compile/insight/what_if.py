@@ -8,14 +8,15 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from torch import nn
 
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation.exposure import with_measured_backward
+from dp_compile.insight.neighbours import BUCKET_MB, Mixed, mixed
 from dp_compile.insight.observe import step_of
-from dp_compile.insight.prediction import AS_PLANNED, Prediction, Scenario, band_for, extrapolated, predict
+from dp_compile.insight.prediction import AS_PLANNED, Prediction, Scenario, band_for, cost_for, extrapolated, predict
 from dp_compile.insight.step import Step
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.cost import AllReduceCost
@@ -52,11 +53,15 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Predictions for one step. `rows` in the order asked for; the first of `curves` is of the first link."""
+    """Predictions for one step. `rows` in the order asked for; the first of `curves` is of the first link.
+
+    `mixed`: with parameters mixed over topologies in place of gradients that are reduced.
+    """
 
     step: Step
     rows: tuple[Prediction, ...]
     curves: tuple[Curve, ...]
+    mixed: tuple[Mixed, ...] = ()
 
     @property
     def fastest(self) -> Prediction:
@@ -65,19 +70,11 @@ class WhatIf:
 
     def table(self) -> str:
         """One line for each prediction. Columns in which no row wants anything are left out."""
-        columns = [(name, [cell(row) for row in self.rows]) for name, cell in _COLUMNS]
-        shown = [
-            (name, cells) for name, cells in columns if name not in _OPTIONAL or any(cell != "-" for cell in cells)
-        ]
-        widths = [max(len(name), *map(len, cells)) for name, cells in shown]
-        lines = [[name for name, _ in shown], *zip(*(cells for _, cells in shown), strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if name in _LEFT else cell.rjust(width)
-                for (name, _), cell, width in zip(shown, line, widths, strict=True)
-            ).rstrip()
-            for line in lines
-        )
+        return _table(self.rows, _COLUMNS)
+
+    def topologies(self) -> str:
+        """The same for topologies; empty if none was asked for."""
+        return _table(self.mixed, _MIXED_COLUMNS) if self.mixed else ""
 
     def curve(self) -> str:
         """The curves as text, one below the other."""
@@ -88,10 +85,16 @@ class WhatIf:
         curves = [{"name": each.name, "points": [_data(point) for point in each.points]} for each in self.curves]
         rows = [_data(row) for row in self.rows]
         data = {"version": WHAT_IF_VERSION, "step": _step_data(self.step), "rows": rows, "curves": curves}
+        if self.mixed:
+            data["topologies"] = [_mixed_data(each) for each in self.mixed]
         return json.dumps(data, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join([*_head(self.step), "", self.table(), "", *_notes(self.step, self.rows)])
+        lines = [*_head(self.step), "", self.table(), "", *_notes(self.step, self.rows)]
+        if self.mixed:
+            lines += ["", "parameters mixed with neighbours in place of reduced gradients:", "", self.topologies(), ""]
+            lines += _mixed_notes(self.mixed)
+        return "\n".join(lines)
 
 
 def what_if(
@@ -107,6 +110,8 @@ def what_if(
     link_inside: str | None = None,
     cost: AllReduceCost | None = None,
     curve: bool = True,
+    topologies: Sequence[str] = (),
+    forward_s: float | None = None,
 ) -> WhatIf:
     """Predict a step for every combination of the wishes. What is left out stays as it is in the step.
 
@@ -128,6 +133,9 @@ def what_if(
         cost: what a collective costs on the step's ranks, in place of what the step says: `calibrate().cost`.
         curve: also predict 1 to 16,384 ranks with `optimal` buckets, for each link, dtype and length
             of compute; latencies are left as they are.
+        topologies: names of `dp_compile.plan.topologies`: also predict steps in which ranks mix parameters over them,
+            for each number of ranks, of ranks in a node, link and length of compute.
+        forward_s: for these: how long the forward takes, if the step does not know.
 
     Raises:
         ConfigError: a wish is not allowed.
@@ -162,7 +170,28 @@ def what_if(
     ]
     if not rows:
         raise ConfigError("strategies and compute_scales must not be empty.")
-    return WhatIf(step, tuple(rows), tuple(_curves(predictions, links, dtypes, compute_scales)) if curve else ())
+    return WhatIf(
+        step,
+        tuple(rows),
+        tuple(_curves(predictions, links, dtypes, compute_scales)) if curve else (),
+        tuple(
+            mixed(
+                step,
+                name,
+                wished,
+                reduced=predictions.of(replace(wished, strategy="optimal")),
+                cost_on=predictions.cost_on,
+                forward_s=forward_s,
+            )
+            for wished in dict.fromkeys(_for_topologies(row.scenario) for row in rows)
+            for name in topologies
+        ),
+    )
+
+
+def _for_topologies(scenario: Scenario) -> Scenario:
+    """What of the wishes counts there."""
+    return replace(scenario, gradient_dtype=None, strategy=None, bucket_cap_mb=None)
 
 
 def _step_of(model: object) -> Step:
@@ -196,6 +225,9 @@ class _Predictions:
         if scenario not in self._made:
             self._made[scenario] = predict(self.step, self._with_cost(scenario))
         return replace(self._made[scenario], scenario=scenario)
+
+    def cost_on(self, scenario: Scenario) -> AllReduceCost:
+        return cost_for(self.step, self._with_cost(scenario))[0]
 
     def _with_cost(self, scenario: Scenario) -> Scenario:
         """The cost that was given for the step's ranks, on the scenario's."""
@@ -238,9 +270,9 @@ def _cell_link(row: Prediction) -> str:
     return row.scenario.link or "-"
 
 
-def _cell_nodes(row: Prediction) -> str:
-    inside = row.scenario.ranks_inside
-    return f"{row.world_size // inside:,} x {inside}" if inside is not None and row.scenario.has_levels else "-"
+def _nodes(world_size: int, scenario: Scenario) -> str:
+    inside = scenario.ranks_inside
+    return f"{world_size // inside:,} x {inside}" if inside is not None and scenario.has_levels else "-"
 
 
 def _cell_latency(row: Prediction) -> str:
@@ -259,7 +291,7 @@ def _cell_step(row: Prediction) -> str:
 _COLUMNS: Final[tuple[tuple[str, Callable[[Prediction], str]], ...]] = (
     ("ranks", lambda row: f"{row.world_size:,}"),
     ("link", _cell_link),
-    ("nodes", _cell_nodes),
+    ("nodes", lambda row: _nodes(row.world_size, row.scenario)),
     ("latency", _cell_latency),
     ("gradients", lambda row: row.scenario.gradient_dtype or "-"),
     ("compute", lambda row: "-" if row.scenario.compute_scale == 1 else f"{row.scenario.compute_scale:g}x"),
@@ -271,8 +303,49 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Prediction], str]], ...]] = (
     ("to bound", lambda row: f"{row.ratio:.3f}"),
     ("memory", lambda row: format_bytes(row.gradient_nbytes + row.padding_nbytes)),
 )
+
+
+def _cell_gap(row: Mixed) -> str:
+    return f"{row.gap.low:.3g}" if row.gap.low == row.gap.high else f"{row.gap.low:.3g} to {row.gap.high:.3g}"
+
+
+def _cell_halved(row: Mixed) -> str:
+    return "never" if math.isinf(row.halved_after) else f"{math.ceil(row.halved_after - 1e-9):,}"
+
+
+_MIXED_COLUMNS: Final[tuple[tuple[str, Callable[[Mixed], str]], ...]] = (
+    ("ranks", lambda row: f"{row.world_size:,}"),
+    ("link", lambda row: row.scenario.link or "-"),
+    ("nodes", lambda row: _nodes(row.world_size, row.scenario)),
+    ("latency", lambda row: "-" if row.scenario.latency_us is None else f"{row.scenario.latency_us:g} us"),
+    ("compute", lambda row: "-" if row.scenario.compute_scale == 1 else f"{row.scenario.compute_scale:g}x"),
+    ("topology", lambda row: row.topology),
+    ("period", lambda row: f"{row.period:,}"),
+    ("edge", lambda row: f"{row.ranks_of_an_edge:,}"),
+    ("step", lambda row: format_ms(row.times.step_s)),
+    ("waiting", lambda row: format_ms(row.exposed_s)),
+    ("all-reduce", lambda row: format_ms(row.all_reduce_s)),
+    ("gap", _cell_gap),
+    ("halved", _cell_halved),
+)
 _OPTIONAL: Final = frozenset({"link", "nodes", "latency", "gradients", "compute", "step"})
-_LEFT: Final = frozenset({"link", "buckets", "gradients"})
+_LEFT: Final = frozenset({"link", "buckets", "gradients", "topology"})
+Row = TypeVar("Row")
+
+
+def _table(rows: Sequence[Row], columns: Sequence[tuple[str, Callable[[Row], str]]]) -> str:
+    """A line for each row. Optional columns in which no row wants anything are left out."""
+    cells = [(name, [cell(row) for row in rows]) for name, cell in columns]
+    shown = [(name, each) for name, each in cells if name not in _OPTIONAL or any(cell != "-" for cell in each)]
+    widths = [max(len(name), *map(len, each)) for name, each in shown]
+    lines = [[name for name, _ in shown], *zip(*(each for _, each in shown), strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if name in _LEFT else cell.rjust(width)
+            for (name, _), cell, width in zip(shown, line, widths, strict=True)
+        ).rstrip()
+        for line in lines
+    )
 
 
 def _head(step: Step) -> Iterator[str]:
@@ -296,6 +369,18 @@ def _notes(step: Step, rows: Sequence[Prediction]) -> Iterator[str]:
     bases = [row.cost_basis for row in rows] + [row.backward_basis for row in rows]
     for basis in dict.fromkeys(bases):
         yield textwrap.fill(basis, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _mixed_notes(rows: Sequence[Mixed]) -> Iterator[str]:
+    told = [row.told for row in rows if row.told][:1]
+    text = (
+        f"Steps of a long training, in buckets of {BUCKET_MB:g} MiB. Edge: ranks of the largest; waiting: for "
+        "neighbours; all-reduce: the step with gradients reduced over all ranks, in optimal buckets; gap: of a period, "
+        "1 minus the largest singular value of its mixing beside that of the average; halved: steps until ranks are "
+        "half as far from their average, at most, if nothing moves them."
+    )
+    text += f" With {told[0]}." if told else ""
+    yield textwrap.fill(text, 110, break_on_hyphens=False)
 
 
 def _bar(point: Prediction, longest_s: float) -> str:
@@ -332,4 +417,21 @@ def _data(row: Prediction) -> dict[str, Any]:
         "padding_nbytes": row.padding_nbytes,
         "plan_signature": row.plan.signature(),
         "basis": row.basis,
+    }
+
+
+def _mixed_data(row: Mixed) -> dict[str, Any]:
+    wishes = ("link", "latency_us", "compute_scale", "ranks_inside", "link_inside")
+    return {
+        "topology": row.topology,
+        "ranks": row.world_size,
+        **{name: getattr(row.scenario, name) for name in wishes},
+        "period": row.period,
+        "ranks_of_an_edge": row.ranks_of_an_edge,
+        "buckets": row.buckets,
+        "nbytes": row.nbytes,
+        **row.times._asdict(),
+        "all_reduce_s": row.all_reduce_s,
+        "gap": asdict(row.gap),
+        "told": row.told,
     }

@@ -250,6 +250,11 @@ def register(name: str) -> Callable[[Builder], Builder]:
     return take
 
 
+def names() -> tuple[str, ...]:
+    """Those that `topology` knows."""
+    return tuple(_builders)
+
+
 def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
     """A topology by its name. One rank is alone, whatever the name.
 
@@ -262,7 +267,7 @@ def topology(name: str, world_size: int, local_world_size: int = 1) -> Topology:
         ConfigError: no such name, not for so many ranks, or some rank is not in exactly one edge of a step.
     """
     if name not in _builders:
-        raise ConfigError(f"topology must be one of {', '.join(_builders)}, got {name!r}. Others are registered first.")
+        raise ConfigError(f"topology must be one of {', '.join(names())}, got {name!r}. Others are registered first.")
     if world_size < 1 or local_world_size < 1 or world_size % local_world_size:
         raise ConfigError(
             f"world_size must be a multiple of local_world_size, both >= 1, got {world_size} and {local_world_size}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -20,7 +21,7 @@ from torch import nn
 
 from dp_compile.bench import beds, machine, reference, results, runner, worker
 from dp_compile.bench.beds import Bed, Link
-from dp_compile.bench.contract import Facts, Workload
+from dp_compile.bench.contract import Batch, Facts, Workload
 from dp_compile.bench.crew import Crew, CrewError
 from dp_compile.bench.progress import Progress
 from dp_compile.bench.results import Results
@@ -404,6 +405,35 @@ def test_whoever_is_missing_is_named(tmp_path: Path) -> None:
             ranks.ask("steps", 1, timeout_s=60.0)
         processes = [process.pid for process in ranks._processes]
     assert not [pid for pid in processes if os.path.exists(f"/proc/{pid}")]
+
+
+class Sends:
+    """On a clock of its own: a step computes for 1 s and waits for what the one before sent, 3 s on the wire."""
+
+    def __init__(self) -> None:
+        self.now, self.arrives = 0.0, 0.0
+
+    def step(self, batch: Batch) -> None:
+        self.now = max(self.now + 1, self.arrives)
+        self.arrives = self.now + 3
+
+    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
+        return {}
+
+    def arrive(self) -> None:
+        self.now = max(self.now, self.arrives)
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_what_crosses_a_step_travels_in_turns_of_its_own_mode(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """Else it would arrive in those of others: a step of 1 s, and 3 s of traffic in somebody else's."""
+    trainer = Sends()
+    rank = worker.Rank(worker.Place(0, 1, 1, "gloo", "", 1.0), trainer=trainer, batches=itertools.repeat(()))
+    monkeypatch.setattr(time, "perf_counter", lambda: trainer.now)
+    for _ in range(3):
+        assert rank.steps(steps).wall_s == 3
+        assert trainer.arrives <= trainer.now
+        trainer.now += 50  # turns of others
 
 
 def write_suite(directory: Path, *modes: str) -> str:

@@ -28,6 +28,7 @@ from dp_compile.bench.modes.bounds import dummies
 from dp_compile.bench.modes.unavailable import Unavailable
 from dp_compile.bench.workloads import workload
 from dp_compile.errors import ConfigError
+from dp_compile.insight.observe import report
 from dp_compile.plan.flags import MORE
 from dp_compile.testing.ranks import Ranks
 
@@ -91,6 +92,7 @@ def train(name: str, workload_name: str, backend: str | None) -> dict[str, Any]:
         "launches": sum(each.count("ops._c10d_functional.all_reduce") for each in code),
         "fused": counters["inductor"]["ddp_buckets"],
         "facts": trainer.facts() if isinstance(trainer, Explained) else Facts(),
+        "mixing": report(trainer._model).mixing if name.startswith("ours:decentralized") else "",  # type: ignore
     }
 
 
@@ -205,9 +207,22 @@ def test_the_calibrated_mode_measures_the_link() -> None:
         check(ranks.run(train, "ours:calibrated", "tiny-gpt-4l", "aot_eager"), "tiny-gpt-4l")
 
 
+def test_ours_decentralized() -> None:
+    """The average of parameters moves by the average of gradients."""
+    both = run("ours:decentralized:ring", "tiny-gpt-4l")
+    check(both, "tiny-gpt-4l", ("before", "again"))
+    nbytes = sum(each.nbytes for each in both[0]["before"].values())
+    for found in both:
+        facts = found["facts"]
+        assert facts.backward_s > 0
+        assert facts.counts() == {"collectives": 1, "captures": 1, "reduced_nbytes": facts.reduced_nbytes}
+        assert nbytes <= facts.reduced_nbytes < 1.1 * nbytes
+        assert found["mixing"].startswith("topology ring, ")
+
+
 @pytest.mark.parametrize("name", ["decent_dp", "thunder:0.01"])
 def test_peers_from_pypi(name: str) -> None:
-    """Not in the test extra: they are run by hand, in an environment of their own."""
+    """Thunder is not in the test extra: it is run by hand, in an environment of its own."""
     reason = mode(name).why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -282,7 +297,14 @@ def test_overlap_scheduling_wants_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None
 def test_names_and_arguments() -> None:
     assert all(mode(name).name == name for name in MODES)
     assert {name for name, each in MODES.items() if each.is_bound} == set(BOUNDS)
-    for name in ("ddp:5", "ours:fixed:2.5", "oracle:1", "decent_dp:ring", "functional_bucketed:10"):
+    for name in (
+        "ddp:5",
+        "ours:fixed:2.5",
+        "oracle:1",
+        "decent_dp:ring",
+        "ours:decentralized:ring",
+        "functional_bucketed:10",
+    ):
         assert mode(name).name == name
     assert mode("ddp:5") == dataclasses.replace(MODES["ddp"], name="ddp:5", cap_mb=5.0)  # type: ignore[type-var]
 
@@ -303,6 +325,7 @@ def test_names_and_arguments() -> None:
         ("ddp:inf", "must be a number of MiB > 0"),
         ("ddp_compiled:0.5", "DDPOptimizer takes no cap below its first bucket's, 1 MiB"),
         ("decent_dp:star", "a topology is one of complete, ring, one-peer-exp, alternating-exp-ring"),
+        ("ours:decentralized:star", "a topology is one of complete, ring, one-peer-exp, alternating-exp-ring"),
     ],
 )
 def test_unknown_names_are_refused(name: str, message: str) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from local_steps import AOT, adamw, by_formula, compiled, decentral, mine, mlp, not_compiled, train, values
+from local_steps import AOT, SMALL_MB, adamw, by_formula, compiled, decentral, mine, mlp, not_compiled, train, values
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
+from dp_compile.decentralized.updates import MixingUpdates
+from dp_compile.insight.observe import step_of
+from dp_compile.insight.step import MeasuredStep
+from dp_compile.insight.timelines import timeline_picture
 from dp_compile.plan import topologies
 from dp_compile.plan.topologies import Edge, Topology, topology
 from dp_compile.testing.ranks import Ranks
@@ -121,6 +128,24 @@ def optimizer_of_names(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=0.01)
 
 
+class Leaning(torch.optim.AdamW):
+    """Moves parameters by what has arrived before they are mixed, as `pre_average_hook` is told.
+
+    A deviation: decent-dp tells before the first step too, when parameters lie where something might have arrived.
+    """
+
+    @torch.no_grad()
+    def pre_average_hook(self, edge: Any, weight: float) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if not torch.equal(parameter.comm_buffer, parameter):
+                    parameter.add_(parameter.comm_buffer, alpha=0.1 * weight + 0.01 * len(edge.ranks))
+
+
+def leaning(named: Any) -> torch.optim.Optimizer:
+    return Leaning([parameter for _, parameter in named], lr=0.01)
+
+
 def scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
 
@@ -129,6 +154,7 @@ DECENT_OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"grad_clip_norm": 0.05},
     "factor": {"factor": 0.3, "param_as_bucket_view": False},
+    "told before mixing": {"factor": 0.3, "optim_fn": leaning, "bucket_size_in_mb": SMALL_MB},
 }
 
 
@@ -143,6 +169,78 @@ def test_as_decent_dp(ranks4: Ranks, option: str) -> None:
 def test_as_decent_dp_on_two_ranks(ranks2: Ranks) -> None:
     pytest.importorskip("decent_dp", reason="decent-dp is not installed: pip install decent-dp==0.2.3")
     assert max(ranks2.run(beside_decent_dp, {}, ["complete", "ring", "one-peer-exp"])) < 1e-6
+
+
+class Kernels(TorchDispatchMode):
+    """Names of ops that are run inside and compute, or send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = [each.alias_info for each in func._schema.returns]
+        is_view = any(each is not None and not each.is_write for each in returned)
+        if not is_view and "record_function" not in func.__name__:
+            self.seen.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+def kernels(theirs: bool) -> list[str]:
+    """What each step of a bucket with five parameters runs in the third captured backward; or in decent-dp's hook."""
+    torch._dynamo.reset()
+    sgd = lambda named: torch.optim.SGD([each for _, each in named], lr=0.1, momentum=0.9)  # noqa: E731
+    if theirs:
+        from decent_dp.ddp import DecentralizedDataParallel as Wrapper
+        from loguru import logger
+
+        logger.disable("decent_dp")
+        kind, method, model = Wrapper, "_ddp_fn", Wrapper(mlp(), sgd, topology="complete")
+        run = model
+    else:
+        kind, method, model = MixingUpdates, "_step", decentral(mlp(), "complete", sgd, bucket_size_in_mb=25)
+        run = compiled(model)
+    plain, counted = getattr(kind, method), []
+
+    def counting(*args: Any) -> None:
+        with Kernels() as found:
+            plain(*args)
+        counted.append(found.seen)
+
+    with mock.patch.object(kind, method, counting):
+        for step in range(4):
+            run(mine(step)).square().mean().backward()
+    (*_, last) = counted
+    return last
+
+
+def test_kernels_of_a_bucket(ranks2: Ranks) -> None:
+    """Beside the optimizer's own: one takes what arrived, one fills what is sent. decent-dp has two of each."""
+    update = ["mul_.Tensor", "add_.Tensor", "add_.Tensor"] * 5
+    assert ranks2.run(kernels, False) == [["copy_.default", *update, "mul.out", "allreduce_.default"]] * 2
+    pytest.importorskip("decent_dp", reason="decent-dp is not installed: pip install decent-dp==0.2.3")
+    theirs = ["mul_.Tensor", "add_.Tensor", *update, "copy_.default", "mul_.Tensor", "allreduce_.default"]
+    assert ranks2.run(kernels, True) == [theirs] * 2
+
+
+def layouts() -> None:
+    """A convolution whose parameters lie channels last, and its twin's that lie row by row."""
+    found = []
+    for order in (torch.channels_last, torch.contiguous_format):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Conv2d(4, 2, 2)).to(memory_format=order)
+        decentral(model, "complete", lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9))
+        for step in range(3):
+            model(mine(step, width=75).view(4, 3, 5, 5).contiguous(memory_format=order)).square().mean().backward()
+        assert all(each.is_contiguous(memory_format=order) for each in model.parameters() if each.dim() == 4)
+        found.append(values(model))
+        dp_compile.unreplicate(model)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_channels_last(ranks2: Ranks) -> None:
+    ranks2.run(layouts)
 
 
 # --- the same bits in every way -------------------------------------------------------------------------------------
@@ -456,6 +554,44 @@ def adamw_of_names(named: Any) -> torch.optim.Optimizer:
 
 def test_accumulation(ranks2: Ranks) -> None:
     ranks2.run(accumulated)
+
+
+def measured() -> list[MeasuredStep]:
+    """Seven backwards, of which the first one compiles; rank 1 is late with what it sends in the sixth."""
+    torch._dynamo.reset()
+    model = decentral(mlp(), "one-peer-exp")
+    run = compiled(model)
+    with dp_compile.measure(model) as measurement:
+        train(model, run, range(5))
+        if dist.get_rank() == 1:
+            time.sleep(0.3)
+        train(model, run, range(5, 7))
+        with pytest.raises(dp_compile.ModuleError, match="being measured already"), dp_compile.measure(model):
+            pass
+    train(model, run, range(1))
+    assert measurement.why_not == "1 backward: code was compiled in it"
+    step = step_of(model)
+    assert step.measured == measurement.step
+    rank = dist.get_rank()
+    assert all(f"edge {min(rank, rank ^ hop)}, {max(rank, rank ^ hop)}" in timeline_picture(step) for hop in (1, 2))
+    return list(measurement.backwards)
+
+
+def test_exchanges_are_measured(ranks4: Ranks) -> None:
+    """With whom each bucket arrives and is sent on, and who waits for a rank that was late: its next neighbour."""
+    found = ranks4.run(measured)
+    for rank, steps in enumerate(found):
+        edges = [tuple(sorted((rank, rank ^ hop))) for hop in (1, 2)]
+        for number, step in enumerate(steps, 1):
+            assert step.source == "measured by dp_compile.measure(), median of 6 backwards"
+            assert [each.edge for each in step.buckets] == [edges[number % 2]] * len(step.buckets)
+            for each in step.buckets:
+                assert each.next_edge == edges[(number + 1) % 2]
+                assert None not in (each.wait_s, each.finish_s, each.sent_s)
+                assert each.launch_s < 0 < each.wait_s <= each.wait_s + each.waited_s <= each.sent_s < step.backward_s
+                assert each.launch_s < each.finish_s <= each.wait_s + each.waited_s
+    waited = [[step.exposed_s > 0.2 for step in steps] for steps in found]
+    assert waited == [[False] * 5 + [rank == 0] for rank in range(4)]
 
 
 # --- refused, and lost ----------------------------------------------------------------------------------------------

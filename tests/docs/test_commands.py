@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -23,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import dp_compile
+from dp_compile.cli import main as cli
 from dp_compile.insight.step import Step
 from dp_compile.testing.ranks import Ranks
 
@@ -63,6 +65,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
     },
     "decentralized.md": {
+        "dp-compile whatif docs/guide/slow.json ...": (
+            "docs/test_commands.py::test_the_prediction_for_topologies_is_that_of_today",
+        ),
         "import torch, dp_compile": (PYTHON,),
     },
     "development.md": {
@@ -305,6 +310,14 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
         assert "What would help" in text
         assert step.measured is not None
         assert traced
+
+
+def test_the_prediction_for_topologies_is_that_of_today(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = [text for language, text in blocks(TEXTS["decentralized.md"]) if language == "console"]
+    command, shown = block.split("\n...\n")
+    with contextlib.chdir(ROOT):
+        assert cli.main(shlex.split(command)[2:]) == 0
+    assert capsys.readouterr().out.endswith(f"\n{shown}")
 
 
 def test_functions_that_are_named_are_exported() -> None:

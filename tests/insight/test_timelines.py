@@ -22,6 +22,7 @@ from steps import LAYOUT, gradient, measured_like, step_of_buckets, two_level_st
 
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
+from dp_compile.insight.explanation import explanation_of
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
 from dp_compile.insight.timelines.events import Interval, critical_path_text, facts, format_time, timeline_of
@@ -579,6 +580,66 @@ def test_two_levels_have_a_lane_for_each_link() -> None:
     assert view.exposed_s == pytest.approx(view.end_s - step.backward_s)
     assert [box.critical for box in view.boxes if box.bucket == 3] == [False, True, True]
     assert critical_path_text(view) == "compute until blocks.0.attention.qkv.weight (10.0 ms), then buckets 2 to 3"
+
+
+def mixed_step() -> Step:
+    """Three buckets that arrive from rank 1 and are sent to rank 2. Two are waited for, the end of one is not known."""
+    buckets = [
+        MeasuredBucket(-0.010, 0.003, 0.001, wait_s=0.002, edge=(0, 1), sent_s=0.004, next_edge=(0, 2)),
+        MeasuredBucket(-0.006, -0.001, 0.0, wait_s=0.006, edge=(0, 1), sent_s=0.007, next_edge=(0, 2)),
+        MeasuredBucket(-0.003, None, 0.0, wait_s=0.010, edge=(0, 1), sent_s=0.011, next_edge=(0, 2)),
+    ]
+    measured = MeasuredStep(0.012, tuple(buckets), "stated", 0)
+    return dataclasses.replace(STEP, mode="decentralized", strategy="fixed", world_size=4, measured=measured)
+
+
+def test_exchanges_have_a_lane_for_each_edge() -> None:
+    step = Step.from_json(mixed_step().to_json())
+    assert step == mixed_step()
+    timeline = timeline_of(step)
+    assert timeline.start_s == -0.010
+    lines = [f"{fact.label}: {fact.value}" for fact in facts(timeline)]
+    threads: dict[int, str] = {}
+    for event in timeline_trace(step)["traceEvents"]:
+        if event["name"] == "thread_name":
+            threads[event["tid"]] = event["args"]["name"]
+        elif event["ph"] == "X":
+            lines.append(f"{threads[event['tid']]:<12} {event['name']:<9} {event['ts']:>8} {event['dur']:>8} us")
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+step: 4 ranks (gloo, cpu), strategy fixed; 3 buckets, 3 gradients, 2.9 MiB
+exchanges: buckets are of parameters; each is sent in the step before it is mixed
+measured: backward with communication 12.0 ms, 1.00 ms of it exposed (8.3%) (rank 0; stated)
+compute      backward   10000.0  12000.0 us
+exposed      exposed    12000.0   1000.0 us
+edge 0, 1    bucket 0       0.0  13000.0 us
+edge 0, 1    bucket 1    4000.0   5000.0 us
+edge 0, 1    bucket 2    7000.0      0.0 us
+edge 0, 2    bucket 0   14000.0   8000.0 us
+edge 0, 2    bucket 1   17000.0   5000.0 us
+edge 0, 2    bucket 2   21000.0   1000.0 us""",
+    )
+    assert "edge 0, 2" in timeline_picture(step)
+    assert "edge 0, 2" in timeline_page(step)
+    for each in (timeline_picture(step), timeline_page(step)):
+        assert "an all-reduce" not in each
+
+
+def test_a_rank_alone_sends_nothing() -> None:
+    alone = MeasuredBucket(-0.01, -0.01, 0.0, edge=(0,), sent_s=0.004, next_edge=(0, 1, 2, 3, 4))
+    timeline = timeline_of(dataclasses.replace(with_measured(mixed_step(), alone), mode="decentralized"))
+    assert timeline.lanes == ("rank 0 alone", "edge 0, 1 .. 4")
+    assert [(each.lane, each.start_s) for each in timeline.views[0].boxes] == [(1, 0.004)]
+    assert timeline.views[0].critical == Interval(0.0, 0.02)
+
+
+def test_exchanges_that_nobody_measured_are_refused() -> None:
+    """Nor is there a word on reductions that there are not."""
+    with pytest.raises(ConfigError, match="was not measured: nothing plans when they travel"):
+        timeline_picture(dataclasses.replace(mixed_step(), measured=None))
+    with pytest.raises(ConfigError, match="no gradient is reduced, nothing of that can be explained"):
+        explanation_of(mixed_step())
 
 
 def test_compute_that_stands_still_on_the_way_ends_later() -> None:

@@ -103,6 +103,65 @@ def test_a_step_of_two_levels_keeps_them_on_other_ranks() -> None:
     assert Step.from_json(step.to_json()).communication_s == step.communication_s
 
 
+def test_topologies() -> None:
+    """By hand: all parameters are one bucket, which two ranks send each other whole."""
+    found = what_if(
+        STEP,
+        ranks=(8,),
+        links=("ethernet-25",),
+        ranks_inside=(1, 4),
+        strategies=("as planned", "optimal"),
+        topologies=("ring", "alternating-exp-ring"),
+        compute_scales=(0.1,),
+        curve=False,
+    )
+    assert_expected_inline(
+        found.topologies(),
+        """\
+ranks  link         nodes  compute  topology              period  edge     step   waiting  all-reduce    gap  halved
+    8  ethernet-25      -     0.1x  ring                       2     2  2.60 ms   1.10 ms     5.79 ms  0.293       4
+    8  ethernet-25      -     0.1x  alternating-exp-ring       6     2  2.05 ms  0.548 ms     5.79 ms      1       6
+    8  ethernet-25  2 x 4     0.1x  ring                       2     2  2.05 ms  0.548 ms     1.91 ms  0.293       4
+    8  ethernet-25  2 x 4     0.1x  alternating-exp-ring       2     8  3.09 ms   1.59 ms     1.91 ms      1       2""",
+    )
+    ring, alternating, ring_of_nodes, _ = found.mixed
+    nbytes = sum(each.nbytes for each in STEP.plan.gradients if each.name != UNUSED_FLAGS)
+    pair = link("ethernet-25").cost(2).seconds(nbytes)
+    assert [each.nbytes for each in found.mixed] == [nbytes] * 4
+    assert ring.times == pytest.approx((max(pair, 0.0015), 0.0015, pair))
+    assert alternating.times.communication_s == pytest.approx(pair / 2)  # each rank is alone in every other step
+    # On nodes of four every other step of the ring is inside of them.
+    assert ring_of_nodes.times.communication_s == pytest.approx((pair + link("nvlink4").cost(2).seconds(nbytes)) / 2)
+    assumed = "With the forward 0.5 times as long as the backward, assumed, the optimizer not counted."
+    assert str(found).replace("\n", " ").endswith(assumed)
+    assert json.loads(found.to_json())["topologies"][0]["step_s"] == ring.times.step_s
+
+
+def test_topologies_of_measured_and_decentralized_steps() -> None:
+    measured = MeasuredStep(0.012, (), "here", forward_s=0.004, optimizer_s=0.001)
+    (row,) = what_if(dataclasses.replace(STEP, measured=measured), topologies=("ring",), curve=False).mixed
+    assert row.times.compute_s == pytest.approx(0.015)
+    assert row.told == ""
+    (rehearsed,) = what_if(STEP, topologies=("ring",), curve=False, forward_s=0.007).mixed
+    assert rehearsed.times.compute_s == pytest.approx(0.017)
+    assert rehearsed.told == "the optimizer not counted"
+    # Its buckets are of parameters already, and stay; those of gradients would be one.
+    (kept,) = what_if(dataclasses.replace(STEP, mode="decentralized"), topologies=("ring",), curve=False).mixed
+    assert (kept.buckets, rehearsed.buckets) == (len(STEP.plan.buckets), 1)
+    # Parameters travel in their own dtype.
+    (halved,) = what_if(STEP, dtypes=("bfloat16",), topologies=("ring",), curve=False).mixed
+    assert halved.nbytes == rehearsed.nbytes
+
+
+def test_topologies_on_many_ranks() -> None:
+    """No matrix of 16,384 ranks, which would be 2 GiB."""
+    (row,) = what_if(STEP, ranks=(16_384,), links=("ethernet-25",), topologies=("ring",), curve=False).mixed
+    assert row.gap.low == row.gap.high == pytest.approx(2 * math.pi**2 / 16_384**2, rel=1e-6)
+    assert row.halved_after == pytest.approx(2 * math.log(2) / row.gap.low, rel=1e-6)
+    with pytest.raises(ConfigError, match="'one-peer-exp' needs world_size to be a power of two"):
+        what_if(STEP, ranks=(12,), links=("ethernet-25",), topologies=("one-peer-exp",), curve=False)
+
+
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
@@ -439,6 +498,9 @@ def test_the_command(step_file: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     levels = ["--ranks", "64", "--link", "ethernet-25", "--two-level", "8", "--link-inside", "pcie4-x16"]
     assert cli.main(["whatif", step_file, *levels]) == 0
     assert "8 nodes of 8 ranks: pcie4-x16 inside, ethernet-25 between" in capsys.readouterr().out
+    assert cli.main(["whatif", step_file, *levels[:4], "--topology", "ring,one-peer-exp"]) == 0
+    mixed = what_if(STEP, ranks=(64,), links=("ethernet-25",), topologies=("ring", "one-peer-exp"), curve=False)
+    assert capsys.readouterr().out == f"{mixed}\n"
     assert cli.main(["whatif", step_file, "--curve"]) == 0
     assert "16,384" in capsys.readouterr().out
 
@@ -482,6 +544,7 @@ def test_the_command_with_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["STEP", "--link", "rope"], "link must be one of"),
         (["STEP", "--dtype", "int8"], "gradient_dtype must be one of"),
         (["STEP", "--strategy", "ddp"], "'ddp' cannot be planned from a step alone"),
+        (["STEP", "--topology", "star"], "topology must be one of complete, ring, one-peer-exp, alternating-exp-ring"),
         (["STEP", "--latency-us", "soon"], "--latency-us must be numbers with commas between them, got 'soon'"),
         (["STEP", "--two-level", "8"], "8 ranks do not fill two nodes"),
         (["STEP", "--two-level", "eight"], "--two-level must be whole numbers"),

@@ -8,10 +8,30 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from dp_compile.bench.contract import Mode
-from dp_compile.bench.modes import bounds, decent_dp, functional, ours, python_reducer, thunder, torch_ddp, unavailable
+from dp_compile.bench.modes import (
+    bounds,
+    decent_dp,
+    decentralized,
+    functional,
+    ours,
+    python_reducer,
+    thunder,
+    torch_ddp,
+    unavailable,
+)
 from dp_compile.errors import ConfigError
 
-_FAMILIES: Final = (ours, torch_ddp, python_reducer, functional, decent_dp, thunder, unavailable, bounds)
+_FAMILIES: Final = (
+    ours,
+    decentralized,
+    torch_ddp,
+    python_reducer,
+    functional,
+    decent_dp,
+    thunder,
+    unavailable,
+    bounds,
+)
 
 MODES: Final[Mapping[str, Mode]] = MappingProxyType({kind.name: kind for each in _FAMILIES for kind in each.KINDS})
 """By name, each in its recommended setting."""
@@ -26,6 +46,7 @@ def _arguments() -> dict[str, tuple[str, Callable[[str], Mode]]]:
         *((kind, functional.with_cap, "MIB") for kind in functional.KINDS if kind.settings == functional.BUCKETED),
         *((kind, thunder.with_cap, "MIB") for kind in thunder.KINDS),
         *((kind, bounds.with_cap, "MIB") for kind in bounds.KINDS if kind.name != "compute"),
+        *((kind, decentralized.with_topology, "TOPOLOGY") for kind in decentralized.KINDS),
         *((kind, decent_dp.with_topology, "TOPOLOGY") for kind in decent_dp.KINDS),
     ]
     return {kind.name: (shown, partial(make, kind)) for kind, make, shown in takers}

@@ -64,6 +64,11 @@ class _Neighbours:
     def step(self, batch: Batch) -> None:
         self._loss(self._wrapped, batch).backward()
 
+    def arrive(self) -> None:
+        for work in self._wrapped._comm_ops:
+            if work is not None:
+                work.wait()
+
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         probe = copy.deepcopy(self._model)
         parameters = trainable(probe)

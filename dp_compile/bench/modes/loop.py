@@ -78,12 +78,12 @@ class Loop:
         self.optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
 
     def step(self, batch: Batch) -> None:
-        self._backward(batch)
+        self.forward_backward(batch)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        self._backward(batch)
+        self.forward_backward(batch)
         found = {name: each.grad.clone() for name, each in self._parameters.items() if each.grad is not None}
         self.optimizer.zero_grad(set_to_none=True)
         return found
@@ -93,7 +93,8 @@ class Loop:
         known = self._backwards_s and self._place.type == "cpu"
         return Facts(backward_s=statistics.median(self._backwards_s) if known else None)
 
-    def _backward(self, batch: Batch) -> None:
+    def forward_backward(self, batch: Batch) -> None:
+        """A batch as far as gradients; the backward is timed."""
         placed = tuple(each.to(self._place, non_blocking=True) for each in batch)
         loss = self._workload.loss(self._call, placed)
         start = time.perf_counter()

@@ -151,7 +151,7 @@ class _UpdatingLoop(_OurLoop):
 class _CrossingLoop(_UpdatingLoop):
     """One whose steps leave something to the next."""
 
-    def settle(self) -> None:
+    def arrive(self) -> None:
         synchronize(self.model)
 
 

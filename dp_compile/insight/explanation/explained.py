@@ -41,7 +41,7 @@ from dp_compile.insight.explanation.text import (
     percent,
     wrapped,
 )
-from dp_compile.insight.step import MeasuredBucket, PlannedBucket, Step
+from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, PlannedBucket, Step
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.words import count, format_bytes
@@ -168,8 +168,13 @@ def explanation_of(step: Step) -> Explanation:
     If only a measured step tells how long the backward computes, predictions start from that.
 
     Raises:
-        ConfigError: the measured buckets are not those of the plan.
+        ConfigError: the measured buckets are not those of the plan, or no gradient is reduced.
     """
+    if step.mode == DECENTRALIZED:
+        raise ConfigError(
+            "this step mixes parameters with neighbours: no gradient is reduced, nothing of that can be explained. Its "
+            "timeline shows the exchanges, dp-compile whatif --topology predicts others."
+        )
     given, step = step, with_measured_backward(step)
     buckets = explained_buckets(step)
     planned = [bucket.planned for bucket in buckets if bucket.planned is not None]

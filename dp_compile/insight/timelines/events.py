@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import Final, NamedTuple
 
+from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation.exposure import with_measured_backward
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
 from dp_compile.plan.network import Carried
 from dp_compile.plan.ready_times import MEASURED as MEASURED_TIMES
@@ -141,7 +142,8 @@ class Timeline:
 
     @property
     def start_s(self) -> float:
-        return min(-(view.forward_s or 0.0) for view in self.views)
+        sent_s = (each.launch_s for view in self.views for each in view.transfers)
+        return min(*(-(view.forward_s or 0.0) for view in self.views), 0.0, *sent_s)
 
     @property
     def end_s(self) -> float:
@@ -157,6 +159,8 @@ class Fact(NamedTuple):
 
 def timeline_of(step: Step) -> Timeline:
     """The planned view, and the measured one if the step was measured."""
+    if step.mode == DECENTRALIZED:
+        return _of_exchanges(step)
     step = with_measured_backward(step)
     keys = [bucket.key for bucket in step.plan.buckets]
     if len(step.links) > 1:
@@ -237,6 +241,48 @@ def _measured(step: Step, measured: MeasuredStep, lane_of: Sequence[int]) -> Vie
         optimizer_s=measured.optimizer_s,
     )
     return _with_critical_path(view, step, holders)
+
+
+def _of_exchanges(step: Step) -> Timeline:
+    """What arrived in a backward, since it was sent in the step before, and what was sent in it: a lane for each edge.
+
+    A bucket that is still on its way when the backward ends is drawn up to there.
+
+    Raises:
+        ConfigError: the step was not measured.
+    """
+    measured = step.measured
+    if measured is None:
+        raise ConfigError(
+            "this step mixes parameters with neighbours, and was not measured: nothing plans when they travel. Train "
+            "some steps in `with dp_compile.measure(model):`; dp-compile whatif --topology predicts."
+        )
+    edges = list(dict.fromkeys(edge for each in measured.buckets for edge in (each.edge, each.next_edge)))
+    transfers = []
+    for number, seen in enumerate(measured.buckets):
+        lane, next_lane = edges.index(seen.edge), edges.index(seen.next_edge)
+        whole = Transfer(number, lane, seen.launch_s, seen.launch_s, seen.finish_s, seen.waited_s)
+        sent = [] if seen.sent_s is None else [Interval(seen.sent_s, max(seen.sent_s, measured.backward_s))]
+        boxes = [whole, *(Transfer(number, next_lane, each.start_s, each.start_s, each.end_s, 0.0) for each in sent)]
+        travelling = [each for each in boxes if len(edges[each.lane]) > 1]
+        transfers.append(replace(whole, stages=tuple(travelling)))
+    view = View(
+        MEASURED,
+        f"rank {measured.rank}; {measured.source}",
+        measured.backward_s,
+        tuple(transfers),
+        critical=None if measured.exposed_s else Interval(0.0, measured.backward_s),
+        forward_s=measured.forward_s,
+        optimizer_s=measured.optimizer_s,
+    )
+    return Timeline(step, tuple(map(_edge_name, edges)), (view,))
+
+
+def _edge_name(ranks: Sequence[int]) -> str:
+    """Of many ranks the first and the last."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} alone"
+    return "edge " + (", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}")
 
 
 def _end_s(transfer: Transfer) -> float:
@@ -358,6 +404,8 @@ def span_of_members(bucket: Bucket) -> str:
 def critical_path_text(view: View) -> str:
     """The critical path in words."""
     buckets = [each.bucket for each in view.transfers if each.critical]
+    if not buckets and view.exposed and view.critical is None:
+        return "what was sent in the step before, and compute"
     if not buckets:
         return "compute alone" if view.critical else "not known: the ends of the buckets were not seen"
     numbers = str(buckets[0]) if len(buckets) == 1 else f"{buckets[0]} to {buckets[-1]}"
@@ -375,7 +423,11 @@ def facts(timeline: Timeline) -> tuple[Fact, ...]:
     gradients = count(sum(gradient.name != UNUSED_FLAGS for gradient in plan.gradients), "gradient")
     group = f"{count(step.world_size, 'rank')} ({step.backend}, {step.device}), strategy {step.strategy}"
     size = f"{count(len(plan.buckets), 'bucket')}, {gradients}, {format_bytes(plan.nbytes)}"
-    found = [Fact("step", f"{group}; {size}"), Fact("an all-reduce", f"{step.cost} ({step.cost_source})")]
+    found = [Fact("step", f"{group}; {size}")]
+    if step.mode == DECENTRALIZED:
+        found.append(Fact("exchanges", "buckets are of parameters; each is sent in the step before it is mixed"))
+    else:
+        found.append(Fact("an all-reduce", f"{step.cost} ({step.cost_source})"))
     return (*found, *(_view_fact(timeline, view) for view in timeline.views))
 
 
