@@ -22,7 +22,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile._torch import optim
-from dp_compile._torch.sharded_gradient import ShardedGradient
+from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.replica import Replica
@@ -105,8 +105,9 @@ class Sharded(InBackward):
         replica.parts_to = self
         replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
         self._cover(replica)
+        states = self._full_states(optimizer)
         self._lay_out()
-        self._hold(self._full_states(optimizer))
+        self._hold(states)
         super().install()
         self._handles.append(optimizer.register_state_dict_pre_hook(_refuse_state_dict))
 
@@ -201,10 +202,14 @@ class Sharded(InBackward):
             self._alive().state = ShardedStates(dict)
             self._looked_at = (None, {}, False)
             self._hold(states)
+        self._find_memory()
+
+    def _find_memory(self) -> None:
+        """Of parameters that are cut the pieces lie where those lie, which may have been given other memory."""
         for index, piece in self.pieces.items() if self.cuts else ():
             parameter, own = self.parameters[index], self._own[index]
             if own.data_ptr() != parameter.data_ptr() + piece.start * parameter.element_size():
-                own.data = flat(parameter)[piece.start : piece.stop]  # the parameter was given other memory
+                own.data = flat(parameter)[piece.start : piece.stop]
 
     def _is_laid_out(self, replica: Replica) -> bool:
         plan, _, same = self._looked_at
@@ -236,6 +241,10 @@ class Sharded(InBackward):
     def _own_of(self, piece: Piece) -> nn.Parameter:
         parameter = self.parameters[piece.index]
         return nn.Parameter(flat(parameter)[piece.start : piece.stop]) if self.cuts else parameter
+
+    def group_of(self, index: int) -> dict[str, Any]:
+        """The optimizer's group of a parameter."""
+        return self._alive().param_groups[self._group_of[index]]
 
     # --- state
 
@@ -302,6 +311,7 @@ class Sharded(InBackward):
             self._check_added(replica)
             self._cover(replica)
             self._looked_at = (None, {}, False)
+        self._find_memory()
         for index in self.covered:
             if isinstance(replica.parameters[index].grad, ShardedGradient):
                 replica.parameters[index].grad = None
@@ -401,7 +411,7 @@ class Sharded(InBackward):
                 self._gather(replica)
         for index in self.covered:
             if index not in still:
-                self.parameters[index].grad = ShardedGradient(self.parameters[index])
+                self.parameters[index].grad = sharded_gradient(self.parameters[index])
 
     def _left_whole(self) -> dict[int, torch.Tensor]:
         """Of whole parameters those that no op has updated, from `.grad`, as where nothing is captured."""
