@@ -5,6 +5,7 @@ Everything goes by the names of parameters, so it fits another number of ranks, 
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -50,7 +51,7 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
 def sharded_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """This rank's part of the state, for `torch.distributed.checkpoint.save`: `{"optimizer": sharded_state_dict(...)}`.
 
-    `{"state": {parameter: {name: tensor}}, "param_groups": [...]}` with the names of parameters in the module. Of a
+    `{"state": {parameter: {name: tensor}}, "param_groups": JSON}` with the names of parameters in the module. Of a
     parameter that is cut, each tensor is saved as one of one dimension, put together of the ranks' parts, in the order
     of the parameter's memory. No communication; the tensors are those of the optimizer, not copies.
 
@@ -68,7 +69,7 @@ def sharded_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             for key, value in own.items()
             if value is not None
         }
-    return {"state": state, "param_groups": _groups(sharded, optimizer)}
+    return {"state": state, "param_groups": json.dumps(_groups(sharded, optimizer))}
 
 
 def load_sharded_state_dict(
@@ -101,7 +102,7 @@ def load_sharded_state_dict(
     }
     given: dict[str, Any] = {
         "state": {sharded.names[index]: state for index, state in wanted.items() if state},
-        "param_groups": groups,
+        "param_groups": "",
     }
     known_names = {name for group in groups for name in group["params"]}
     foreign = {
@@ -114,7 +115,7 @@ def load_sharded_state_dict(
         )
     whole = {key: given}
     load(whole, storage_reader=reader, process_group=sharded.group)
-    _take_groups(optimizer, groups, whole[key]["param_groups"])
+    _take_groups(optimizer, groups, json.loads(whole[key]["param_groups"]))
     sharded.hold_own({
         index: {name: value.part if isinstance(value, StatePart) else value for name, value in state.items()}
         for index, state in wanted.items()
@@ -157,7 +158,7 @@ def _take_groups(
             if isinstance(group.get(name), torch.Tensor):
                 group[name].fill_(value)
             else:
-                group[name] = value
+                group[name] = tuple(value) if isinstance(value, list) else value
 
 
 def _entries(stored: Mapping[str, Any], prefix: str) -> dict[str, TensorStorageMetadata]:
@@ -172,12 +173,10 @@ def _entries(stored: Mapping[str, Any], prefix: str) -> dict[str, TensorStorageM
 def _room_for(sharded: Sharded, index: int, entries: Mapping[str, TensorStorageMetadata]) -> State:
     """Tensors without values yet for this rank's part of a parameter's state."""
     parameter, piece, state = sharded.parameters[index], sharded.pieces[index], dict[str, Any]()
-    group = sharded.group_of(index)
-    on_device = group.get("capturable") or group.get("fused")
     for key, what in entries.items():
         dtype = what.properties.dtype
         if len(what.size) == 0:
-            state[key] = torch.empty((), dtype=dtype, device=parameter.device if on_device else "cpu")
+            state[key] = torch.empty((), dtype=dtype)
         elif not sharded.cuts:
             state[key] = torch.empty(what.size, dtype=dtype, device=parameter.device)
         elif tuple(what.size) != (parameter.numel(),):

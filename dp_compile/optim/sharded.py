@@ -32,7 +32,7 @@ from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place
 from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of
-from dp_compile.optim.states import States, cut, gathered
+from dp_compile.optim.states import State, States, cut, gathered
 from dp_compile.passes.reduction import Launched, launch_stage
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, Stage
@@ -55,6 +55,16 @@ class ShardedStates(defaultdict[Any, Any]):
             "an optimizer with sharded state was copied or pickled: the copy would have a part of the state, under "
             "names of this process. Copy what dp_compile.optim.full_state_dict(optimizer) gives, called on every rank."
         )
+
+
+class _TakesParts:
+    """Keeps the optimizer as long as its module is replicated: gradients in parts are of no use to anybody else."""
+
+    def __init__(self, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
+        self._sharded, self._optimizer = sharded, optimizer
+
+    def take(self, bucket: int, part: torch.Tensor) -> None:
+        self._sharded.take(bucket, part)
 
 
 class Sharded(InBackward):
@@ -80,6 +90,8 @@ class Sharded(InBackward):
         """What this rank looks after, by parameter."""
         self._own: dict[int, nn.Parameter] = {}
         """What the optimizer updates on this rank, by parameter: elements of it, or it itself."""
+        self._owner_of: dict[int, int] = {}
+        """Of whole parameters: the rank that updates each."""
         self._group_of: dict[int, int] = {}
         self._plan: BucketPlan | None = None
         """The plan by which parameters are cut."""
@@ -102,7 +114,7 @@ class Sharded(InBackward):
             said = {"optimizer": type(optimizer).__name__, "parameters": list(self._names_now()),
                     "groups": [len(group["params"]) for group in optimizer.param_groups]}  # fmt: skip
             agree(table, meeting(replica, "sharded optimizer"), said, call="in_backward(shard=True)")
-        replica.parts_to = self
+        replica.parts_to = _TakesParts(self, optimizer)
         replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
         self._cover(replica)
         states = self._full_states(optimizer)
@@ -183,6 +195,7 @@ class Sharded(InBackward):
                 key: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
                 for key, value in state.items()
             }
+            self._place_numbers(index, optimizer.state[self.parameters[index]])
         self._own, self.pieces = {}, {}
 
     def describe(self) -> str:
@@ -223,7 +236,7 @@ class Sharded(InBackward):
             if self.cuts:
                 same = known and layout_of(replica.plan) == layout_of(self._plan)  # type: ignore[arg-type]
             else:
-                same = known and set(self._owners()) == set(self.covered)
+                same = known and self._owner_of == self._owners()
             self._looked_at = (replica.plan, bucket_of, same)
         return same
 
@@ -262,8 +275,17 @@ class Sharded(InBackward):
         for index, piece in self.pieces.items():
             if index in states:
                 held[self._own[index]] = cut(states[index], self.parameters[index], piece, self.cuts)
+                self._place_numbers(index, held[self._own[index]])
         self._alive().state = held
         self._has_state = bool(states)
+
+    def _place_numbers(self, index: int, state: State) -> None:
+        """A step counter is on the host, unless kernels of the device read it."""
+        group = self.group_of(index)
+        if group.get("capturable") or group.get("fused"):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not value.dim():
+                    state[key] = value.to(self.parameters[index].device)
 
     def own_states(self) -> States:
         """Of this rank's pieces."""
@@ -279,6 +301,7 @@ class Sharded(InBackward):
         """Go on from states of this rank's pieces. Every rank calls it."""
         held = ShardedStates(dict)
         for index, state in states.items():
+            self._place_numbers(index, state)
             held[self._own[index]] = state
         self._alive().state = held
         self._has_state = True
@@ -317,11 +340,11 @@ class Sharded(InBackward):
                 replica.parameters[index].grad = None
 
     def _check_added(self, replica: Replica) -> None:
-        replica.parts_to = None
+        taking, replica.parts_to = replica.parts_to, None
         try:
             self._check(replica, self._alive())
         finally:
-            replica.parts_to = self
+            replica.parts_to = taking
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         replica = self._replicated()
