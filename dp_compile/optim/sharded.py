@@ -334,6 +334,8 @@ class Sharded(InBackward):
             self._check_added(replica)
             self._cover(replica)
             self._looked_at = (None, {}, False)
+            if not self.cuts:  # else the plan may change before its end
+                self._lay_out()
         self._find_memory()
         for index in self.covered:
             if isinstance(replica.parameters[index].grad, ShardedGradient):

@@ -96,6 +96,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "optimizers.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+        "# as above, up to the optimizer": ("tests/docs/test_commands.py::test_the_sharded_optimizer_that_is_shown",),
     },
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
@@ -187,9 +188,8 @@ def test_what_is_not_in_the_table_is_seen() -> None:
 # --- the Python ---------------------------------------------------------------------------------------------------
 
 
-def python_of(name: str) -> str:
-    (block,) = [block for language, block in blocks(TEXTS[name]) if language == "python"]
-    return block
+def python_of(name: str, number: int = 0) -> str:
+    return [block for language, block in blocks(TEXTS[name]) if language == "python"][number]
 
 
 @contextlib.contextmanager
@@ -226,6 +226,21 @@ def update_in_backward(code: str) -> tuple[str, list[float]]:
         exec(code, names)
     values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
     return str(dp_compile.report(names["model"])), values
+
+
+def shard(above: str, code: str, directory: str) -> tuple[list[float], int, int]:
+    """Run the lines on a sharded optimizer behind those above; the parameters, and elements of state here and in all."""
+    torch.manual_seed(dist.get_rank())
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss, "directory": directory}
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+    with as_on_a_rank_of_the_tests():
+        exec(above.split("dp_compile.optim.in_backward")[0] + "import torch.distributed.checkpoint\n" + code, names)
+    values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+    states = names["optimizer"].state, names["state"]["state"]
+    here, whole = (
+        sum(each.numel() for one in state.values() for each in one.values() if each.dim()) for state in states
+    )
+    return values, here, whole
 
 
 def look_inside(code: str) -> tuple[str, Step, bool]:
@@ -277,6 +292,13 @@ def mix_parameters(code: str) -> tuple[str, list[float], list[float]]:
         saved = torch.load("model.pt")
     own = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
     return str(dp_compile.report(names["model"])), own, nn.utils.parameters_to_vector(saved.values()).tolist()
+
+
+def test_the_sharded_optimizer_that_is_shown(ranks2: Ranks, tmp_path: Path) -> None:
+    code = python_of("optimizers.md"), python_of("optimizers.md", 1)
+    (one, here, whole), (other, there, _) = ranks2.run(shard, *code, str(tmp_path))
+    assert one == other
+    assert here + there == whole
 
 
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
