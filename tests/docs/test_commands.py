@@ -229,7 +229,7 @@ def update_in_backward(code: str) -> tuple[str, list[float]]:
 
 
 def shard(above: str, code: str, directory: str) -> tuple[list[float], int, int]:
-    """Run the lines on a sharded optimizer behind those above; the parameters, and elements of state here and in all."""
+    """Run the lines on a sharded optimizer behind those above; parameters, elements of state here and in all."""
     torch.manual_seed(dist.get_rank())
     names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss, "directory": directory}
     names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
