@@ -39,9 +39,8 @@ class Group:
         Args:
             parameter: whose gradient it is, if that may matter.
         """
-        averaging = self.averaging
-        wire, scattered = self.wires.get(parameter, averaging.wire), parameter in self.scattered
-        averaging = replace(averaging, wire=wire, scattered=scattered)
+        averaging = replace(self.averaging, wire=self.wires.get(parameter, self.averaging.wire))
+        averaging = replace(averaging, scattered=parameter in self.scattered)
         if self.by_hook is not None and parameter not in self.by_hook:
             averaging = replace(averaging, hook=None)
         if dtype.is_complex:
@@ -52,8 +51,8 @@ class Group:
     def reduction_of_flags(self, dtype: torch.dtype, parameter: str) -> Reduction:
         """As that of the gradient of this parameter, but over all ranks, which all get all of it, and never by a hook,
         which may lose some."""
-        averaging = replace(self.averaging, hook=None, subgroup=None)
-        return replace(self, averaging=averaging, scattered=frozenset()).reduction(dtype, parameter)
+        whole = replace(self, averaging=replace(self.averaging, hook=None, subgroup=None), scattered=frozenset())
+        return whole.reduction(dtype, parameter)
 
     @property
     def has_kinds(self) -> bool:

@@ -60,7 +60,7 @@ def numel_of_part(plan: BucketPlan, bucket: int) -> int:
 def layout_of(plan: BucketPlan) -> tuple[object, ...]:
     """Equal for plans that cut parameters in the same places."""
     return tuple(
-        (number, bucket.key.reduction.parts, [(member.gradient.index, member.offset) for member in bucket.members])
+        (number, numel_of_part(plan, number), [(member.gradient.index, member.offset) for member in bucket.members])
         for number, bucket in enumerate(plan.buckets)
         if bucket.key.reduction.is_scattered
     )
