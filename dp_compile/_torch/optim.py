@@ -26,6 +26,11 @@ def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     return any(bool(found) for found in _found_inf(scaler, optimizer).values())
 
 
+def found_inf_tensors(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Where `scaler.unscale_(optimizer)` has noted, for each device, whether what it looked at was not finite."""
+    return list(_found_inf(scaler, optimizer).values())
+
+
 def has_in_backward_optimizer(parameter: torch.Tensor) -> bool:
     """Whether torch's `_apply_optimizer_in_backward` was called for a parameter."""
     return bool(getattr(parameter, "_in_backward_optimizers", ()))

@@ -180,7 +180,8 @@ class CompiledBackward:
         complaints: list[DPCompileError] = []
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
-            flags, averages = next(remaining), [next(remaining) for _ in unused]
+            flags = next(remaining)
+            averages = [None if index in replica.scattered else next(remaining) for index in unused]
             replica.local.used.clear()
             try:
                 replica.hand_out(unused, averages, flags)

@@ -30,6 +30,8 @@ class Group:
     """Of some parameters, by name, the dtype in which their gradients travel; else as `averaging` says."""
     by_hook: frozenset[str] | None = None
     """The parameters that the comm hook of `averaging` reduces, by name; `None`: all."""
+    scattered: frozenset[str] = frozenset()
+    """The parameters of whose reduced gradients each rank keeps a part only, by name."""
 
     def reduction(self, dtype: torch.dtype, parameter: str = "") -> Reduction:
         """How gradients of a dtype are averaged over it; of a complex one, their real and imaginary parts.
@@ -38,6 +40,7 @@ class Group:
             parameter: whose gradient it is, if that may matter.
         """
         averaging = replace(self.averaging, wire=self.wires.get(parameter, self.averaging.wire))
+        averaging = replace(averaging, scattered=parameter in self.scattered)
         if self.by_hook is not None and parameter not in self.by_hook:
             averaging = replace(averaging, hook=None)
         if dtype.is_complex:
@@ -46,8 +49,10 @@ class Group:
         return averaging.reduction(self.name, self.backend, self.world_size, name, self.levels)
 
     def reduction_of_flags(self, dtype: torch.dtype, parameter: str) -> Reduction:
-        """As that of the gradient of this parameter, but over all ranks, and never by a hook, which may lose some."""
-        return replace(self, averaging=replace(self.averaging, hook=None, subgroup=None)).reduction(dtype, parameter)
+        """As that of the gradient of this parameter, but over all ranks, which all get all of it, and never by a hook,
+        which may lose some."""
+        whole = replace(self, averaging=replace(self.averaging, hook=None, subgroup=None), scattered=frozenset())
+        return whole.reduction(dtype, parameter)
 
     @property
     def has_kinds(self) -> bool:

@@ -169,7 +169,7 @@ class ReductionRound:
     due: deque[tuple[int, int]] | None = None
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The reduced gradients and flags by index, once the round is finished."""
+    """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
     audience: observers.Audience = observers.NOBODY
     """Who is told of launches and waits."""
     module: int = 0
@@ -231,31 +231,44 @@ class ReductionRound:
                 self._launch(bucket, flags)
             while self.due:
                 self._launch_stage()
-            reduced: list[tuple[Member, torch.Tensor]] = []
-            for flight in self.flights:
-                tensors = finished(flight.reducing)
-                places = zip(flight.bucket.members, flight.bucket.places(), strict=True)
-                reduced += [(member, view_of(member, tensors[place.tensor], place.offset)) for member, place in places]
-            self.averages = _whole(reduced)
+            self.averages = self._wait()
             for flight in self.flights:
                 flight.ops.remember()
             for index in self.arrived:
-                # In place if the gradient is still there: a hook of the user's may have dropped it.
-                grad = replica.parameters[index].grad
-                if grad is None:
-                    replica.set_grad(index, self.averages[index])
-                else:
-                    with torch.no_grad():
-                        real_view(grad).copy_(self.averages[index])
+                self._set_grad(index)
             replica.local.used.clear()
             replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
             flags = self.averages[len(replica.parameters)]
-            replica.hand_out(unused, [self.averages[index] for index in unused], flags)
+            replica.hand_out(unused, list(map(self.averages.get, unused)), flags)
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
                 replica.count_synced()
                 replica.arrivals_in = None
+
+    def _wait(self) -> dict[int, torch.Tensor]:
+        """For all buckets; of which each rank has a part, that is handed on."""
+        reduced: list[tuple[Member, torch.Tensor]] = []
+        for number, flight in enumerate(self.flights):
+            tensors = finished(flight.reducing)
+            if flight.bucket.key.reduction.is_scattered:
+                assert self.replica.parts_to is not None
+                self.replica.parts_to.take(number, *tensors)
+                continue
+            places = zip(flight.bucket.members, flight.bucket.places(), strict=True)
+            reduced += [(member, view_of(member, tensors[place.tensor], place.offset)) for member, place in places]
+        return _whole(reduced)
+
+    def _set_grad(self, index: int) -> None:
+        # In place if the gradient is still there: a hook of the user's may have dropped it.
+        grad = self.replica.parameters[index].grad
+        if index in self.replica.scattered:
+            self.replica.parameters[index].grad = None
+        elif grad is None:
+            self.replica.set_grad(index, self.averages[index])
+        else:
+            with torch.no_grad():
+                real_view(grad).copy_(self.averages[index])
 
     def is_launched(self) -> bool:
         return not (self.replica.plan.buckets if self.due is None else self.due)
@@ -355,10 +368,11 @@ def round_of_inner_backwards(replica: Replica) -> ReductionRound:
 
 
 def refuse_inner_step(replica: Replica) -> None:
-    """A module whose ranks mix parameters steps where a backward ends, and nobody sees this one end."""
-    if replica.is_mixed and replica.sync:
+    """Where ranks mix parameters, or each updates a part of them, a step ends with a backward: nobody sees this end."""
+    if (replica.is_mixed or replica.parts_to is not None) and replica.sync:
+        what = "decentralized module" if replica.is_mixed else "module with a sharded optimizer"
         raise ReductionError(
-            f"the decentralized module of {replica.names[0]} is reached only by a backward inside another one, as of "
+            f"the {what} of {replica.names[0]} is reached only by a backward inside another one, as of "
             "reentrant checkpointing, or by one that C++ started. Use checkpoint(..., use_reentrant=False)."
         )
 

@@ -122,7 +122,7 @@ def with_reductions(captured: CapturedGraph, replicas: Sequence[Replica], wanted
     reduced = _add_completion(graph, inputs, captured.binding, hooked, reductions, replicas, wanted, factors)
     for update in wanted.updates:
         places = [(update.replica, index) for index in update.indices]
-        parameters = [hooked[place][0] for place in places]
+        parameters = [] if update.hands_over else [hooked[place][0] for place in places]
         gradients = [reductions[place] for place in places]
         who = list(update.indices), update.replica, update.optimizer, update.bucket
         graph.call_function(UPDATE_LATER, (parameters, gradients, *who))
@@ -245,7 +245,8 @@ def _add_completion(
                 given = (parameter, existing, index, ordinal, after, *more)
                 after = reductions[place] = graph.call_function(reduce, given)
             after = after if wanted.deferred else None
-        results += [done[index] for index in sources]
+        reductions |= {(ordinal, index): node for index, node in done.items() if index in replica.scattered}
+        results += [done[index] for index in sources if index not in replica.scattered]
         for index in range(len(replica.parameters)):
             names = list(replica.state_of_hook(index))
             with graph.inserting_before(start):

@@ -74,6 +74,13 @@ class Arrivals(Protocol):
     def arrive(self, index: int) -> None: ...
 
 
+class TakesParts(Protocol):
+    """What is done with reduced gradients of which each rank has a part."""
+
+    def take(self, bucket: int, part: torch.Tensor) -> None:
+        """This rank's part of a bucket, by its number in the plan, from a backward that was not captured."""
+
+
 class Removable(Protocol):
     """Something that was installed and can be taken off."""
 
@@ -150,6 +157,12 @@ class Replica:
     """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
     average_by: Callable[[Averaging], None] | None = None
     """Lets gradients be averaged in another way from now on. Only between backwards, on every rank."""
+    scatter: Callable[[frozenset[str]], None] | None = None
+    """Lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`."""
+    scattered: frozenset[int] = frozenset()
+    """The parameters that this was said of."""
+    parts_to: TakesParts | None = None
+    """Who gets this rank's part of each bucket of those."""
     updates: list[Updates] = field(default_factory=list)
     """Optimizers that update its parameters in the backward, each its own."""
     wanted: tuple[Wanted, ...] = ()
@@ -278,12 +291,12 @@ class Replica:
         owners = (place.owner() for place in self.parameter_places)
         return [owner for owner in owners if owner is not None]
 
-    def hand_out(self, unused: Sequence[int], averages: Sequence[torch.Tensor], flags: torch.Tensor) -> None:
+    def hand_out(self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], flags: torch.Tensor) -> None:
         """Give parameters without a gradient on this rank what the others have.
 
         Args:
             unused: parameters without a gradient here.
-            averages: the reduced gradient of each of them.
+            averages: the reduced gradient of each of them; `None`: nobody has all of it.
             flags: the reduced flags.
         """
         self.untouched = ()
@@ -292,7 +305,7 @@ class Replica:
         found = self.config.unused == "find"
         self.untouched = tuple(index for index in unused if found and not bool(flags[index]))
         for index, average in zip(unused, averages, strict=True):
-            if index not in self.untouched:
+            if index not in self.untouched and average is not None:
                 self.set_grad(index, average)
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ class Wanted:
         whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
         in_flight: see `PlaceUpdates`.
         crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
+        parts: it gets this rank's part of each bucket, and all of them in every backward.
         obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
     """
 
@@ -33,6 +34,7 @@ class Wanted:
     whole: bool = False
     in_flight: int | None = None
     crosses: bool = False
+    parts: bool = False
     obstacle: str = ""
 
 
@@ -82,12 +84,14 @@ class InBackward:
     """Parameters that one op of a captured backward updates.
 
     `replica`, `optimizer`, `bucket`: by position; `bucket` is the last one that holds a gradient of `indices`.
+    `hands_over`: it only hands gradients over, and writes to no parameter: this rank's backward does not have them all.
     """
 
     replica: int
     optimizer: int
     bucket: int
     indices: tuple[int, ...]
+    hands_over: bool = False
 
 
 def begin(replica: Replica) -> None:
@@ -136,6 +140,11 @@ def updates_of(
         }
         for number, wanted in enumerate(replica.wanted):
             reason = wanted.obstacle
+            if wanted.parts:
+                for bucket, indices in _by_bucket(wanted.indices, bucket_of, whole=False).items():
+                    missing = [index for index in indices if (ordinal, index) not in got]
+                    found.append(InBackward(ordinal, number, bucket, tuple(indices), bool(missing)))
+                continue
             here = [index for index in wanted.indices if (ordinal, index) in got]
             missing = [index for index in wanted.indices if (ordinal, index) not in got]
             if wanted.whole and missing:

@@ -32,7 +32,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.modules.replicated_module import refuse_mixed, replica_of
+from dp_compile.modules.replicated_module import refuse_mixed, refuse_parts, replica_of
 
 MOST_MODULES: Final = 16
 """How many modules one backward may reach in a join context."""
@@ -119,6 +119,7 @@ def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
     Raises:
         ConfigError: torch's C++ reducer reduces this module, by the user's wish or for a comm hook.
     """
+    refuse_parts(replica, "join()")
     if not replica.python_hook:
         raise ConfigError(
             "join() needs dp_compile's hooks, but ddp_python_hook is False. Use torch's DDP and its join()."

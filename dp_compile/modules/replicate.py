@@ -23,6 +23,7 @@ from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.gradients import gradient_specs
+from dp_compile.engine.group import Group
 from dp_compile.engine.hooks import install_hooks, reduce_as_planned
 from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
@@ -405,6 +406,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
+    replica.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
     if comm_hook is not None and comm_hook.memory is not None:
         check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
@@ -424,14 +426,36 @@ def _average_by(
     assert module is not None
     if replica.comm_hook is not None:
         averaging = _with_hook(replica.group.averaging, replica.comm_hook, averaging)
-    group = dataclasses.replace(replica.group, averaging=averaging)
-    gradients = gradient_specs(replica.parameters, replica.names, group)
     was = replica.group.averaging
     # Where nothing but the divisor is another one, perhaps in each step, plans are made as before: it takes long.
     as_before = dataclasses.replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
-    planning = None if as_before else make_plan(module, replica.parameters, gradients, group, request)
-    replica.group = group
+    _reduce_by(replica, dataclasses.replace(replica.group, averaging=averaging), module, None if as_before else request)
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
+    if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
+        replica.reducer.register_comm_hook(of, reduce_as_planned)
+
+
+def _scatter(
+    of: weakref.ref[Replica], within: weakref.ref[nn.Module], request: PlanRequest, names: frozenset[str]
+) -> None:
+    """As `_average_by`, for what `Replica.scatter` says. Of no names: all as it was before."""
+    replica, module = of(), within()
+    assert replica is not None
+    assert module is not None
+    _reduce_by(replica, dataclasses.replace(replica.group, scattered=names), module, request)
+    if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards:
+        # Gradients have arrived: torch's DDP would not look at them once more.
+        assert replica.revisions.revise is not None
+        replica.revisions.due = ()
+        replica.adopt(replica.revisions.revise(replica.ready, None), replica.ready)
+    replica.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
+
+
+def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanRequest | None) -> None:
+    """Reduce as the group says from now on. `request`: how a plan is made for it; `None`: as it was."""
+    gradients = gradient_specs(replica.parameters, replica.names, group)
+    planning = None if request is None else make_plan(module, replica.parameters, gradients, group, request)
+    replica.group = group
     if planning is not None:
         replica.revisions.revise = planning.revise
     if planning is None or _keep_together(replica.plan, gradients):
@@ -441,8 +465,6 @@ def _average_by(
     else:
         replica.revisions.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)
-    if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
-        replica.reducer.register_comm_hook(of, reduce_as_planned)
 
 
 def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
@@ -451,6 +473,8 @@ def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
     sizes = {gradient.index: gradient.itemsize for gradient in gradients}
     if any(sizes[gradient.index] != gradient.itemsize for gradient in plan.gradients):
         return False
+    if any(keys[each.index].reduction.is_scattered != each.key.reduction.is_scattered for each in plan.gradients):
+        return False  # members lie in another way
     in_one_piece = all(member.rows is None for bucket in plan.buckets for member in bucket.members)
     by_hook = any(key.reduction.hook is not None for key in keys.values())
     together = ({keys[member.gradient.index] for member in bucket.members} for bucket in plan.buckets)

@@ -309,6 +309,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
     owner = state_of(module)
     name = class_name(unwrap(module))
     refuse_mixed(owner, name)
+    refuse_parts(owner, "a comm hook")
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
     if isinstance(owner, Replica) and owner.backwards.total():
@@ -482,6 +483,19 @@ def refuse_mixed(owner: Replica | Pending, name: str) -> None:
     """
     if isinstance(owner, Replica) and owner.is_mixed:
         raise ModuleError(f"{name} is decentralized: no gradient of it is reduced, nothing can be said on how.")
+
+
+def refuse_parts(owner: Replica | Pending, what: str) -> None:
+    """Whether every rank gets all of each reduced gradient.
+
+    Raises:
+        ModuleError: a sharded optimizer gets parts of them.
+    """
+    if isinstance(owner, Replica) and owner.parts_to is not None:
+        raise ModuleError(
+            f"{what} needs whole gradients, but the module of {owner.names[0]} has a sharded optimizer, for which "
+            "each rank reduces a part. Use in_backward() without shard=True."
+        )
 
 
 def _agree(replica: Replica, statement: Statement, call: str) -> None:

@@ -31,6 +31,7 @@ def in_backward(
     *,
     buckets_in_flight: int | None = None,
     overlap_forward: bool = False,
+    shard: bool = False,
 ) -> torch.optim.Optimizer:
     """Let the backward of a replicated module update its parameters. Returns the same optimizer.
 
@@ -51,24 +52,36 @@ def in_backward(
             does each right before it reads the parameter. For `torch.compile(model, backend="dp_compile")`; behind any
             other forward `step()` waits. Whoever reads a parameter past the module's methods calls
             `model.synchronize()` before (`optim/crossing.py` has who waits). Every rank gives the same.
+        shard: each rank reduces, updates and remembers a part: elements of buckets, or whole parameters where the
+            optimizer looks at more than elements. All of `step()` is then in the backward, on every rank. Every rank
+            calls this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.
 
     Raises:
         ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
-            has no parameter of `model`, or another optimizer updates one already; or an option is not allowed.
+            has no parameter of `model`, or another optimizer updates one already; or an option is not allowed; or, with
+            `shard`, something of the module or the optimizer cannot be cut.
+        DesyncError: ranks shard other optimizers, or some do not; or another rank gives another `overlap_forward`.
         ModuleError: `model` is not replicated, or waits for its first forward.
-        DesyncError: another rank gives another `overlap_forward`.
     """
     replica = replica_of(model)
     if replica.is_mixed:
         raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
     _check(optimizer, max_norm, scaler, buckets_in_flight)
     _check_overlap(overlap_forward, max_norm, scaler, buckets_in_flight)
+    if not isinstance(shard, bool):
+        raise ConfigError(f"shard must be True or False, got {shard!r}.")
     before = _known.get(optimizer)
     if before is not None:
         if before.replica is not None and before in before.replica.updates:
             raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
         before.remove()
-    updates = InBackward(replica, optimizer, max_norm, scaler, buckets_in_flight, overlaps=overlap_forward)
+    if shard and overlap_forward:
+        raise ConfigError(
+            "shard=True together with overlap_forward=True: parameters are gathered at the end of the backward. Leave one "
+            "of them out."
+        )
+    given = replica, optimizer, max_norm, scaler, buckets_in_flight
+    updates = _sharded()(*given) if shard else InBackward(*given, overlaps=overlap_forward)
     mine = updates.indices()
     if not mine:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
@@ -82,6 +95,18 @@ def in_backward(
         watch(model, updates.crossing)
     _known[optimizer] = updates
     return optimizer
+
+
+def _sharded() -> type[InBackward]:
+    """Imported here: it is made of what is below."""
+    from dp_compile.optim.sharded import Sharded
+
+    return Sharded
+
+
+def known(optimizer: torch.optim.Optimizer) -> InBackward | None:
+    """What stands around an optimizer that was given to `in_backward`."""
+    return _known.get(optimizer)
 
 
 def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
@@ -131,7 +156,7 @@ class InBackward:
         scaler: GradScaler | None,
         in_flight: int | None,
         *,
-        overlaps: bool,
+        overlaps: bool = False,
     ) -> None:
         self._replica, self._optimizer = weakref.ref(replica), weakref.ref(optimizer)
         self._max_norm, self._given_scaler, self._in_flight = max_norm, scaler, in_flight
@@ -293,6 +318,12 @@ class InBackward:
     # --- around step()
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_step(optimizer, args, kwargs)
+        if self._max_norm is not None and not self._updated:
+            every = [each for group in optimizer.param_groups for each in group["params"]]
+            optimizer.total_norm = clip(every, self._max_norm)
+
+    def _check_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             raise ReductionError(
@@ -306,9 +337,6 @@ class InBackward:
                 "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
                 "still scaled. Give it to in_backward(model, optimizer, scaler=scaler)."
             )
-        if self._max_norm is not None and not self._updated:
-            every = [each for group in optimizer.param_groups for each in group["params"]]
-            optimizer.total_norm = clip(every, self._max_norm)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._awaits_step = False

@@ -10,6 +10,8 @@ On two levels of network there are three stages, each with a wait behind it:
 
 or, with gloo, an all-to-all and a sum behind its wait in the place of the first.
 
+Where ranks keep parts, there is the first of these only. An update is then given the part in place of each member.
+
 A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
 Compiled code allocates pieces that have a bucket for themselves side by side, else they are copied into one tensor.
 
@@ -87,6 +89,10 @@ class BucketReductions:
                 ops = _GraphOps(site, _parts_of(bucket, members), states, remembered)
                 tensors = finished(reduce_bucket(bucket, ops))
                 staged.append(ops.launches)
+                if bucket.key.reduction.is_scattered:
+                    # Only updates use them: `same_reductions` follows what each of them does with its part.
+                    views |= {part.reduction.node: tensors[part.place.tensor] for part in ops.parts}
+                    continue
                 for part in ops.parts:
                     reduced = tensors[part.place.tensor]
                     where = _put_together(site, part, reduced, pieces)

@@ -32,7 +32,7 @@ from dp_compile.fx.storages import Storage, storages_of, written_by
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, dtype_of, match
-from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
+from dp_compile.passes.updates import UPDATE, UPDATE_LATER, Update, read_update
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, Stage
 
@@ -255,6 +255,14 @@ class _Walk:
             for each in planned.values()
         }
         """By replica and functional hook."""
+        self._in_parts = {
+            (replica, member.gradient.index): (member, bucket.key.reduction.stages[-1])
+            for replica, plan in enumerate(plans)
+            for bucket in plan.buckets
+            for member in bucket.members
+            if bucket.key.reduction.is_scattered
+        }
+        """By replica and index, the members of buckets of which each rank keeps a part."""
         self._by_hook: dict[tuple[int, int], _ByHook] = {}
         """By replica and index."""
         self.numel: Counter[int] = Counter()
@@ -284,9 +292,40 @@ class _Walk:
             self._aliases.setdefault(storage, []).append(node)
         if node.target in (UPDATE, UPDATE_LATER):
             update = read_update(node)
-            self._writes.append(("update", *update[2:], self.of(update.gradients)))
+            self._writes.append(("update", *update[2:], tuple(self._given_to(update))))
         elif written := self._written_by.get(node):
             self._write(node, written)
+
+    def _given_to(self, update: Update) -> Iterator[Any]:
+        """What an update is given of each gradient: all ranks together, if each of them has a part of its bucket."""
+        for index, gradient in zip(update.indices, update.gradients, strict=True):
+            found, planned = self.elements_of(gradient), self._in_parts.get((update.replica, index))
+            together = None if not found or planned is None else self._together(found, planned[1])
+            if planned is None or together is None:
+                yield self.of(gradient)
+            else:
+                member = planned[0]
+                yield elements.strided(together, member.shape, member.gradient.stride, member.offset or 0)
+
+    def _together(self, given: Elements, stage: Stage) -> Elements | None:
+        """The whole of which a rank has this part, cut by a stage; with all that was done to the part."""
+        run = given[0]
+        if given != (replace(elements.whole(run.source, run.numel)[0], factor=run.factor, by=run.by),):
+            return None
+        key = self.sources.key(run.source)
+        if isinstance(key, _Cast):
+            inner = self._together(elements.whole(key.source, run.numel), stage)
+            inner = None if inner is None else self._as_dtype(inner, key.was, key.dtype)
+        else:
+            is_cut = isinstance(key, _Share) and (key.parts, key.group) == (stage.parts, stage.group)
+            inner = key.whole if is_cut and elements.numel_of(key.whole) == run.numel * key.parts else None
+        if inner is None:
+            return None
+        gap = self.sources.number(_GAP)
+        numbers: list[float | str] = [run.factor, *run.by]
+        for number in numbers:
+            inner = tuple(each if each.source == gap else each.times(number) for each in inner)
+        return inner
 
     def uses(self, output: fx.Node) -> Iterator[Any]:
         """Where reduced values end: what is returned, in its place, and what is written, in any order."""

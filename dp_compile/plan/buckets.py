@@ -81,6 +81,8 @@ class GradientSpec:
         """Why it cannot be cut into rows that lie one after the other in memory; `None` if it can."""
         if self.key.reduction.hook is not None:
             return "a comm hook reduces it, which needs all of it"
+        if self.key.reduction.is_scattered:
+            return "each rank keeps a part of it"
         if len(self.shape) < 2:
             return f"it has {count(len(self.shape), 'dimension')}, only matrices and more are cut"
         step = 1
@@ -273,7 +275,7 @@ class Layout:
 
     A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
     rounded up to a power of two, so that small gradients are not mostly padding. Gradients named in `apart` keep
-    memory of their own.
+    memory of their own, unless ranks keep parts of their bucket.
     """
 
     alignment_bytes: int
@@ -298,7 +300,7 @@ class Layout:
         end = 0
         for position, gradient in enumerate(gradients):
             member = Member(gradient, None, rows.get(position))
-            if gradient.name not in self.apart:
+            if gradient.name not in self.apart or key.reduction.is_scattered:
                 step = self._step(member)
                 member = replace(member, offset=-(-end // step) * step)
                 end = -(-end // step) * step + member.numel

@@ -92,13 +92,9 @@ class Levels:
         return len(self.ranks[0])
 
     def stages(self, reduce_op: str, backend: str) -> tuple[Stage, ...]:
-        """Each rank of a node has a part of its sum, reduces that with its like in other nodes, and shares it out.
-
-        gloo's reduce-scatter sends as much as an all-reduce (measured with torch 2.13: twice what is needed).
-        """
-        first = REDUCE_SCATTER if backend in LIKE_NCCL else EXCHANGE
+        """Each rank of a node has a part of its sum, reduces that with its like in other nodes, and shares it out."""
         return (
-            Stage(first, self.inside, reduce_op, self.ranks_inside, INSIDE),
+            Stage(scattering(backend), self.inside, reduce_op, self.ranks_inside, INSIDE),
             Stage(ALL_REDUCE, self.between, reduce_op, link=BETWEEN),
             Stage(ALL_GATHER, self.inside, parts=self.ranks_inside, link=INSIDE),
         )
@@ -148,6 +144,11 @@ class Reduction:
         return math.lcm(*(stage.parts for stage in self.stages))
 
     @property
+    def is_scattered(self) -> bool:
+        """Whether a rank keeps its part of the result, and nobody has all of it."""
+        return self.hook is None and self.stages[-1].op in (REDUCE_SCATTER, EXCHANGE)
+
+    @property
     def ranks_inside(self) -> int:
         """Ranks of a node on two levels of network; 1 on one."""
         return next((stage.parts for stage in self.stages if stage.link == INSIDE), 1)
@@ -179,7 +180,8 @@ class Reduction:
         if self.hook is not None:
             return f"{self.reduce_op} by {self.hook}"
         levels = f", two levels with {self.ranks_inside} ranks in a node" if self.ranks_inside > 1 else ""
-        return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels
+        parts = f", cut over {self.parts} ranks" if self.is_scattered else ""
+        return self.reduce_op + (f" in {self.wire}" if self.wire else "") + levels + parts
 
     def without_groups(self) -> Reduction:
         """Names of groups are a rank's own affair."""
@@ -212,6 +214,7 @@ class Averaging:
         given: it changes often: compiled code is given the factors that follow from it.
         subgroup: name and number of ranks of a group over which they are averaged, and not over all ranks.
         hook: key of the functional comm hook that reduces instead, by the collectives `rounds`, of `ROUNDS`.
+        scattered: each rank keeps its part of the result only.
     """
 
     wire: str | None = None
@@ -223,6 +226,7 @@ class Averaging:
     subgroup: tuple[str, int] | None = None
     hook: str | None = None
     rounds: tuple[str, ...] = (ALL_REDUCE,)
+    scattered: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -256,7 +260,7 @@ class Averaging:
             predivisor, given = before_the_sum(divisor), 2
         elif predivisor is None:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
-                return Reduction(stages_of(group, backend, levels, "avg"), 1.0, wire=wire)
+                return Reduction(self._stages(group, backend, world_size, levels, "avg"), 1.0, wire=wire)
             predivisor = divisor
         if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
             largest = max(divisor, predivisor)
@@ -264,8 +268,23 @@ class Averaging:
                 f"gradients in float16 can be divided by {MOST_IN_FLOAT16:g} at most, got {largest:g}: "
                 "nothing would be left of what ranks tell each other beside them. Send them in bfloat16 or float32."
             )
-        stages = stages_of(group, backend, levels, "sum")
+        stages = self._stages(group, backend, world_size, levels, "sum")
         return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
+
+    def _stages(
+        self, group: str, backend: str, world_size: int, levels: Levels | None, reduce_op: str
+    ) -> tuple[Stage, ...]:
+        if self.scattered:
+            return (Stage(scattering(backend), group, reduce_op, world_size),)
+        return stages_of(group, backend, levels, reduce_op)
+
+
+def scattering(backend: str) -> str:
+    """The stage behind which each rank has its part of a sum.
+
+    gloo's reduce-scatter sends as much as an all-reduce (measured with torch 2.13: twice what is needed).
+    """
+    return REDUCE_SCATTER if backend in LIKE_NCCL else EXCHANGE
 
 
 def stages_of(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:

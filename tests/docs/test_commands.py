@@ -102,6 +102,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "optimizers.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
         "import torch, dp_compile, torch.distributed as dist": (PYTHON,),
+        "# as above, up to the optimizer": ("tests/docs/test_commands.py::test_the_sharded_optimizer_that_is_shown",),
     },
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
@@ -193,10 +194,8 @@ def test_what_is_not_in_the_table_is_seen() -> None:
 # --- the Python ---------------------------------------------------------------------------------------------------
 
 
-def python_of(name: str, number: int = 0, of: int = 1) -> str:
-    found = [block for language, block in blocks(TEXTS[name]) if language == "python"]
-    assert len(found) == of
-    return found[number]
+def python_of(name: str, number: int = 0) -> str:
+    return [block for language, block in blocks(TEXTS[name]) if language == "python"][number]
 
 
 @contextlib.contextmanager
@@ -233,6 +232,21 @@ def update_in_backward(code: str) -> tuple[str, list[float]]:
         exec(code, names)
     values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
     return str(dp_compile.report(names["model"])), values
+
+
+def shard(above: str, code: str, directory: str) -> tuple[list[float], int, int]:
+    """Run the lines on a sharded optimizer behind those above; parameters, elements of state here and in all."""
+    torch.manual_seed(dist.get_rank())
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": F.mse_loss, "directory": directory}
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+    with as_on_a_rank_of_the_tests():
+        exec(above.split("dp_compile.optim.in_backward")[0] + "import torch.distributed.checkpoint\n" + code, names)
+    values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+    states = names["optimizer"].state, names["state"]["state"]
+    here, whole = (
+        sum(each.numel() for one in state.values() for each in one.values() if each.dim()) for state in states
+    )
+    return values, here, whole
 
 
 def look_inside(code: str) -> tuple[str, Step, bool]:
@@ -286,14 +300,22 @@ def mix_parameters(code: str) -> tuple[str, list[float], list[float]]:
     return str(dp_compile.report(names["model"])), own, nn.utils.parameters_to_vector(saved.values()).tolist()
 
 
+def test_the_sharded_optimizer_that_is_shown(ranks2: Ranks, tmp_path: Path) -> None:
+    code = python_of("optimizers.md"), python_of("optimizers.md", 1)
+    (one, here, whole), (other, there, _) = ranks2.run(shard, *code, str(tmp_path))
+    assert one == other
+    assert here + there == whole
+
+
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
     assert "backwards: 3 captured" in report
     assert one == other
-    for number, said in enumerate(
-        ("2 parameters updated in it", "the last backward left 2 updates for the next forward")
+    for number, said in (
+        (0, "2 parameters updated in it"),
+        (2, "the last backward left 2 updates for the next forward"),
     ):
-        (report, one), (_, other) = ranks2.run(update_in_backward, python_of("optimizers.md", number, of=2))
+        (report, one), (_, other) = ranks2.run(update_in_backward, python_of("optimizers.md", number))
         assert said in report
         assert one == other
     for text, sizes in ranks2.run(plan_in_pairs, python_of("plans.md")):

@@ -453,6 +453,7 @@ def test_a_module_that_goes_takes_what_is_in_flight_with_it(ranks2: Ranks) -> No
     [
         ({"overlap_forward": 1}, "must be True or False, got 1"),
         ({"overlap_forward": True, "max_norm": 1.0}, "together with max_norm"),
+        ({"overlap_forward": True, "shard": True}, "together with overlap_forward=True"),
         ({"overlap_forward": True, "scaler": torch.amp.GradScaler("cpu")}, "together with scaler"),
         ({"overlap_forward": True, "buckets_in_flight": 1}, "together with buckets_in_flight"),
     ],

@@ -139,7 +139,7 @@ def test_it_runs() -> None:
     result = backward_without_updates(*expected)
     module = fx.GraphModule(torch.nn.Module(), placed(1))
     target = Subtracting()
-    with updating([[target]]):
+    with updating([PLAN], [[target]]):
         torch.testing.assert_close(module(*values), result)
     assert sorted(target.calls) == [(0,), (1,), (2,), (3,)]
     gradient = expected[0]

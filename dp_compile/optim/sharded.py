@@ -1,0 +1,618 @@
+"""An optimizer in the backward of which each rank does a part: reduced gradients, updates and state are cut over ranks.
+
+    captured backward        ... compute ... reduce-scatter 0 ... reduce-scatter 1 ... wait, update own part of 0, of 1
+    other backwards          the same reduce-scatters
+    end of every backward    what is not updated yet; all-gather 0, all-gather 1, ...
+
+A rank that falls back runs the same collectives in the same order: those behind the reductions all come at the end of
+the backward. And it runs the same kernels on the same elements: each element is updated on one rank, and is what that
+rank says on all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+
+from dp_compile._torch import optim
+from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
+from dp_compile.engine.agreement import agree
+from dp_compile.engine.gradients import dense_strides
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import meeting, table_of
+from dp_compile.engine.updates import Wanted
+from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.optim.in_backward import InBackward
+from dp_compile.optim.partial_steps import check_in_place
+from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of
+from dp_compile.optim.states import State, States, cut, gathered
+from dp_compile.passes.reduction import Launched, launch_stage
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.reduction import ALL_GATHER, Stage
+
+ELEMENT_WISE: Final = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
+)  # fmt: skip
+"""Each element of a parameter goes its own way, so parameters may be cut anywhere. Others get whole parameters."""
+
+_GATHERS_AHEAD: Final = 4
+"""How many all-gathers are on their way when the first of them is waited for: each has memory of its own."""
+
+
+class ShardedStates(defaultdict[Any, Any]):
+    """`optimizer.state` by pieces of parameters, which say nothing to a copy of the optimizer."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ReductionError(
+            "an optimizer with sharded state was copied or pickled: the copy would have a part of the state, under "
+            "names of this process. Copy what dp_compile.optim.full_state_dict(optimizer) gives, called on every rank."
+        )
+
+
+class _TakesParts:
+    """Keeps the optimizer as long as its module is replicated: gradients in parts are of no use to anybody else."""
+
+    def __init__(self, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
+        self._sharded, self._optimizer = sharded, optimizer
+
+    def take(self, bucket: int, part: torch.Tensor) -> None:
+        self._sharded.take(bucket, part)
+
+
+class Sharded(InBackward):
+    """An optimizer whose updates run in the backward of one module, each rank doing a part."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        scaler: GradScaler | None,
+        in_flight: int | None,
+    ) -> None:
+        super().__init__(replica, optimizer, max_norm, scaler, in_flight)
+        self.cuts = type(optimizer) in ELEMENT_WISE
+        """Whether parameters are cut anywhere; else each rank has whole ones."""
+        self.group = replica.group.process_group
+        self.rank, self.ranks = dist.get_rank(self.group), replica.group.world_size
+        self.parameters, self.names = replica.parameters, replica.names
+        self.covered: tuple[int, ...] = ()
+        """The parameters of the optimizer, by their places in the module; with frozen ones."""
+        self.pieces: dict[int, Piece] = {}
+        """What this rank looks after, by parameter."""
+        self._own: dict[int, nn.Parameter] = {}
+        """What the optimizer updates on this rank, by parameter: elements of it, or it itself."""
+        self._owner_of: dict[int, int] = {}
+        """Of whole parameters: the rank that updates each."""
+        self._group_of: dict[int, int] = {}
+        self._plan: BucketPlan | None = None
+        """The plan by which parameters are cut."""
+        self._looked_at: tuple[BucketPlan | None, dict[int, int], bool] = (None, {}, False)
+        """The plan of the backward, which bucket each parameter is in, and whether it cuts where `_plan` does."""
+        self._parts: dict[int, torch.Tensor] = {}
+        """This rank's parts of buckets that are not used yet in the backward."""
+        self._whole: dict[int, torch.Tensor] = {}
+        """Gradients of whole parameters of this rank that are not used yet."""
+        self._has_state = False
+        """Whether any rank has state: known to all of them."""
+
+    # --- from the call to the end
+
+    def install(self) -> None:
+        replica, optimizer = self._replicated(), self._alive()
+        self._check(replica, optimizer)
+        table = table_of(replica.group, replica.config.timeout_s)
+        if table is not None:
+            said = {"optimizer": type(optimizer).__name__, "parameters": list(self._names_now()),
+                    "groups": [len(group["params"]) for group in optimizer.param_groups]}  # fmt: skip
+            agree(table, meeting(replica, "sharded optimizer"), said, call="in_backward(shard=True)")
+        replica.parts_to = _TakesParts(self, optimizer)
+        replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
+        self._cover(replica)
+        states = self._full_states(optimizer)
+        self._lay_out()
+        self._hold(states)
+        super().install()
+        self._handles.append(optimizer.register_state_dict_pre_hook(_refuse_state_dict))
+
+    def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
+        """What would not be exact, or cannot be cut, is refused by name."""
+        if replica.parts_to is not None:
+            raise ConfigError("the module has a sharded optimizer already. Give that one all parameters, in groups.")
+        obstacles = {
+            "each gradient is reduced by itself: passes= has none that makes buckets": replica.strategy == "single",
+            "its device_mesh has two levels of network": replica.group.levels is not None,
+            "it has a comm hook, which needs whole gradients": replica.comm_hook is not None,
+            "check_nan looks at whole gradients": replica.config.check_nan,
+            "ddp_python_hook is False: torch's C++ reducer has whole gradients only": not replica.python_hook,
+            "inputs may be uneven, in join()": replica.uneven is not None,
+        }
+        for obstacle, stands in obstacles.items():
+            if stands:
+                raise ConfigError(f"the optimizer of this module cannot be sharded: {obstacle}. Use shard=False.")
+        for parameter in self._owned_now(optimizer):
+            index = self._place_of(replica, parameter)
+            if index is None:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} in this {type(optimizer).__name__} is not in the "
+                    "module, so nobody reduces its gradient in parts. Give it to an optimizer of its own."
+                )
+            if parameter.is_complex():
+                raise ConfigError(f"{replica.names[index]} is complex: it is not cut. Use shard=False.")
+            if parameter.stride() != dense_strides(parameter):
+                raise ConfigError(
+                    f"{replica.names[index]} has strides {parameter.stride()}, with gaps in its memory: it cannot be "
+                    "cut. Make it contiguous before replicate()."
+                )
+
+    def _owned_now(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+        """Of the optimizer; what never had a gradient here and never will is left alone."""
+        replica = self._replicated()
+        frozen = {id(parameter) for _, parameter in replica.frozen}
+        return [each for group in optimizer.param_groups for each in group["params"] if id(each) not in frozen]
+
+    def _place_of(self, replica: Replica, parameter: nn.Parameter) -> int | None:
+        return next((index for index, each in enumerate(replica.parameters) if each is parameter), None)
+
+    def _names_now(self) -> Iterator[str]:
+        replica = self._replicated()
+        for parameter in self._owned_now(self._alive()):
+            index = self._place_of(replica, parameter)
+            yield "" if index is None else replica.names[index]
+
+    def _cover(self, replica: Replica) -> None:
+        """The parameters that the optimizer has now."""
+        super().indices()
+        self.covered = self._indices
+        place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+        self._group_of = {
+            place[id(each)]: number
+            for number, group in enumerate(self._alive().param_groups)
+            for each in group["params"]
+            if id(each) in place
+        }
+        if self.cuts:
+            assert replica.scatter is not None
+            replica.scatter(frozenset(replica.names[index] for index in self.covered))
+
+    def remove(self) -> None:
+        """Leave the optimizer alone, with all of its state on every rank. Every rank calls it."""
+        optimizer = self._alive()
+        super().remove()
+        states = self.full_states()
+        optimizer.state = defaultdict(dict)
+        for index, state in states.items():
+            device = self.parameters[index].device
+            optimizer.state[self.parameters[index]] = {
+                key: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
+                for key, value in state.items()
+            }
+            self._place_numbers(index, optimizer.state[self.parameters[index]])
+        self._own, self.pieces = {}, {}
+
+    def describe(self) -> str:
+        how = "elements of buckets" if self.cuts else "whole parameters"
+        return f"{type(self._alive()).__name__} is sharded over {self.ranks} ranks: each updates {how}"
+
+    # --- who has what
+
+    def _lay_out(self) -> None:
+        """Cut parameters as the plan of the module says. If that has changed, state goes where its elements go."""
+        replica = self._replicated()
+        if not self._is_laid_out(replica):
+            states = self.full_states() if self._has_state else {}
+            self._plan = replica.plan
+            self.pieces = {each.index: each for each in self._pieces(replica)}
+            self._own = {index: self._own_of(piece) for index, piece in self.pieces.items()}
+            self._alive().state = ShardedStates(dict)
+            self._looked_at = (None, {}, False)
+            self._hold(states)
+        self._find_memory()
+
+    def _find_memory(self) -> None:
+        """Of parameters that are cut the pieces lie where those lie, which may have been given other memory."""
+        for index, piece in self.pieces.items() if self.cuts else ():
+            parameter, own = self.parameters[index], self._own[index]
+            if own.data_ptr() != parameter.data_ptr() + piece.start * parameter.element_size():
+                own.data = flat(parameter)[piece.start : piece.stop]
+
+    def _is_laid_out(self, replica: Replica) -> bool:
+        plan, _, same = self._looked_at
+        if plan is not replica.plan:
+            bucket_of = {
+                member.gradient.index: number
+                for number, bucket in enumerate(replica.plan.buckets)
+                for member in bucket.members
+            }
+            known = self._plan is not None
+            if self.cuts:
+                same = known and layout_of(replica.plan) == layout_of(self._plan)  # type: ignore[arg-type]
+            else:
+                same = known and self._owner_of == self._owners()
+            self._looked_at = (replica.plan, bucket_of, same)
+        return same
+
+    def _pieces(self, replica: Replica) -> Sequence[Piece]:
+        if self.cuts:
+            return pieces_of(replica.plan, self.rank)
+        self._owner_of = self._owners()
+        return [Piece(index, 0, self.parameters[index].numel()) for index in self.covered
+                if self._owner_of[index] == self.rank]  # fmt: skip
+
+    def _owners(self) -> dict[int, int]:
+        owners = owners_of([self.parameters[index].numel() for index in self.covered], self.ranks)
+        return dict(zip(self.covered, owners, strict=True))
+
+    def _own_of(self, piece: Piece) -> nn.Parameter:
+        parameter = self.parameters[piece.index]
+        return nn.Parameter(flat(parameter)[piece.start : piece.stop]) if self.cuts else parameter
+
+    def group_of(self, index: int) -> dict[str, Any]:
+        """The optimizer's group of a parameter."""
+        return self._alive().param_groups[self._group_of[index]]
+
+    # --- state
+
+    def _full_states(self, optimizer: torch.optim.Optimizer) -> States:
+        """Of an optimizer that has whole parameters, as after `load_state_dict()`, by place in the module."""
+        return {
+            index: dict(optimizer.state[self.parameters[index]])
+            for index in self.covered
+            if self.parameters[index] in optimizer.state
+        }
+
+    def _hold(self, states: States) -> None:
+        """Keep this rank's part of whole states; they are the same on every rank."""
+        held = ShardedStates(dict)
+        for index, piece in self.pieces.items():
+            if index in states:
+                held[self._own[index]] = cut(states[index], self.parameters[index], piece, self.cuts)
+                self._place_numbers(index, held[self._own[index]])
+        self._alive().state = held
+        self._has_state = bool(states)
+
+    def _place_numbers(self, index: int, state: State) -> None:
+        """A step counter is on the host, unless kernels of the device read it."""
+        group = self.group_of(index)
+        if group.get("capturable") or group.get("fused"):
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and not value.dim():
+                    state[key] = value.to(self.parameters[index].device)
+
+    def own_states(self) -> States:
+        """Of this rank's pieces."""
+        state = self._alive().state
+        return {index: dict(state[own]) for index, own in self._own.items() if own in state}
+
+    def full_states(self, to: int | None = None) -> States:
+        """The whole state, by place in the module, on the CPU. Every rank calls it; `to`: the only one that gets it."""
+        device = self.parameters[0].device
+        return gathered(self.own_states(), self.pieces, self.parameters, self.group, device, self.cuts, to)
+
+    def hold_own(self, states: States) -> None:
+        """Go on from states of this rank's pieces. Every rank calls it."""
+        held = ShardedStates(dict)
+        for index, state in states.items():
+            self._place_numbers(index, state)
+            held[self._own[index]] = state
+        self._alive().state = held
+        self._has_state = True
+        self._broken, self._awaits_step = "", False
+
+    @contextlib.contextmanager
+    def as_whole(self, states: States) -> Iterator[torch.optim.Optimizer]:
+        """Inside, the optimizer has these whole states, as one that was never sharded."""
+        optimizer = self._alive()
+        before = optimizer.state
+        optimizer.state = defaultdict(dict, {self.parameters[index]: state for index, state in states.items()})
+        try:
+            yield optimizer
+        finally:
+            optimizer.state = before
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        super()._loaded(optimizer)
+        self._hold(self._full_states(optimizer))
+
+    # --- for the engine
+
+    def begin(self) -> None:
+        super().begin()
+        replica = self._replicated()
+        self._parts.clear()
+        self._whole.clear()
+        super().indices()
+        if self._indices != self.covered:
+            self._check_added(replica)
+            self._cover(replica)
+            self._looked_at = (None, {}, False)
+            if not self.cuts:  # else the plan may change before its end
+                self._lay_out()
+        self._find_memory()
+        for index in self.covered:
+            if isinstance(replica.parameters[index].grad, ShardedGradient):
+                replica.parameters[index].grad = None
+
+    def _check_added(self, replica: Replica) -> None:
+        taking, replica.parts_to = replica.parts_to, None
+        try:
+            self._check(replica, self._alive())
+        finally:
+            replica.parts_to = taking
+
+    def wanted(self, *, keep_graph: bool) -> Wanted:
+        replica = self._replicated()
+        if keep_graph:
+            raise ReductionError(
+                "retain_graph=True, but a backward with a sharded optimizer changes parameters at its end: it cannot "
+                "be gone through once more. Add the losses, or run all backwards but the last under no_sync()."
+            )
+        if replica.config.check_nan or replica.uneven is not None:
+            raise ReductionError("a sharded optimizer has no whole gradients to look at or to divide anew.")
+        if self.cuts:
+            return Wanted(self.covered, in_flight=self._in_flight, parts=True)
+        trained = tuple(index for index in self.covered if replica.parameters[index].requires_grad)
+        return Wanted(trained, whole=self._whole_step, in_flight=None if self._whole_step else self._in_flight)
+
+    @property
+    def _whole_step(self) -> bool:
+        """Whether something is known of all gradients before any is used."""
+        return self._max_norm is not None or self._scaler is not None
+
+    def update(
+        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        replica = self._replicated()
+        check_in_place(replica, indices[: len(parameters)], parameters)
+        if replica.rehearses:
+            return
+        now = bool(parameters) and not self._whole_step and self._is_laid_out(replica)
+        if self.cuts:
+            bucket = self._bucket_of(replica, indices[0])
+            if not now:  # the graph has other plans for its memory
+                self._parts[bucket] = gradients[0].clone()
+                return
+            found = self._gradients_in(bucket, gradients[0])
+        else:
+            pairs = zip(indices, gradients, strict=True)
+            found = {index: gradient for index, gradient in pairs if index in self._own}
+            if not now:
+                self._whole |= {index: gradient.clone() for index, gradient in found.items()}
+                return
+        self._updated.update(indices)
+        with replica.local.updating(indices):
+            self._step(found)
+
+    def take(self, bucket: int, part: torch.Tensor) -> None:
+        if not self._replicated().rehearses:
+            self._parts[bucket] = part
+
+    def _bucket_of(self, replica: Replica, index: int) -> int:
+        self._is_laid_out(replica)
+        return self._looked_at[1][index]
+
+    def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
+        """By parameter, what is reduced of this rank's pieces."""
+        return {
+            piece.index: part[piece.offset : piece.offset + piece.numel]
+            for piece in self.pieces.values()
+            if piece.bucket == bucket
+        }
+
+    @torch.no_grad()
+    def ended(self) -> None:
+        try:
+            self._end(self._replicated())
+        except BaseException as error:
+            self.interrupted(error)
+            raise
+        super().ended()
+
+    def _end(self, replica: Replica) -> None:
+        """Do what is left of the update, and let all ranks have all of it."""
+        self._lay_out()
+        still = {*replica.untouched, *(index for index in self.covered if not self.parameters[index].requires_grad)}
+        gradients: dict[int, torch.Tensor] = {}
+        for bucket in sorted(self._parts):
+            gradients |= self._gradients_in(bucket, self._parts.pop(bucket))
+        gradients |= self._whole | self._left_whole()
+        self._whole.clear()
+        gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
+        moves = True
+        if self._whole_step:
+            moves = self._may_step_with(gradients)
+        if moves:
+            self._updated.update(self.covered)
+            with replica.local.updating(self.covered):
+                self._step(gradients)
+                self._gather(replica)
+        for index in self.covered:
+            if index not in still:
+                self.parameters[index].grad = sharded_gradient(self.parameters[index])
+
+    def _left_whole(self) -> dict[int, torch.Tensor]:
+        """Of whole parameters those that no op has updated, from `.grad`, as where nothing is captured."""
+        if self.cuts:
+            return {}
+        left = {index: self.parameters[index].grad for index in self._own}
+        for index in self.covered:
+            self.parameters[index].grad = None
+        return {index: gradient for index, gradient in left.items() if gradient is not None}
+
+    def interrupted(self, error: BaseException) -> None:
+        self._parts.clear()
+        self._whole.clear()
+        super().interrupted(error)
+
+    def released(self) -> None:
+        """The module is not replicated any more: there is nobody who would reduce parts, or whole gradients."""
+        for index in self.covered:
+            if isinstance(self.parameters[index].grad, ShardedGradient):
+                self.parameters[index].grad = None
+
+    def _replicated(self) -> Replica:
+        replica = self.replica
+        assert replica is not None
+        return replica
+
+    # --- a step
+
+    def _step(self, gradients: Mapping[int, torch.Tensor]) -> None:
+        if gradients:
+            with self._narrowed(gradients) as optimizer:
+                optim.step_without_hooks(optimizer)
+        self._has_state = True
+
+    @contextlib.contextmanager
+    def _narrowed(self, gradients: Mapping[int, torch.Tensor]) -> Iterator[torch.optim.Optimizer]:
+        """Inside, the optimizer has this rank's pieces with a gradient only, each in the group of its parameter."""
+        optimizer = self._alive()
+        groups = optimizer.param_groups
+        before = [group["params"] for group in groups]
+        chosen: list[list[nn.Parameter]] = [[] for _ in groups]
+        for index in sorted(gradients):
+            self._own[index].grad = gradients[index]
+            chosen[self._group_of[index]].append(self._own[index])
+        try:
+            for group, some in zip(groups, chosen, strict=True):
+                group["params"] = some
+            optimizer.param_groups = [group for group in groups if group["params"]]
+            yield optimizer
+        finally:
+            optimizer.param_groups = groups
+            for group, every in zip(groups, before, strict=True):
+                group["params"] = every
+            for index in gradients:
+                self._own[index].grad = None
+
+    def _may_step_with(self, gradients: Mapping[int, torch.Tensor]) -> bool:
+        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce."""
+        scaler, device = self._scaler, self.parameters[0].device
+        found: list[torch.Tensor] = []
+        if scaler is not None:
+            with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
+                scaler.unscale_(optimizer)
+                found = optim.found_inf_tensors(scaler, optimizer)
+        known = [gradients[index] for index in sorted(gradients)]
+        norms = [torch.linalg.vector_norm(each, dtype=torch.float64).square() for each in known]
+        both = torch.zeros(2, dtype=torch.float64, device=device)
+        both[0] = torch.stack(norms).sum() if norms else 0.0
+        for each in found:
+            both[1] += each.to(device=device, dtype=torch.float64).squeeze()
+        dist.all_reduce(both, group=self.group)
+        for each in found:
+            each.copy_((both[1:] > 0).view(each.shape))
+        if self._max_norm is not None:
+            norm = both[0].sqrt().to(self.parameters[self.covered[0]].dtype)
+            self._alive().total_norm = norm  # type: ignore[attr-defined]
+            with self._narrowed(gradients):
+                torch.nn.utils.clip_grads_with_norm_([self._own[index] for index in gradients], self._max_norm, norm)
+        return scaler is None or not bool(both[1] > 0)
+
+    # --- what all ranks get
+
+    def _gather(self, replica: Replica) -> None:
+        if self.ranks == 1:
+            return
+        if self.cuts:
+            self._gather_parts(replica)
+        else:
+            self._hand_round()
+
+    def _gather_parts(self, replica: Replica) -> None:
+        flights: list[tuple[int, Launched]] = []
+        stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
+        for number, bucket in enumerate(replica.plan.buckets):
+            if not bucket.key.reduction.is_scattered:
+                continue
+            like = self.parameters[bucket.members[0].gradient.index]
+            part = torch.zeros(numel_of_part(replica.plan, number), dtype=like.dtype, device=like.device)
+            for piece in self.pieces.values():
+                if piece.bucket == number:
+                    part[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
+            flights.append((number, launch_stage(stage, [part])))
+            if len(flights) > _GATHERS_AHEAD:
+                self._put_back(replica, *flights.pop(0))
+        for flight in flights:
+            self._put_back(replica, *flight)
+
+    def _put_back(self, replica: Replica, number: int, launched: Launched) -> None:
+        launched.work.wait()
+        (gathered_bucket,) = launched.tensors
+        for member in replica.plan.buckets[number].members:
+            offset = member.offset or 0
+            flat(self.parameters[member.gradient.index]).copy_(gathered_bucket[offset : offset + member.numel])
+
+    def _hand_round(self) -> None:
+        """Each rank sends the parameters that it has updated to all others."""
+        flights: list[tuple[list[int], torch.Tensor, Any]] = []
+        kinds = dict.fromkeys(self.parameters[index].dtype for index in self.covered)
+        for rank in range(self.ranks):
+            for dtype in kinds:
+                indices = [
+                    index
+                    for index in self.covered
+                    if self._owner_of[index] == rank and self.parameters[index].dtype == dtype
+                ]
+                if indices:
+                    sent = torch.cat([flat(self.parameters[index]) for index in indices])
+                    source = dist.get_global_rank(self.group, rank)
+                    flights.append((indices, sent, dist.broadcast(sent, source, group=self.group, async_op=True)))
+        for indices, sent, work in flights:
+            work.wait()
+            numels = [self.parameters[index].numel() for index in indices]
+            for index, values in zip(indices, sent.split(numels), strict=True):
+                flat(self.parameters[index]).copy_(values)
+
+    # --- around step()
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._check_step(optimizer, args, kwargs)
+        for index in self.covered:
+            parameter = self.parameters[index]
+            if isinstance(parameter.grad, ShardedGradient):
+                parameter.grad = None
+            elif parameter.grad is not None:
+                raise ReductionError(
+                    f"{self.names[index]} has a gradient that no synchronised backward of its module has brought, and "
+                    "each rank has a part of the optimizer only. Run a backward outside of no_sync(), set no .grad by "
+                    "hand; and once the module is not replicated any more, load "
+                    "dp_compile.optim.full_state_dict(optimizer) into an optimizer of its own."
+                )
+
+
+def flat(parameter: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of the memory, which has no gaps."""
+    return parameter.detach().as_strided((parameter.numel(),), (1,))
+
+
+@contextlib.contextmanager
+def _something_to_look_at(optimizer: torch.optim.Optimizer, device: torch.device) -> Iterator[None]:
+    """A scaler refuses to step where it has seen no gradient, as on a rank without a piece."""
+    if optimizer.param_groups:
+        yield
+        return
+    nothing = nn.Parameter(torch.zeros(1, device=device))
+    nothing.grad = torch.zeros(1, device=device)
+    optimizer.param_groups.append({"params": [nothing]})
+    try:
+        yield
+    finally:
+        optimizer.param_groups.clear()
+
+
+def _refuse_state_dict(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer.state, ShardedStates):
+        raise ReductionError(
+            "optimizer.state_dict() of a sharded optimizer: each rank has a part of the state. Call "
+            "dp_compile.optim.full_state_dict(optimizer) on every rank for all of it, or "
+            "dp_compile.optim.sharded_state_dict(optimizer) for torch.distributed.checkpoint."
+        )

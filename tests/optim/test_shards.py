@@ -1,0 +1,61 @@
+"""Who looks after what: every element of every parameter is one rank's, and nobody has what lies between them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dp_compile.optim.shards import layout_of, numel_of_part, owners_of, pieces_of
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.reduction import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Averaging
+
+
+def plan_of(numels: list[int], ranks: int, alignment_bytes: int, backend: str = "gloo") -> BucketPlan:
+    keys = [
+        BucketKey(Averaging(scattered=scattered).reduction("g", backend, ranks, "float32"), "float32", "cpu")
+        for scattered in (True, False)
+    ]
+    specs = [GradientSpec(index, f"p{index}", (numel,), (1,), 4, keys[0]) for index, numel in enumerate(numels)]
+    flags = GradientSpec(len(specs), UNUSED_FLAGS, (9,), (1,), 4, keys[1])
+    layout = Layout(alignment_bytes, frozenset({"p0"}))
+    return plan_buckets([*specs, flags], bucket_cap_mb=2e-4, first_bucket_cap_mb=1e-4, layout=layout)
+
+
+@given(st.lists(st.integers(0, 150), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([1, 16, 64]))
+def test_every_element_is_one_rank_s(numels: list[int], ranks: int, alignment_bytes: int) -> None:
+    plan = plan_of(numels, ranks, alignment_bytes)
+    met = Counter[tuple[int, int]]()
+    for rank in range(ranks):
+        for piece in pieces_of(plan, rank):
+            met.update((piece.index, element) for element in range(piece.start, piece.stop))
+            bucket = plan.buckets[piece.bucket]
+            (member,) = [each for each in bucket.members if each.gradient.index == piece.index]
+            # Where the reduce-scatter puts it: parts follow each other.
+            assert member.offset is not None
+            assert rank * numel_of_part(plan, piece.bucket) + piece.offset == member.offset + piece.start
+            assert piece.offset + piece.numel <= numel_of_part(plan, piece.bucket)
+    assert met == Counter((index, element) for index, numel in enumerate(numels) for element in range(numel))
+
+
+@pytest.mark.parametrize(("backend", "op"), [("gloo", EXCHANGE), ("nccl", REDUCE_SCATTER)])
+def test_flags_go_to_all_ranks(backend: str, op: str) -> None:
+    plan = plan_of([100, 7], 2, 16, backend)
+    assert {bucket.key.reduction.stages[0].op for bucket in plan.buckets[:-1]} == {op}
+    assert [stage.op for stage in plan.flags.key.reduction.stages] == [ALL_REDUCE]
+    assert "cut over 2 ranks" in str(plan.buckets[0].key)
+    assert plan.buckets[0].members[0].gradient.why_in_one_piece() == "each rank keeps a part of it"
+    assert BucketPlan.from_dict(plan.to_dict()).buckets[0].key.reduction.is_scattered
+
+
+def test_equal_layouts() -> None:
+    assert layout_of(plan_of([100, 7], 2, 16)) == layout_of(plan_of([100, 7], 2, 16))
+    assert layout_of(plan_of([100, 7], 2, 16)) != layout_of(plan_of([100, 7], 3, 16))
+    assert layout_of(plan_of([100, 7], 2, 16)) != layout_of(plan_of([50, 57], 2, 1))
+
+
+def test_whole_parameters_are_dealt_out_evenly() -> None:
+    assert owners_of([5, 9, 4, 1, 0], 2) == (1, 0, 1, 0, 1)
+    assert owners_of([3], 4) == (0,)
