@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import script
+from docs_scripts import blocks, python_of, script
 from test_docs import names_in
 from torch import nn
 from torch.nn import functional as F
@@ -46,6 +46,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
         "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 2": (CI,),
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
+    "accelerate.md": {
+        "import torch": ("integrations/test_accelerate.py::test_the_page",),
     },
     "averaging.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
@@ -106,11 +109,6 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         '"""What has to stay true of the training of `my_model`."""': (SUITE, SAME_FILES),
     },
 }
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the text of each block."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def shown_in(text: str) -> Iterator[str]:
@@ -185,11 +183,6 @@ def test_what_is_not_in_the_table_is_seen() -> None:
 
 
 # --- the Python ---------------------------------------------------------------------------------------------------
-
-
-def python_of(name: str) -> str:
-    (block,) = [block for language, block in blocks(TEXTS[name]) if language == "python"]
-    return block
 
 
 @contextlib.contextmanager

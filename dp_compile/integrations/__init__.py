@@ -1,0 +1,8 @@
+"""Frameworks that wrap and compile models themselves. One file for each; nothing is imported before it is asked for.
+
+| file              | what it is for                                                  |
+|-------------------|-----------------------------------------------------------------|
+| `accelerate.py`   | a subclass of accelerate's `Accelerator`                        |
+| `checks.py`       | what all of them refuse                                         |
+| `first_step.py`   | what all of them say once                                       |
+"""
