@@ -5,4 +5,5 @@
 | `accelerate.py`   | a subclass of accelerate's `Accelerator`                        |
 | `checks.py`       | what all of them refuse                                         |
 | `first_step.py`   | what all of them say once                                       |
+| `transformers.py` | a mixin for `Trainer`, which works with accelerate's            |
 """

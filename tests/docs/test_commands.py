@@ -103,6 +103,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
     },
+    "trainer.md": {
+        "from transformers import TrainingArguments": ("integrations/test_trainer.py::test_the_page",),
+    },
     "testing.md": {
         '"""A model as you might have one, and how it is trained."""': (SUITE, SAME_FILES),
         'pytest_plugins = ["dp_compile.testing.plugin"]': (SUITE, SAME_FILES),
