@@ -97,6 +97,12 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "python graphs/rank0/capture0/repro.py | tail -3": (FIRST,),
         "import dp_compile": (PYTHON,),
     },
+    "lightning.md": {
+        "import lightning": ("integrations/test_lightning.py::test_the_page",),
+    },
+    "migration.md": {
+        "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
     "optimizers.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
     },
@@ -277,6 +283,9 @@ def mix_parameters(code: str) -> tuple[str, list[float], list[float]]:
 
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
+    assert "backwards: 3 captured" in report
+    assert one == other
+    (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("migration.md"))
     assert "backwards: 3 captured" in report
     assert one == other
     (report, one), (_, other) = ranks2.run(update_in_backward, python_of("optimizers.md"))
