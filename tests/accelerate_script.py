@@ -1,6 +1,6 @@
-"""One of accelerate's own test scripts with `dp_compile.DistributedDataParallel` under torch's name.
+"""One of accelerate's own test scripts, as it is, with our `Accelerator` under accelerate's name.
 
-python -m torch.distributed.run --standalone --nproc-per-node=2 tests/accelerate_script.py test_sync|test_script
+python -m torch.distributed.run --standalone --nproc-per-node=2 tests/accelerate_script.py test_sync|test_script|...
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-import torch
+import accelerate.accelerator
 
-import dp_compile
+from dp_compile.integrations.accelerate import Accelerator
 
 if __name__ == "__main__":
-    torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel
+    accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
     script = import_module(f"accelerate.test_utils.scripts.{sys.argv.pop(1)}")
     script.main()
     print("through")

@@ -1,8 +1,9 @@
-"""The scripts beside the documentation, as modules."""
+"""The scripts beside the documentation, as modules; and what documents show."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,3 +20,14 @@ def script(name: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """The language and the text of each block."""
+    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def python_of(name: str, number: int = 0) -> str:
+    """A block of Python of a document, by its number."""
+    path = ROOT / name if name == "README.md" else ROOT / "docs" / name
+    return [block for language, block in blocks(path.read_text()) if language == "python"][number]

@@ -22,7 +22,7 @@ ROOMS = (
     ("__main__",),
     ("cli",),
     ("bench",),
-    ("testing", "train"),
+    ("integrations", "testing", "train"),
     ("__init__",),
     ("insight",),
     ("decentralized",),

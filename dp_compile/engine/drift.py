@@ -7,7 +7,8 @@ never reduced, change that without an error anywhere, and training goes on with 
     after synchronised backward s      a sum for each parameter, one all-reduce of all sums (maximum and minimum)
     after synchronised backward s + 1  the result has long been there: look at it
 
-How often is agreed once it is known what it costs and how long a step takes: it may take `SHARE` of the time.
+How often is agreed once it is known what it costs and how long a step takes: it may take `SHARE` of the time. Whoever
+wraps modules for somebody else asks with `compare_first_step` for one more, which is waited for.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Final
@@ -48,12 +49,27 @@ _WORDS_IN_A_ROW: Final = 1024
 _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibonacci hashing
 
 
+def compare_first_step(replica: Replica, tell: Callable[[Replica, str], None]) -> None:
+    """Compare parameters once at the end of the second synchronised backward, when the first step has been.
+
+    Not at the end of the step itself: nobody knows what belongs to it, a sharded optimizer sends its part afterwards.
+
+    Args:
+        replica: whose parameters.
+        tell: is called with it then, and with what was found, in words. It must not hold the replica.
+    """
+    _first_steps[replica] = tell
+
+
 def check(replica: Replica) -> None:
     """Called after each synchronised backward, on every rank after the same ones.
 
     Raises:
         DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
     """
+    if replica in _first_steps and replica.synced_backwards >= 2:
+        tell = _first_steps.pop(replica)
+        tell(replica, _first_step_in_words(replica))
     if not _is_wanted(replica):
         return
     if (comparisons := _comparisons.get(replica)) is None:
@@ -154,6 +170,36 @@ def how_often(cost_s: float, step_s: float) -> int:
 
 
 _comparisons: Final[weakref.WeakKeyDictionary[Replica, _Comparisons]] = weakref.WeakKeyDictionary()
+_first_steps: Final[weakref.WeakKeyDictionary[Replica, Callable[[Replica, str], None]]] = weakref.WeakKeyDictionary()
+
+
+def _first_step_in_words(replica: Replica) -> str:
+    """Compare now, and wait for it; where no rank may expect equal bits, only say why.
+
+    Raises:
+        DesyncError: as `check`.
+    """
+    if why := _no_equal_bits(replica):
+        return f"parameters were not compared between ranks: {why}"
+    flight = _launch(replica, replica.synced_backwards)
+    differing, _ = flight.read()
+    if differing[:1] == [0]:
+        return "parameters were not compared between ranks: machines, numbers of threads or builds of torch differ"
+    if differing:
+        raise DesyncError(_describe(replica, flight, [place - 1 for place in differing]))
+    return f"parameters are equal on {replica.group.world_size} ranks"
+
+
+def _no_equal_bits(replica: Replica) -> str:
+    reasons = {
+        "compare_parameters_every is 0": replica.config.compare_parameters_every == 0,
+        "there is one rank": not replica.group.has_others,
+        "inputs may be uneven": replica.uneven is not None,
+        "ranks average within subgroups": replica.group.averaging.subgroup is not None,
+        "only the comm hook knows what they should be": replica.called_hook is not None,
+        f"{replica.group.backend} may leave other bits on each rank": replica.group.backend not in _SAME_BITS,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 def _launch(replica: Replica, after: int) -> _Flight:

@@ -12,11 +12,13 @@
 |         | `measuring`         | nothing was measured, and why                                                    |
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
 |         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
+|         | `integrations`      | options of a framework that say nothing of the backward                          |
 | INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |
 |         | `backward`          | hooks take over from torch's reducer                                             |
 |         | `drift`             | after how many backwards parameters are compared                                 |
 |         | `measuring`         | what `measure()` saw                                                             |
+|         | `integrations`      | in a framework: which way backwards go, parameters are equal after the first step |
 | DEBUG   | `compilation`       | each graph that is compiled                                                      |
 
 A fallback is said once for each module, not in each step. Nothing is installed and no level is set here: your own

@@ -273,6 +273,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Takes the calls with which frameworks arm torch's reducer."""
         return ReducerForFrameworks()
 
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What torch's reducer counts, and what Lightning looks for at its end: there is no such reducer here."""
+        return {}
+
     def _set_static_graph(self) -> None:
         """torch's way to say `static_graph=True` later.
 
@@ -295,6 +299,9 @@ class ReducerForFrameworks:
     def _rebuild_buckets(self) -> bool:
         """Whether buckets were made anew: not by this call."""
         return False
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing to do: also the first backward of a static graph has reduced when it ends."""
 
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.

@@ -1,7 +1,7 @@
 """What follows a reduction: updates of parameters in the backward, and those that are left for the next forward."""
 
-from dp_compile.optim.crossing import synchronize as synchronize
 from dp_compile.optim.checkpoints import full_state_dict as full_state_dict
 from dp_compile.optim.checkpoints import load_sharded_state_dict as load_sharded_state_dict
 from dp_compile.optim.checkpoints import sharded_state_dict as sharded_state_dict
+from dp_compile.optim.crossing import synchronize as synchronize
 from dp_compile.optim.in_backward import in_backward as in_backward

@@ -77,8 +77,8 @@ def in_backward(
         before.remove()
     if shard and overlap_forward:
         raise ConfigError(
-            "shard=True together with overlap_forward=True: parameters are gathered at the end of the backward. Leave one "
-            "of them out."
+            "shard=True together with overlap_forward=True: parameters are gathered at the end of the backward. Leave "
+            "one of them out."
         )
     given = replica, optimizer, max_norm, scaler, buckets_in_flight
     updates = _sharded()(*given) if shard else InBackward(*given, overlaps=overlap_forward)

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import script
+from docs_scripts import blocks, python_of, script
 from test_docs import names_in
 from torch import nn
 from torch.nn import functional as F
@@ -48,6 +48,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         ),
         "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 2": (CI,),
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
+    "accelerate.md": {
+        "import torch": ("integrations/test_accelerate.py::test_the_page",),
     },
     "averaging.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
@@ -99,6 +102,12 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "python graphs/rank0/capture0/repro.py | tail -3": (FIRST,),
         "import dp_compile": (PYTHON,),
     },
+    "lightning.md": {
+        "import lightning": ("integrations/test_lightning.py::test_the_page",),
+    },
+    "migration.md": {
+        "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
+    },
     "optimizers.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
         "import torch, dp_compile, torch.distributed as dist": (PYTHON,),
@@ -107,17 +116,15 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
     },
+    "trainer.md": {
+        "from transformers import TrainingArguments": ("integrations/test_trainer.py::test_the_page",),
+    },
     "testing.md": {
         '"""A model as you might have one, and how it is trained."""': (SUITE, SAME_FILES),
         'pytest_plugins = ["dp_compile.testing.plugin"]': (SUITE, SAME_FILES),
         '"""What has to stay true of the training of `my_model`."""': (SUITE, SAME_FILES),
     },
 }
-
-
-def blocks(text: str) -> list[tuple[str, str]]:
-    """The language and the text of each block."""
-    return re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 def shown_in(text: str) -> Iterator[str]:
@@ -192,10 +199,6 @@ def test_what_is_not_in_the_table_is_seen() -> None:
 
 
 # --- the Python ---------------------------------------------------------------------------------------------------
-
-
-def python_of(name: str, number: int = 0) -> str:
-    return [block for language, block in blocks(TEXTS[name]) if language == "python"][number]
 
 
 @contextlib.contextmanager
@@ -318,6 +321,9 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
         (report, one), (_, other) = ranks2.run(update_in_backward, python_of("optimizers.md", number))
         assert said in report
         assert one == other
+    (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("migration.md"))
+    assert "backwards: 3 captured" in report
+    assert one == other
     for text, sizes in ranks2.run(plan_in_pairs, python_of("plans.md")):
         assert "in pairs" in text
         assert sizes == [2, 2, 1]

@@ -1,0 +1,11 @@
+"""Frameworks that wrap and compile models themselves. One file for each; nothing is imported before it is asked for.
+
+| file              | what it is for                                                  |
+|-------------------|-----------------------------------------------------------------|
+| `accelerate.py`   | a subclass of accelerate's `Accelerator`                        |
+| `checks.py`       | what all of them refuse                                         |
+| `first_step.py`   | what all of them say once                                       |
+| `lightning.py`, `pytorch_lightning.py` | `strategy="dp_compile"` of Lightning's twins           |
+| `strategies.py`   | what these two have in common                                   |
+| `transformers.py` | a mixin for `Trainer`, which works with accelerate's            |
+"""

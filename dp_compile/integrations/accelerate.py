@@ -1,0 +1,275 @@
+"""accelerate: `from dp_compile.integrations.accelerate import Accelerator`, and everything else as before.
+
+accelerate wraps a model with torch's DDP in the middle of `prepare_model` and compiles what came out of it at its end.
+Here its own method does all but these two: it prepares the model as for evaluation, with the compiler off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, cast
+
+import torch
+from accelerate import Accelerator as AcceleratesOwn  # users may put ours under its public name
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    DynamoBackend,
+    is_compiled_module,
+)
+from accelerate.utils.other import has_repeated_blocks, is_repeated_blocks
+from torch import nn
+
+from dp_compile._torch.module_calls import compile_in_place
+from dp_compile.config import BACKENDS, ReplicateConfig
+from dp_compile.errors import ConfigError
+from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
+from dp_compile.integrations.first_step import watch_first_step
+from dp_compile.modules.distributed import DistributedDataParallel
+from dp_compile.modules.replicated_module import unwrap
+
+logger = logging.getLogger("dp_compile.integrations")
+
+refuse_other_versions("accelerate")
+
+_WHOLE: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_OTHERS: Final = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+_SPLITS: Final = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
+_POWER_SGD: Final = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+_PREPARED: Final = "_is_accelerate_prepared"
+
+
+class Accelerator(AcceleratesOwn):  # type: ignore[misc]
+    """accelerate's `Accelerator`, whose `prepare` wraps models with `dp_compile.DistributedDataParallel`.
+
+    Takes what accelerate's takes. `DistributedDataParallelKwargs` means what it means there; what it cannot mean is
+    refused by name. With a `dynamo_plugin` or `dynamo_backend` the prepared model is compiled, and its backward with
+    its reductions becomes one graph; regional compilation compiles the blocks where they are. After the first step one
+    line at INFO says which way backwards go, and that parameters are equal on all ranks.
+
+    Three methods do more than accelerate's: `trigger_sync_in_backward` also finds the wrapper behind a compiled model,
+    `unwrap_model` leaves it there, and `join_uneven_inputs` works on CPUs too.
+
+    Args:
+        args: as accelerate's.
+        replicate_config: options of `dp_compile.replicate`; what `DistributedDataParallelKwargs` says wins over its
+            fields.
+        kwargs: as accelerate's.
+
+    Raises:
+        ConfigError: models are to be sharded, or split otherwise; or arguments would have no effect.
+    """
+
+    _is_joining = False
+
+    def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        plugin = kwargs.get("dynamo_plugin")
+        self._set_up(replicate_config, kwargs.get("dynamo_backend") if plugin is None else plugin.backend.value)
+
+    def _set_up(self, replicate_config: ReplicateConfig | None, backend: str | None) -> None:
+        if not isinstance(replicate_config, ReplicateConfig | None):
+            raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(replicate_config).__name__}.")
+        self.replicate_config = replicate_config
+        _refuse_other_parallelism(self)
+        _refuse_other_compiler(self, backend)
+        if self.ddp_handler is not None:
+            _refuse_without_effect(self.ddp_handler)
+
+    @classmethod
+    def take_over(
+        cls, accelerator: AcceleratesOwn, replicate_config: ReplicateConfig | None = None, backend: str | None = None
+    ) -> AcceleratesOwn:
+        """Let an `Accelerator` that somebody else made, and that has prepared no model yet, become one of these.
+
+        Args:
+            accelerator: accelerate's own; it is changed and returned.
+            replicate_config: as for the class.
+            backend: what it was asked to compile with, if anything.
+
+        Raises:
+            ConfigError: it is of a class of its own, or what the class refuses.
+        """
+        if type(accelerator) is not AcceleratesOwn:
+            kind = type(accelerator)
+            raise ConfigError(
+                f"the accelerator is a {kind.__module__}.{kind.__qualname__}, which cannot become dp_compile's. Derive "
+                "it from dp_compile.integrations.accelerate.Accelerator."
+            )
+        accelerator.__class__ = cls
+        accelerator._set_up(replicate_config, backend)
+        return accelerator
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As accelerate's; in training with `dp_compile.DistributedDataParallel`, and compiled afterwards.
+
+        Raises:
+            ModuleError: the model is wrapped or replicated already, or cannot be replicated.
+            ConfigError: an option is not supported.
+            DesyncError: ranks prepare different models.
+        """
+        is_again = isinstance(unwrap(model), DistributedDataParallel) and getattr(model, _PREPARED, False)
+        if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
+            return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
+        refuse_managed(model, "Accelerator.prepare()")
+        with self._without_compiler():
+            prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        # The mark is the wrapper's: the model alone, given again, is not what was prepared.
+        vars(unwrap(prepared)).pop(_PREPARED, None)
+        wrapped = self._wrap(prepared) if any(each.requires_grad for each in prepared.parameters()) else prepared
+        ready = self._compile(wrapped) if not is_compiled_module(prepared) else wrapped
+        setattr(ready, _PREPARED, True)
+        return ready
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """As accelerate's, which does nothing for a compiled model: here that one is reduced too."""
+        with AcceleratesOwn.trigger_sync_in_backward(unwrap(model)):
+            yield
+
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+    ) -> nn.Module:
+        """As accelerate's, which takes the wrapper out of the compiled model that it was given: that one stays here."""
+        wrapper = unwrap(model)
+        if not keep_torch_compile or wrapper is model or not isinstance(wrapper, DistributedDataParallel):
+            return cast(nn.Module, super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile))
+        inner = super().unwrap_model(wrapper, keep_fp32_wrapper, keep_torch_compile)
+        return type(model)(inner, cast(Any, model).dynamo_ctx)
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """As accelerate's; compiled models are fine, and so are CPUs, for which accelerate only warns."""
+        with contextlib.ExitStack() as stack:
+            self._is_joining = True
+            try:
+                stack.enter_context(super().join_uneven_inputs([unwrap(each) for each in joinables], even_batches))
+            finally:
+                self._is_joining = False
+            yield
+
+    @property
+    def multi_device(self) -> bool:
+        """accelerate's question whether to wrap with devices, and whether `Join` is possible: that is on CPUs too."""
+        joins = self._is_joining and self.distributed_type == DistributedType.MULTI_CPU
+        return joins or bool(super().multi_device)
+
+    @contextlib.contextmanager
+    def _without_compiler(self) -> Iterator[None]:
+        plugin = self.state.dynamo_plugin
+        before, plugin.backend = plugin.backend, DynamoBackend.NO
+        try:
+            yield
+        finally:
+            plugin.backend = before
+
+    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
+        options = {} if self.ddp_handler is None else self.ddp_handler.to_kwargs()
+        if self.device.type != "cpu" and os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") != "true":
+            options |= {"device_ids": [self.device.index], "output_device": self.device.index}
+        wrapped = DistributedDataParallel(model, config=self._config(), **options)
+        if self.ddp_handler is not None:
+            self.ddp_handler.register_comm_hook(wrapped)
+        watch_first_step(wrapped, "accelerate")
+        return wrapped
+
+    def _config(self) -> ReplicateConfig:
+        """What compiles the forward compiles the backward as well, unless the user says otherwise."""
+        backend = self.state.dynamo_plugin.backend.value.lower()
+        if self.replicate_config is not None:
+            return self.replicate_config
+        return ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
+
+    def _compile(self, model: nn.Module) -> nn.Module:
+        plugin = self.state.dynamo_plugin
+        if plugin.backend == DynamoBackend.NO:
+            return model
+        if plugin.mode not in (None, "default") or plugin.options:
+            logger.warning(
+                "accelerate: mode and options of the dynamo_plugin are for the forward; the backward is compiled with "
+                "Inductor's defaults."
+            )
+        if plugin.use_regional_compilation:
+            _compile_regions(model, plugin.to_kwargs())
+            return model
+        return cast(nn.Module, torch.compile(model, **plugin.to_kwargs()))
+
+
+def _compile_regions(module: nn.Module, options: dict[str, Any]) -> None:
+    """What accelerate's `compile_regions` compiles, in place: that one copies every module on the way to a block."""
+    if is_repeated_blocks(module):
+        for block in module.children():
+            compile_in_place(block, **options)
+    elif has_repeated_blocks(module):
+        for child in module.children():
+            _compile_regions(child, options)
+    else:
+        compile_in_place(module, **options)
+
+
+def _refuse_other_parallelism(accelerator: AcceleratesOwn) -> None:
+    remedy = "Use accelerate's own Accelerator for that."
+    # Not only the type: on CPUs accelerate goes on without shards, whatever was asked for.
+    variables = [name for name in _OTHERS if os.environ.get(name, "false").lower() == "true"]
+    if variables or accelerator.distributed_type not in _WHOLE:
+        asked = " and ".join(variables) or f"distributed_type {accelerator.distributed_type.value}"
+        raise ConfigError(
+            f"{asked} asks for another kind of parallelism, by a plugin, a launcher's question or the environment; "
+            f"dp_compile's Accelerator keeps whole parameters on each rank, with distributed_type "
+            f"{', '.join(each.value for each in _WHOLE)}. {remedy}"
+        )
+    split = accelerator.parallelism_config
+    if split is not None and (names := [name for name in _SPLITS if (getattr(split, name, None) or 1) > 1]):
+        raise ConfigError(
+            f"parallelism_config has {', '.join(f'{name}={getattr(split, name)}' for name in names)}; dp_compile's "
+            f"Accelerator splits batches only. {remedy}"
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise ConfigError(
+            "mixed_precision='fp8' replaces modules by those of another library, which was not tried with "
+            f"dp_compile. Use 'bf16', 'fp16' or 'no'. {remedy}"
+        )
+
+
+def _refuse_other_compiler(accelerator: AcceleratesOwn, asked: str | None) -> None:
+    """All `Accelerator`s of a process share a state: what a later one is given for the compiler is dropped."""
+    has = accelerator.state.dynamo_plugin.backend
+    if asked is not None and DynamoBackend(str(asked).upper()) != has:
+        raise ConfigError(
+            f"dynamo_backend {str(asked).lower()!r} would have no effect: an Accelerator made before in this process "
+            f"has {has.value.lower()!r}, and accelerate keeps that one. Make all of them with the same, or call "
+            "accelerate.state.AcceleratorState._reset_state() between them."
+        )
+
+
+def _refuse_without_effect(given: DistributedDataParallelKwargs) -> None:
+    """accelerate ignores a hook that is not of its enumeration, and what belongs to a hook without one."""
+    kinds = DDPCommunicationHookType
+    for name in ("comm_hook", "comm_wrapper"):
+        if not isinstance(getattr(given, name), kinds):
+            raise ConfigError(
+                f"DistributedDataParallelKwargs({name}={getattr(given, name)!r}) would have no effect: it has to be a "
+                f"DDPCommunicationHookType, one of {', '.join(each.name for each in kinds)}."
+            )
+    if given.comm_wrapper not in (kinds.NO, kinds.FP16, kinds.BF16):
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(comm_wrapper={given.comm_wrapper}) would have no effect: a wrapper is one "
+            "of DDPCommunicationHookType.NO, FP16, BF16."
+        )
+    if given.comm_hook == kinds.NO and given.comm_wrapper != kinds.NO:
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(comm_wrapper={given.comm_wrapper}) would have no effect: there is no "
+            f"comm_hook that it could wrap. Pass comm_hook=DDPCommunicationHookType.{given.comm_wrapper.name} instead."
+        )
+    if given.comm_state_option and given.comm_hook not in _POWER_SGD:
+        raise ConfigError(
+            f"DistributedDataParallelKwargs(comm_state_option={given.comm_state_option}) would have no effect: it is "
+            "for comm_hook POWER_SGD and BATCHED_POWER_SGD. Leave it out."
+        )

@@ -1,0 +1,51 @@
+"""What an integration says once, when the first step has been: which way the backwards go, and that ranks are equal.
+
+A framework stands between the user and the model, so a model that is not reduced is not seen until the training is
+bad. One comparison of sums over all parameters, one line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile.engine.drift import compare_first_step
+from dp_compile.engine.replica import Replica
+from dp_compile.modules.replicated_module import replica_of
+
+logger = logging.getLogger("dp_compile.integrations")
+
+_WAYS = {
+    "captured": "captured, with their reductions in one compiled graph",
+    "eager hooks": "reduced by hooks that run eagerly",
+    "torch reducer": "reduced by torch's C++ reducer",
+}
+
+
+def watch_first_step(module: nn.Module, framework: str) -> None:
+    """Compare the parameters of a replicated module once, after its first step, and say how it went.
+
+    In the second synchronised backward: then every rank has ended the first step, whatever belongs to it.
+
+    Args:
+        module: a replicated module.
+        framework: who wrapped it, for the log.
+
+    Raises:
+        ModuleError: the module is not replicated, or waits for its first forward.
+    """
+    compare_first_step(replica_of(module), partial(_say, framework))
+
+
+def _say(framework: str, replica: Replica, compared: str) -> None:
+    if dist.get_rank(replica.group.process_group) == 0:
+        logger.info("%s: backwards are %s; after the first step %s", framework, which_way(replica), compared)
+
+
+def which_way(replica: Replica) -> str:
+    """What reduced the synchronised backwards of a module so far, most of them first."""
+    done = [name for name, _ in replica.backwards.most_common() if name in _WAYS]
+    return ", and ".join(f"{_WAYS[name]} ({replica.backwards[name]})" for name in done)

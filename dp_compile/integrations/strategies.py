@@ -1,0 +1,105 @@
+"""What Lightning's strategies are here, whichever of its two packages they come from.
+
+`lightning` and `pytorch_lightning` are copies of one another with classes of their own, so these stand before theirs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.errors import ConfigError
+from dp_compile.integrations.checks import refuse_managed
+from dp_compile.integrations.first_step import watch_first_step
+from dp_compile.modules.distributed import DistributedDataParallel
+from dp_compile.modules.replicate import unreplicate
+from dp_compile.modules.replicated_module import is_replicated
+
+NAME = "dp_compile"
+"""What `strategy=` is given."""
+
+
+class _Wrapping:
+    """Of both kinds: how a model is wrapped."""
+
+    def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
+        if not isinstance(replicate_config, ReplicateConfig | None):
+            raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(replicate_config).__name__}.")
+        super().__init__(*args, **kwargs)
+        self.replicate_config = replicate_config
+
+    def _wrap(self, model: nn.Module) -> DistributedDataParallel:
+        this: Any = self
+        refuse_managed(model, f"strategy {NAME!r}")
+        device: torch.device = this.root_device
+        device_ids = None if device.type == "cpu" else [device.index]
+        return DistributedDataParallel(model, device_ids=device_ids, config=self.replicate_config, **this._ddp_kwargs)
+
+
+class TrainerStrategy(_Wrapping):
+    """Lightning's `DDPStrategy` for its `Trainer`, with `dp_compile.DistributedDataParallel` in it.
+
+    Takes what `DDPStrategy` takes. Comm hooks are registered on CPUs too, where Lightning leaves them out without a
+    word. Pass the compiled module, `trainer.fit(torch.compile(module))`, or compile parts of it in the module itself.
+    After the first step one line at INFO says which way backwards go, and that parameters are equal on all ranks.
+
+    Args:
+        args: as Lightning's.
+        replicate_config: options of `dp_compile.replicate`; the options of torch's DDP among `kwargs` win.
+        kwargs: as Lightning's.
+
+    Raises:
+        ConfigError: an option is not supported, or would have no effect.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        this: Any = self
+        if this._ddp_comm_hook is None:
+            for name in ("ddp_comm_state", "ddp_comm_wrapper"):
+                if getattr(this, f"_{name}") is not None:
+                    raise ConfigError(f"{name} would have no effect without ddp_comm_hook. Give that one, too.")
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        return self._wrap(model)
+
+    def _register_ddp_hooks(self) -> None:
+        this: Any = self
+        hook, around = this._ddp_comm_hook, this._ddp_comm_wrapper
+        if hook is not None:
+            this.model.register_comm_hook(this._ddp_comm_state, hook if around is None else around(hook))
+        watch_first_step(this.model, "lightning")
+
+    def teardown(self) -> None:
+        """As Lightning's; nothing of this package stays on the module."""
+        wrapper = getattr(self, "model", None)
+        super().teardown()  # type: ignore[misc]
+        if isinstance(wrapper, DistributedDataParallel) and is_replicated(wrapper):
+            unreplicate(wrapper)
+
+
+class FabricStrategy(_Wrapping):
+    """Lightning Fabric's `DDPStrategy`, with `dp_compile.DistributedDataParallel` in it.
+
+    Args:
+        args: as Lightning's.
+        replicate_config: options of `dp_compile.replicate`; the options of torch's DDP among `kwargs` win.
+        kwargs: as Lightning's.
+
+    Raises:
+        ConfigError: an option is not supported.
+    """
+
+    def setup_module(self, module: nn.Module) -> DistributedDataParallel:
+        """Wrap a module.
+
+        Raises:
+            ModuleError: it is wrapped or replicated already, or cannot be replicated.
+            ConfigError: an option is not supported.
+        """
+        wrapped = self._wrap(module)
+        watch_first_step(wrapped, "lightning fabric")
+        return wrapped

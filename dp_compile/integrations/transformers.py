@@ -1,0 +1,110 @@
+"""transformers: `DPCompileTrainer` in place of `Trainer`, or `DPCompileMixin` before a trainer class of one's own.
+
+A `Trainer` leaves wrapping and compiling to an `Accelerator`; this one lets that become the one of `accelerate.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.module_names import class_name
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.integrations.accelerate import Accelerator
+from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
+from dp_compile.modules.distributed import DistributedDataParallel
+from dp_compile.modules.replicated_module import unwrap
+
+refuse_other_versions("transformers")
+
+
+class DPCompileMixin:
+    """Stands before `transformers.Trainer`, or a class derived from it: `class MyTrainer(DPCompileMixin, SFTTrainer)`.
+
+    All of `TrainingArguments` is as before: `torch_compile=True` with its backend compiles the model, `ddp_*` are what
+    they are for torch's DDP, `average_tokens_across_devices` stays exact. Checkpoints have the model's own class and
+    keys, a run can be continued by the other kind of trainer. After the first step one line at INFO says which way
+    backwards go, and that parameters are equal on all ranks.
+
+    A model that was evaluated before it is trained is reduced here too. transformers' own trainer does not wrap it.
+
+    Args:
+        args: as the trainer's.
+        replicate_config: options of `dp_compile.replicate`; what `ddp_*` arguments say wins over its fields.
+        kwargs: as the trainer's.
+
+    Raises:
+        ConfigError: one process has several GPUs, models are to be sharded, or what `Accelerator` refuses.
+        ModuleError: the model is wrapped or replicated already.
+    """
+
+    def __init__(self, *args: Any, replicate_config: ReplicateConfig | None = None, **kwargs: Any) -> None:
+        _trainer(self)
+        self.replicate_config = replicate_config
+        self._is_checked = False
+        super().__init__(*args, **kwargs)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the trainer's, and the accelerator becomes ours.
+
+        Raises:
+            ConfigError, ModuleError: as for the class.
+        """
+        trainer = _trainer(self)
+        if trainer.args.n_gpu > 1:
+            raise ConfigError(
+                f"one process has {trainer.args.n_gpu} GPUs: transformers would use torch's DataParallel in it. Start "
+                f"a process for each: torchrun --nproc-per-node {trainer.args.n_gpu} ..."
+            )
+        if isinstance(trainer.model, nn.Module):
+            refuse_managed(trainer.model, type(self).__name__)
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        backend = trainer.args.torch_compile_backend if trainer.args.torch_compile else None
+        Accelerator.take_over(trainer.accelerator, self.replicate_config, backend)
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's."""
+        trainer = _trainer(self)
+        if not isinstance(unwrap(trainer.model_wrapped), DistributedDataParallel):
+            # What evaluation prepared, and compiled, is taken for a wrapped model otherwise.
+            trainer.model_wrapped = trainer.model
+        self._is_checked = False
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's.
+
+        Raises:
+            ModuleError: the model was prepared by somebody else, and would not be reduced here.
+        """
+        if not self._is_checked:
+            self._check_reduced(model)
+            self._is_checked = True
+        return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
+
+    def _check_reduced(self, model: nn.Module) -> None:
+        inner = unwrap(model)
+        trains = any(parameter.requires_grad for parameter in inner.parameters())
+        if _trainer(self).args.world_size > 1 and trains and not isinstance(inner, DistributedDataParallel):
+            raise ModuleError(
+                f"{class_name(inner)} was not wrapped by dp_compile: it was loaded in shards, or {type(self).__name__} "
+                "prepares models in a way of its own. Load it whole on each rank; or use a trainer without "
+                "DPCompileMixin."
+            )
+
+
+class DPCompileTrainer(DPCompileMixin, transformers.Trainer):  # type: ignore[misc]
+    """`transformers.Trainer` over this package; see `DPCompileMixin`."""
+
+
+def _trainer(of: object) -> Any:
+    """The trainer that a mixin is a part of."""
+    if not isinstance(of, transformers.Trainer):
+        raise ConfigError(
+            f"{type(of).__name__} has DPCompileMixin but is no transformers.Trainer. Derive it from both, the mixin "
+            "first: class MyTrainer(DPCompileMixin, Trainer)."
+        )
+    return of

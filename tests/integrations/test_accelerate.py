@@ -1,0 +1,334 @@
+"""Our `Accelerator` against accelerate's own, on two ranks; accelerate's own tests; what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from docs_scripts import python_of
+from launched import as_launched
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import dp_compile
+from dp_compile.testing.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="accelerate is not installed: pip install -e '.[test-integrations]'"
+)
+STEPS = 20
+
+
+class Blocks(nn.Module):
+    """Blocks of one class in a list, which regional compilation looks for, and a buffer that ranks have to share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(8)
+        self.last = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(self.norm(x))
+
+
+@contextlib.contextmanager
+def accelerator(ours: bool, **given: Any) -> Iterator[Any]:
+    """A new `Accelerator` of ours or of accelerate, and nothing of it left behind."""
+    import accelerate
+
+    from dp_compile.integrations.accelerate import Accelerator
+
+    with nothing_left_behind():
+        yield (Accelerator if ours else accelerate.Accelerator)(cpu=True, **given)
+
+
+@contextlib.contextmanager
+def nothing_left_behind() -> Iterator[None]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def arguments(case: str, ours: bool) -> dict[str, Any]:
+    """What both kinds of `Accelerator` are given, but that one thing depends on how torch's buckets are compiled."""
+    from accelerate.utils import DDPCommunicationHookType as Hook
+    from accelerate.utils import DistributedDataParallelKwargs as Given
+    from accelerate.utils import TorchDynamoPlugin
+
+    compiled = {"dynamo_backend": "aot_eager"}
+    power_sgd = {"start_powerSGD_iter": 3, "matrix_approximation_rank": 1, "min_compression_rate": 1.2}
+    return {
+        "plain": {},
+        "compiled": compiled | {"mixed_precision": "bf16"},
+        "regional": {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)},
+        "accumulated": compiled
+        | {"gradient_accumulation_steps": 3}
+        | {"kwargs_handlers": [Given(comm_hook=Hook.FP16, broadcast_buffers=False)]},
+        # Qs are drawn in the order of a bucket's gradients, so: one bucket, and torch's in the order without compiler.
+        "power_sgd": (compiled if ours else {})
+        | {"kwargs_handlers": [Given(bucket_cap_mb=50, comm_hook=Hook.POWER_SGD, comm_state_option=power_sgd)]},
+    }[case]
+
+
+def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], set[str], int]:
+    """Losses of the steps, parameters, which way backwards went; halfway all is saved and loaded again."""
+    with accelerator(ours, **arguments(case, ours)) as this:
+        model = Blocks()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        data = [(torch.randn(6, 4, generator=generator), torch.randn(6, 2, generator=generator)) for _ in range(STEPS)]
+        model, optimizer = this.prepare(model, optimizer)
+        assert this.prepare(model) is model
+        losses, synced = [], 0
+        for step, (x, y) in enumerate(data):
+            with this.accumulate(model):
+                loss = nn.functional.mse_loss(model(x).float(), y)
+                this.backward(loss)
+                synced += this.sync_gradients
+                if this.sync_gradients:
+                    this.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if step == STEPS // 2 + 1:  # no micro-step is open
+                this.save_state(folder)
+                this.wait_for_everyone()
+                with torch.no_grad():
+                    next(model.parameters()).zero_()
+                this.load_state(folder)
+        inner = this.unwrap_model(model, keep_torch_compile=False)
+        assert type(inner) is Blocks
+        ways = set(dp_compile.report(model).backwards) if ours else set()
+        return losses, nn.utils.parameters_to_vector(inner.parameters()).tolist(), ways, synced
+
+
+def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
+    with as_launched() as lines:
+        theirs = train(False, case, f"{folder}/theirs")
+        return train(True, case, f"{folder}/ours"), theirs, lines
+
+
+@pytest.mark.parametrize(
+    "case", ["plain", "compiled", "regional", "accumulated", pytest.param("power_sgd", marks=pytest.mark.nightly)]
+)
+def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> None:
+    outcomes = ranks2.run(train_side_by_side, case, str(tmp_path))
+    for rank, (ours, theirs, lines) in enumerate(outcomes):
+        torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-5, atol=1e-5)
+        assert ours[3] == theirs[3]
+        way = "reduced by torch's C++ reducer" if case == "plain" else "captured"
+        assert ours[2] - {"captured without sync"} == {"torch reducer" if case == "plain" else "captured"}
+        said = [line for line in lines if "after the first step parameters are equal on 2 ranks" in line]
+        assert len(said) == (rank == 0)
+        assert all(f"accelerate: backwards are {way}" in line for line in said)
+
+
+def sync_and_join() -> tuple[list[float], list[float], list[int], float]:
+    """Of a compiled model: gradients after `trigger_sync_in_backward` inside `no_sync`, and after uneven inputs."""
+    with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
+        model = this.prepare(nn.Linear(2, 1, bias=False))
+        rank = dist.get_rank()
+        alone = this.unwrap_model(model)  # accelerate takes the wrapper out of the compiled model itself
+        assert type(alone) is type(model)
+        assert alone._orig_mod is model._orig_mod.module
+        with this.no_sync(model):
+            this.backward(model(torch.full((1, 2), float(rank))).sum())
+            local = model.module.weight.grad.flatten().tolist()
+            with this.trigger_sync_in_backward(model):
+                this.backward(model(torch.full((1, 2), 2.0 + rank)).sum())
+        summed = model.module.weight.grad.flatten().tolist()
+        model.zero_grad()
+        batches = 0
+        with this.join_uneven_inputs([model], even_batches=False):
+            for _ in range(1 + rank):
+                batches += 1
+                this.backward(model(torch.ones(1, 2)).sum())
+                with torch.no_grad():
+                    model.module.weight -= model.module.weight.grad
+                model.zero_grad()
+        return local, summed, [batches], model.module.weight.sum().item()
+
+
+def test_sync_in_backward_and_uneven_inputs_of_a_compiled_model(ranks2: Ranks) -> None:
+    (local_0, summed_0, _, end_0), (local_1, summed_1, _, end_1) = ranks2.run(sync_and_join)
+    assert (local_0, local_1) == ([0.0, 0.0], [1.0, 1.0])
+    assert summed_0 == summed_1 == [3.0, 3.0]  # the means of 0 and 1, and of 2 and 3
+    assert end_0 == end_1
+
+
+def evaluated_first() -> bool:
+    """accelerate itself gives the model back as it is when it was prepared for evaluation before: not reduced."""
+    with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
+        model = Blocks()
+        this.prepare_model(model, evaluation_mode=True)
+        prepared = this.prepare(model)
+        return isinstance(prepared._orig_mod, dp_compile.DistributedDataParallel)
+
+
+def one_rank_steps_otherwise() -> str:
+    with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
+        model = this.prepare(nn.Linear(2, 1))
+        for _ in range(2):
+            try:
+                this.backward(model(torch.ones(1, 2)).sum())
+            except dp_compile.DesyncError as error:
+                return str(error)
+            with torch.no_grad():
+                model.module.weight += dist.get_rank()
+        return "no error"
+
+
+def test_never_silently(ranks2: Ranks) -> None:
+    assert all(ranks2.run(evaluated_first))
+    for text in ranks2.run(one_rank_steps_otherwise):
+        assert text.startswith("parameters differ between ranks after 2 synchronised backwards: weight on rank 1")
+
+
+def run_the_page(code: str) -> tuple[str, list[float], list[str]]:
+    """The page's lines on data of this rank's own: the report, the parameters, and what was saved."""
+    names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": nn.functional.mse_loss}
+    torch.manual_seed(dist.get_rank())
+    names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
+    with as_launched(), nothing_left_behind(), tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+        exec(code.replace('"inductor"', '"aot_eager"'), names)
+        files = os.listdir("checkpoint") if dist.get_rank() == 0 else []
+    values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+    return str(dp_compile.report(names["model"])), values, files
+
+
+def test_the_page(ranks2: Ranks) -> None:
+    (report, one, files), (_, other, _) = ranks2.run(run_the_page, python_of("accelerate.md"))
+    assert "backwards: 3 captured" in report
+    assert one == other
+    assert files == ["model.safetensors"]
+
+
+# --- accelerate's own tests -------------------------------------------------------------------------------------
+
+
+# One of them in CI, for it takes nine seconds; the others take half a minute, and find less.
+AT_NIGHT = [
+    pytest.param(f"test_{each}", marks=pytest.mark.nightly) for each in ("script", "ops", "distributed_data_loop")
+]
+
+
+@pytest.mark.parametrize("script", ["test_sync", *AT_NIGHT])
+def test_accelerates_own(script: str, tmp_path: Path) -> None:
+    """As its authors wrote them, with our `Accelerator` under its name."""
+    if script == "test_distributed_data_loop" and find_spec("torchdata") is None:
+        pytest.skip("torchdata is not installed: pip install -e '.[test-integrations]'")
+    environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    tests = Path(__file__).parents[1]
+    environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), *filter(None, [environ.get("PYTHONPATH")])])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(tests / "accelerate_script.py"), script],
+        env=environ,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("through") == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def make(given: dict[str, Any], model: nn.Module | None = None) -> None:
+    with as_launched(), accelerator(True, **given) as this:
+        if model is not None:
+            this.prepare(model)
+
+
+def refused_arguments() -> list[tuple[dict[str, Any], str]]:
+    from accelerate.utils import DDPCommunicationHookType as Hook
+    from accelerate.utils import DistributedDataParallelKwargs as Given
+
+    return [
+        ({"replicate_config": {}}, "replicate_config must be a ReplicateConfig, got dict"),
+        (
+            {"kwargs_handlers": [Given(comm_hook="bf16")]},
+            r"comm_hook='bf16'\) would have no effect: it has to be a DDPC",
+        ),
+        ({"kwargs_handlers": [Given(comm_wrapper=Hook.FP16)]}, "there is no comm_hook that it could wrap"),
+        (
+            {"kwargs_handlers": [Given(comm_hook=Hook.BF16, comm_state_option={"x": 1})]},
+            "comm_state_option={'x': 1}.* for comm_hook POWER_SGD",
+        ),
+        ({"kwargs_handlers": [Given(dim=1)]}, "dim must be 0, got 1"),
+    ]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_arguments_that_would_have_no_effect() -> None:
+    for given, message in refused_arguments():
+        with pytest.raises(dp_compile.ConfigError, match=message):
+            make(given, Blocks())
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize(
+    ("wrap", "message"),
+    [
+        (dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. does that too"),
+        (TorchDDP, "Blocks is wrapped by torch's DDP already"),
+        (dp_compile.DistributedDataParallel, "Blocks is wrapped by dp_compile.DistributedDataParallel already"),
+    ],
+)
+def test_models_that_are_reduced_already(wrap: Any, message: str) -> None:
+    model = wrap(Blocks())
+    for given in (model, torch.compile(model, backend="aot_eager")):
+        with pytest.raises(dp_compile.ModuleError, match=message):
+            make({}, given)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_compiler_that_accelerate_would_drop() -> None:
+    from dp_compile.integrations.accelerate import Accelerator
+
+    with as_launched(), accelerator(True):
+        with pytest.raises(dp_compile.ConfigError, match=r"dynamo_backend 'inductor' would have no effect: .*'no'"):
+            Accelerator(dynamo_backend="inductor")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_other_kinds_of_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP asks for another kind"):
+        make({})
+
+
+def test_other_versions() -> None:
+    from dp_compile.integrations import checks
+
+    with mock.patch.object(checks, "version", return_value="1.2.0"):
+        with pytest.raises(dp_compile.ConfigError, match=r"accelerate 1.2.0 is installed; .* accelerate>=1.15,<2"):
+            checks.refuse_other_versions("accelerate")
+    for installed in ("1.15.0", "1.15.0.dev0+cpu", "1.99"):
+        with mock.patch.object(checks, "version", return_value=installed):
+            checks.refuse_other_versions("accelerate")

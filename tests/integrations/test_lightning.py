@@ -1,0 +1,278 @@
+"""`strategy="dp_compile"` against Lightning's `ddp`, every step on two ranks: Trainer and Fabric, their BoringModel."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from docs_scripts import python_of
+from launched import as_launched
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+import dp_compile
+from dp_compile.modules.replicated_module import state_of
+from dp_compile.testing.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("lightning") is None, reason="lightning is not installed: pip install -e '.[test-integrations]'"
+)
+STEPS = 20
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+COMPILED_BEFORE = ("compiled", "manual", "accumulated")
+
+
+@contextlib.contextmanager
+def quickly() -> Iterator[list[str]]:
+    """Started by a launcher, without code generation; what integrations say in the log."""
+    defaults = dp_compile.ReplicateConfig.__init__.__kwdefaults__
+    with as_launched() as lines, warnings.catch_warnings(), mock.patch.dict(defaults, backend="aot_eager"):
+        warnings.simplefilter("ignore")
+        yield lines
+
+
+class Layer(nn.Sequential):
+    """A class of its own: Dynamo compiles none of torch's in place."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        # In front of the norm a bias has no gradient but rounding errors, which AdamW makes as large as others.
+        super().__init__(nn.Linear(32, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
+def module_of(case: str, boring: Any) -> Any:
+    """Lightning's own `BoringModel` with another layer, which remembers the losses of its steps."""
+
+    class Boring(boring.BoringModel):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Layer()
+            self.losses: list[float] = []
+            self.told: set[str] = set()
+            self.automatic_optimization = case != "manual"
+
+        def configure_model(self) -> None:
+            if case == "inside":
+                self.layer.compile(backend="aot_eager")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(self(batch))
+            if case == "manual":
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return {"loss": loss}
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.losses.append(outputs["loss"].item())
+
+        def on_train_end(self) -> None:
+            wrapper = self.trainer.strategy.model
+            if isinstance(wrapper, dp_compile.DistributedDataParallel):
+                hook = state_of(wrapper).comm_hook
+                self.told = {*dp_compile.report(wrapper).backwards, *([] if hook is None else [hook.name])}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return Boring()
+
+
+def strategy_of(package: str, ours: bool, case: str) -> Any:
+    """What `strategy=` is given: a name; or an object, if there is something to say."""
+    strategies = import_module("lightning.pytorch.strategies" if package == "lightning" else f"{package}.strategies")
+    if ours:
+        made = import_module(f"dp_compile.integrations.{package}").DPCompileStrategy
+        options = {
+            "accumulated": {"ddp_comm_hook": fp16_compress_hook, "find_unused_parameters": True},
+            "manual": {"static_graph": True},
+        }
+        return made(**options[case]) if case in options else "dp_compile"
+
+    class Hooked(strategies.DDPStrategy):  # type: ignore[misc, name-defined]
+        """Lightning leaves hooks out on CPUs, without a word."""
+
+        def _register_ddp_hooks(self) -> None:
+            self.model.register_comm_hook(None, fp16_compress_hook)
+
+    return Hooked() if case == "accumulated" else "ddp"
+
+
+def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], list[float], set[str]]:
+    pl = import_module("lightning.pytorch" if package == "lightning" else package)
+    boring = import_module(f"{pl.__name__}.demos.boring_classes")
+    torch._dynamo.reset()
+    module = module_of(case, boring)
+    accumulation = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if case == "accumulated" else {}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=strategy_of(package, ours, case),
+        max_steps=STEPS // (2 if accumulation else 1),
+        default_root_dir=folder,
+        **QUIET,
+        **accumulation,
+    )
+    torch.manual_seed(dist.get_rank())
+    loader = torch.utils.data.DataLoader(boring.RandomDataset(32, 2 * 6 * STEPS), batch_size=6)
+    trainer.fit(torch.compile(module, backend="aot_eager") if case in COMPILED_BEFORE else module, loader)
+    saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)["state_dict"]
+    assert list(saved) == list(module.state_dict())
+    assert type(module).__name__ == "Boring"
+    with pytest.raises(dp_compile.ModuleError, match="is not replicated"):  # nothing is left after teardown
+        dp_compile.report(module)
+    assert not module._forward_pre_hooks
+    return module.losses, nn.utils.parameters_to_vector(module.parameters()).tolist(), module.told
+
+
+def fit_side_by_side(package: str, case: str, folder: str) -> tuple[Any, Any, list[str]]:
+    with quickly() as lines:
+        return fit(package, True, case, folder), fit(package, False, case, folder), lines
+
+
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("package", "case"),
+    [
+        ("lightning", "compiled"),
+        ("lightning", "manual"),
+        ("lightning", "accumulated"),
+        pytest.param("lightning", "inside", marks=NIGHTLY),
+        pytest.param("lightning", "plain", marks=NIGHTLY),
+        pytest.param("pytorch_lightning", "compiled", marks=NIGHTLY),
+    ],
+)
+def test_every_step_as_ddp(ranks2: Ranks, package: str, case: str, tmp_path: Path) -> None:
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed: pip install {package}")
+    for rank, (ours, theirs, lines) in enumerate(ranks2.run(fit_side_by_side, package, case, str(tmp_path))):
+        assert len(ours[0]) == STEPS
+        for mine, other in zip(ours[:2], theirs[:2], strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
+        expected = {"torch reducer" if case == "plain" else "captured"}
+        if case == "accumulated":
+            expected |= {"captured without sync", "fp16_compress_hook"}
+        assert ours[2] == expected
+        assert len([line for line in lines if line.startswith("lightning: backwards are")]) == (rank == 0)
+
+
+# --- Fabric -----------------------------------------------------------------------------------------------------
+
+
+def by_fabric(strategy: str, compiled_outside: bool, folder: str) -> tuple[list[float], list[float], set[str]]:
+    """Accumulation, clipping, a checkpoint halfway. The compiler is put around the wrapper, or stays inside of it."""
+    from lightning.fabric import Fabric
+
+    import_module("dp_compile.integrations.lightning")
+    torch._dynamo.reset()
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    plain = Layer()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    compiled = torch.compile(plain, backend="aot_eager")
+    model, optimizer = fabric.setup(compiled, optimizer, _reapply_compile=compiled_outside)
+    torch.manual_seed(dist.get_rank())
+    losses = []
+    for step in range(STEPS):
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            loss = nn.functional.mse_loss(model(torch.randn(6, 32)), torch.ones(6, 2))
+            fabric.backward(loss)
+        losses.append(loss.item())
+        if step % 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == STEPS // 2 - 1:
+            state = {"model": model, "optimizer": optimizer}
+            fabric.save(f"{folder}/{strategy}.ckpt", state)
+            with torch.no_grad():
+                next(model.parameters()).zero_()
+            fabric.barrier()
+            fabric.load(f"{folder}/{strategy}.ckpt", state)
+    values = nn.utils.parameters_to_vector(plain.parameters()).tolist()
+    return losses, values, set(dp_compile.report(plain).backwards) if strategy == "dp_compile" else set()
+
+
+def fabric_side_by_side(compiled_outside: bool, folder: str) -> tuple[Any, Any, list[str]]:
+    with quickly() as lines:
+        both = [by_fabric(strategy, compiled_outside, folder) for strategy in ("dp_compile", "ddp")]
+        return *both, lines
+
+
+@pytest.mark.parametrize("compiled_outside", [True, pytest.param(False, marks=NIGHTLY)])
+def test_every_step_as_fabrics_ddp(ranks2: Ranks, compiled_outside: bool, tmp_path: Path) -> None:
+    for rank, (ours, theirs, lines) in enumerate(ranks2.run(fabric_side_by_side, compiled_outside, str(tmp_path))):
+        for mine, other in zip(ours[:2], theirs[:2], strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
+        assert ours[2] == {"captured", "captured without sync"}
+        assert len([line for line in lines if line.startswith("lightning fabric: backwards are")]) == (rank == 0)
+
+
+# --- the page, and what is refused ------------------------------------------------------------------------------
+
+
+def run_the_page(code: str, folder: str) -> tuple[list[str], list[float]]:
+    from lightning.pytorch.demos import boring_classes
+
+    torch.manual_seed(dist.get_rank())
+    loader = torch.utils.data.DataLoader(boring_classes.RandomDataset(32, 48), batch_size=6)
+    names: dict[str, Any] = {"module": module_of("compiled", boring_classes), "loader": loader}
+    quick = {"default_root_dir": folder, **QUIET}
+    with quickly() as lines:
+        exec(
+            code.replace("max_epochs=1", "max_epochs=1, **quick").replace("(module)", "(module, backend='aot_eager')"),
+            names | {"quick": quick},
+        )
+        return lines, nn.utils.parameters_to_vector(names["module"].parameters()).tolist()
+
+
+def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
+    (said, one), (_, other) = ranks2.run(run_the_page, python_of("lightning.md"), str(tmp_path))
+    assert said[0].startswith("lightning: backwards are captured")
+    assert one == other
+
+
+def refused(folder: str) -> list[str]:
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos import boring_classes
+
+    from dp_compile.integrations.lightning import DPCompileStrategy
+
+    def replicated() -> None:
+        module = dp_compile.replicate(boring_classes.BoringModel())
+        Trainer(accelerator="cpu", devices=2, strategy="dp_compile", default_root_dir=folder, **QUIET).fit(module)
+
+    texts = []
+    with quickly():
+        for wrong in (
+            replicated,
+            lambda: DPCompileStrategy(ddp_comm_state=object()),
+            lambda: DPCompileStrategy(replicate_config="fast"),
+        ):
+            try:
+                wrong()
+            except dp_compile.DPCompileError as error:
+                texts.append(str(error))
+    return texts
+
+
+def test_what_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
+    for replicated, no_hook, no_config in ranks2.run(refused, str(tmp_path)):
+        assert replicated.startswith("BoringModel is replicated already, and strategy 'dp_compile' does that too")
+        assert no_hook.startswith("ddp_comm_state would have no effect without ddp_comm_hook")
+        assert no_config.startswith("replicate_config must be a ReplicateConfig, got str")

@@ -1,0 +1,218 @@
+"""`DPCompileTrainer` against transformers' `Trainer`, every step of a fine-tune on two ranks; checkpoints of both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from docs_scripts import python_of
+from launched import as_launched
+from torch import nn
+
+import dp_compile
+from dp_compile.testing.ranks import Ranks
+
+pytestmark = pytest.mark.skipif(
+    find_spec("accelerate") is None or find_spec("transformers") is None,
+    reason="transformers or accelerate is not installed: pip install -e '.[test-integrations]'",
+)
+STEPS = 20
+TEXT = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text().encode()
+COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+ACCUMULATED = COMPILED | {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"ddp_find_unused_parameters": False},
+    "compiled": ACCUMULATED,
+    "resumed": ACCUMULATED,
+    "checkpointing": COMPILED
+    | {"gradient_checkpointing": True, "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": False},
+}
+
+
+def texts() -> list[dict[str, list[int]]]:
+    """Lines of different lengths, so that ranks do not have equally many tokens."""
+    lines = [line[:40] for line in TEXT.splitlines() if len(line) > 8]
+    return [{"input_ids": list(line)} for line in lines[: 4 * STEPS * 2]]
+
+
+def padded(examples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    rows = [torch.tensor(example["input_ids"]) for example in examples]
+    ids = nn.functional.pad(nn.utils.rnn.pad_sequence(rows, batch_first=True), (0, 40 - max(map(len, rows))))
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def trainer_of(ours: bool, case: str, folder: str, **more: Any) -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from dp_compile.integrations.transformers import DPCompileTrainer
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, n_positions=64, use_cache=False, **no_dropout)
+    arguments = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_steps=STEPS // 2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        **CASES[case],
+    )
+    kind = DPCompileTrainer if ours else Trainer
+    model = GPT2LMHeadModel(config)
+    return kind(model=model, args=arguments, train_dataset=texts(), data_collator=padded, **more)
+
+
+def outcome(trainer: Any) -> tuple[list[float], list[float], list[float]]:
+    """Losses and norms of the steps, and the parameters."""
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    norms = [float(entry["grad_norm"]) for entry in steps]
+    parameters = nn.utils.parameters_to_vector(trainer.model.parameters()).tolist()
+    return [entry["loss"] for entry in steps], norms, parameters
+
+
+def fine_tune(case: str, folder: str) -> dict[str, Any]:
+    """Both trainers; then ours goes on from where the other one was halfway."""
+    from accelerate.state import AcceleratorState
+
+    with as_launched() as lines, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = trainer_of(False, case, f"{folder}/theirs")
+        theirs.train()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        ours = trainer_of(True, case, f"{folder}/ours")
+        ours.train()
+        told = {"ours": outcome(ours), "theirs": outcome(theirs), "lines": list(lines)}
+        told["ways"] = set(dp_compile.report(ours.model_wrapped).backwards)
+        told["class"] = type(ours.model).__name__
+        saved = json.loads(Path(folder, "ours", f"checkpoint-{STEPS}", "config.json").read_text())
+        told["architectures"] = saved["architectures"]
+        if case == "resumed":
+            AcceleratorState._reset_state(reset_partial_state=True)
+            resumed = trainer_of(True, case, f"{folder}/resumed")
+            resumed.evaluate(texts()[:8])  # transformers would not wrap its model any more
+            resumed.train(resume_from_checkpoint=f"{folder}/theirs/checkpoint-{STEPS // 2}")
+            told["resumed"] = outcome(resumed)
+            told["ways"] |= set(dp_compile.report(resumed.model_wrapped).backwards)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        dist.barrier()
+        return told
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case == "compiled" else [pytest.mark.nightly]) for case in CASES]
+)
+def test_every_step_as_transformers(ranks2: Ranks, case: str, tmp_path: Path) -> None:
+    for rank, told in enumerate(ranks2.run(fine_tune, case, str(tmp_path))):
+        assert len(told["ours"][0]) == STEPS
+        for ours, theirs in zip(told["ours"], told["theirs"], strict=True):
+            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+        if "resumed" in told:
+            for ours, theirs in zip(told["resumed"], told["theirs"], strict=True):
+                torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
+        assert told["ways"] - {"captured without sync"} == {"torch reducer" if case == "plain" else "captured"}
+        assert (told["class"], told["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
+        said = [line for line in told["lines"] if "after the first step parameters are equal on 2 ranks" in line]
+        assert len(said) == (rank == 0)
+
+
+@pytest.mark.nightly
+def test_with_torchrun(tmp_path: Path) -> None:
+    """The same in processes that a launcher started."""
+    tests = Path(__file__).parents[1]
+    environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), *filter(None, [environ.get("PYTHONPATH")])])
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    script = str(tests / "integrations" / "fine_tune.py")
+    done = subprocess.run(
+        [*launch, script, str(tmp_path)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("through") == 2
+
+
+def run_the_page(code: str, folder: str) -> tuple[str, list[float], list[str]]:
+    """The page's lines: the report, the parameters, and the class that was saved."""
+    from accelerate.state import AcceleratorState
+
+    made = trainer_of(False, "plain", folder)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    rows = [{"input_ids": row, "labels": row} for row in torch.tensor(list(TEXT[: 16 * 6])).view(6, 16)]
+    names: dict[str, Any] = {"model": made.model, "dataset": rows}
+    quick = "torch_compile=True, torch_compile_backend='aot_eager', use_cpu=True, report_to=[], max_steps=2"
+    with as_launched(), warnings.catch_warnings(), contextlib.chdir(folder):
+        warnings.simplefilter("ignore")
+        exec(code.replace("torch_compile=True, max_steps=20", quick), names)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        dist.barrier()
+        architectures = json.loads(Path("fine_tuned", "config.json").read_text())["architectures"]
+    values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
+    return str(dp_compile.report(names["trainer"].model_wrapped)), values, architectures
+
+
+def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
+    (report, one, saved), (_, other, _) = ranks2.run(run_the_page, python_of("trainer.md"), str(tmp_path))
+    assert "backwards: 2 captured" in report
+    assert one == other
+    assert saved == ["GPT2LMHeadModel"]
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def refused_models(folder: str) -> list[str]:
+    from transformers import Trainer
+
+    from dp_compile.integrations import transformers as ours
+
+    def of_shards(self: Any) -> None:
+        self.is_distributed_loading_by_transformers = True
+
+    class Alone(ours.DPCompileMixin):
+        pass
+
+    class Shards(ours.DPCompileTrainer):
+        """Prepares its model in a way of its own, as transformers does for shards."""
+
+        def _prepare_for_training(self, *args: Any) -> Any:
+            prepared = super()._prepare_for_training(*args)
+            return self.accelerator.unwrap_model(prepared[0]), *prepared[1:]
+
+    texts_of_errors = []
+
+    def keep(of: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            of(*args, **kwargs)
+        except dp_compile.DPCompileError as error:
+            texts_of_errors.append(str(error))
+
+    with as_launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made = trainer_of(True, "plain", folder)
+        keep(Alone)
+        keep(Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train)
+        dp_compile.unreplicate(made.model)
+        keep(type(made), model=dp_compile.replicate(made.model), args=made.args)
+        assert issubclass(type(made), Trainer)
+    return texts_of_errors
+
+
+def test_models_that_would_not_be_reduced(ranks2: Ranks, tmp_path: Path) -> None:
+    for alone, shards, replicated in ranks2.run(refused_models, str(tmp_path)):
+        assert alone.startswith("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both")
+        assert shards.startswith("GPT2LMHeadModel was not wrapped by dp_compile")
+        assert replicated.startswith("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too")
