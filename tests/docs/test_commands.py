@@ -96,7 +96,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "optimizers.md": {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
-        "# as above, up to the optimizer": ("tests/docs/test_commands.py::test_the_sharded_optimizer_that_is_shown",),
+        "# as above, up to the optimizer": ("docs/test_commands.py::test_the_sharded_optimizer_that_is_shown",),
     },
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
