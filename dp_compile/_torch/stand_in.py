@@ -25,7 +25,7 @@ class StandIn(torch.Tensor):
     def __init__(self, *_: object) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
