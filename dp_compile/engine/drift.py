@@ -67,7 +67,7 @@ def check(replica: Replica) -> None:
     Raises:
         DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
     """
-    if replica in _first_steps and replica.synced_backwards >= 2:
+    if replica in _first_steps and replica.synced_backwards >= 2 and not replica.rehearses:
         tell = _first_steps.pop(replica)
         tell(replica, _first_step_in_words(replica))
     if not _is_wanted(replica):

@@ -41,6 +41,8 @@ _OTHERS: Final = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE
 _SPLITS: Final = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
 _POWER_SGD: Final = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
 _PREPARED: Final = "_is_accelerate_prepared"
+_PLAIN_FORWARD: Final = "_original_forward"
+"""Where accelerate keeps the forward that it wrapped in autocast."""
 
 
 class Accelerator(AcceleratesOwn):  # type: ignore[misc]
@@ -118,6 +120,10 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         if evaluation_mode or is_again or self.distributed_type == DistributedType.NO:
             return cast(nn.Module, super().prepare_model(model, device_placement, evaluation_mode))
         refuse_managed(model, "Accelerator.prepare()")
+        inner = unwrap(model)
+        if _PLAIN_FORWARD in vars(inner) and _PREPARED not in vars(inner):  # prepared once, by a wrapper that is gone
+            # unwrap_model(keep_fp32_wrapper=False) would take off what the model's author decorated it with, too.
+            inner.forward = vars(inner).pop(_PLAIN_FORWARD)
         with self._without_compiler():
             prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
         # The mark is the wrapper's: the model alone, given again, is not what was prepared.

@@ -11,6 +11,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.distributed import DistributedDataParallel
+from dp_compile.modules.replicate import release_abandoned
 from dp_compile.modules.replicated_module import is_replicated, unwrap
 
 TESTED: Final = {
@@ -38,7 +39,7 @@ def refuse_other_versions(package: str) -> None:
 
 
 def refuse_managed(module: nn.Module, by: str) -> None:
-    """Refuse a model that is reduced already.
+    """Refuse a model that is reduced already. What a wrapper did that is gone since does not count.
 
     Args:
         module: what a framework is about to wrap.
@@ -48,6 +49,7 @@ def refuse_managed(module: nn.Module, by: str) -> None:
         ModuleError: it is wrapped or replicated.
     """
     inner = unwrap(module)
+    release_abandoned(inner)
     if isinstance(inner, DistributedDataParallel | TorchDDP):
         owner = "dp_compile.DistributedDataParallel" if isinstance(inner, DistributedDataParallel) else "torch's DDP"
         raise ModuleError(

@@ -16,7 +16,8 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.integrations.accelerate import Accelerator
 from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
 from dp_compile.modules.distributed import DistributedDataParallel
-from dp_compile.modules.replicated_module import unwrap
+from dp_compile.modules.replicate import unreplicate
+from dp_compile.modules.replicated_module import is_replicated, unwrap
 
 refuse_other_versions("transformers")
 
@@ -28,6 +29,9 @@ class DPCompileMixin:
     they are for torch's DDP, `average_tokens_across_devices` stays exact. Checkpoints have the model's own class and
     keys, a run can be continued by the other kind of trainer. After the first step one line at INFO says which way
     backwards go, and that parameters are equal on all ranks.
+
+    When training has ended, or failed, the model is a plain one again: another trainer can have it. Until then, for
+    callbacks up to `on_train_end`, `dp_compile.report(model)` has what happened.
 
     A model that was evaluated before it is trained is reduced here too. transformers' own trainer does not wrap it.
 
@@ -68,11 +72,15 @@ class DPCompileMixin:
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's."""
         trainer = _trainer(self)
-        if not isinstance(unwrap(trainer.model_wrapped), DistributedDataParallel):
-            # What evaluation prepared, and compiled, is taken for a wrapped model otherwise.
-            trainer.model_wrapped = trainer.model
+        # What evaluation, or the last training, prepared and compiled is taken for a wrapped model otherwise.
+        trainer.model_wrapped = trainer.model
         self._is_checked = False
-        return super().train(*args, **kwargs)  # type: ignore[misc]
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            wrapper = unwrap(trainer.model_wrapped)
+            if isinstance(wrapper, DistributedDataParallel) and is_replicated(wrapper):
+                unreplicate(wrapper)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's.

@@ -177,7 +177,7 @@ def replicate(
         device = None if device_id is None else device_of(device_id, "device_id")
         order = _Order(meeting, request, chosen, ignored, device)
         check_not_managed(inner, ignored)
-        _release_abandoned(inner)
+        release_abandoned(inner)
         _check_not_pending(inner)
         waiting = is_waiting(inner, ignored)
         if waiting:
@@ -570,7 +570,7 @@ def _install(module: nn.Module, replica: Replica) -> None:
     logger.info("the plan: %s", describe_plan(replica))
 
 
-def _release_abandoned(module: nn.Module) -> None:
+def release_abandoned(module: nn.Module) -> None:
     """Undo what wrappers did that are gone since: as in torch, the module may then be wrapped anew."""
     found = {entry[0] for entry in map(owners.find, module.parameters()) if entry is not None}
     for replica in filter(is_of_a_module_that_is_gone, found):

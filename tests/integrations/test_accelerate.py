@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import python_of
+from docs_scripts import ROOT, blocks, python_of
 from launched import as_launched
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -28,6 +29,7 @@ pytestmark = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="accelerate is not installed: pip install -e '.[test-integrations]'"
 )
 STEPS = 20
+PAGE = (ROOT / "docs" / "accelerate.md").read_text()
 
 
 class Blocks(nn.Module):
@@ -188,6 +190,24 @@ def evaluated_first() -> bool:
         return isinstance(prepared._orig_mod, dp_compile.DistributedDataParallel)
 
 
+def prepared_again() -> bool:
+    """Once the first wrapper is gone, as accelerate's users do between two trainings; autocast is not put on twice."""
+    with as_launched(), accelerator(True, mixed_precision="bf16") as this:
+        model = Blocks()
+        this.prepare(model)
+        this.free_memory()
+        gc.collect()
+        depth = len(list(wrapped_by(model.forward)))
+        this.prepare(model)
+        return depth == len(list(wrapped_by(model.forward))) > 0
+
+
+def wrapped_by(forward: Any) -> Iterator[Any]:
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+        yield forward
+
+
 def one_rank_steps_otherwise() -> str:
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = this.prepare(nn.Linear(2, 1))
@@ -203,25 +223,28 @@ def one_rank_steps_otherwise() -> str:
 
 def test_never_silently(ranks2: Ranks) -> None:
     assert all(ranks2.run(evaluated_first))
+    assert all(ranks2.run(prepared_again))
     for text in ranks2.run(one_rank_steps_otherwise):
         assert text.startswith("parameters differ between ranks after 2 synchronised backwards: weight on rank 1")
 
 
-def run_the_page(code: str) -> tuple[str, list[float], list[str]]:
-    """The page's lines on data of this rank's own: the report, the parameters, and what was saved."""
+def run_the_page(code: str) -> tuple[list[str], list[float], list[str]]:
+    """The page's lines on data of this rank's own: what is said in the log, the parameters, and what was saved."""
     names: dict[str, Any] = {"Model": lambda: nn.Linear(4, 3), "loss_fn": nn.functional.mse_loss}
     torch.manual_seed(dist.get_rank())
     names["loader"] = [(torch.randn(2, 4), torch.randn(2, 3)) for _ in range(3)]
-    with as_launched(), nothing_left_behind(), tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
+    with as_launched() as lines, nothing_left_behind(), tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
         exec(code.replace('"inductor"', '"aot_eager"'), names)
         files = os.listdir("checkpoint") if dist.get_rank() == 0 else []
     values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
-    return str(dp_compile.report(names["model"])), values, files
+    assert "backwards: 3 captured" in str(dp_compile.report(names["model"]))
+    return lines, values, files
 
 
 def test_the_page(ranks2: Ranks) -> None:
-    (report, one, files), (_, other, _) = ranks2.run(run_the_page, python_of("accelerate.md"))
-    assert "backwards: 3 captured" in report
+    (said, one, files), (said_by_other, other, _) = ranks2.run(run_the_page, python_of("accelerate.md"))
+    assert [f"{line}\n" for line in said] == [text for language, text in blocks(PAGE) if language == "text"]
+    assert said_by_other == []
     assert one == other
     assert files == ["model.safetensors"]
 

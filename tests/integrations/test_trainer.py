@@ -77,6 +77,20 @@ def trainer_of(ours: bool, case: str, folder: str, **more: Any) -> Any:
     return kind(model=model, args=arguments, train_dataset=texts(), data_collator=padded, **more)
 
 
+def ways_of(trainer: Any) -> set[str]:
+    """Lets a trainer remember which way its backwards went, in the set that is returned."""
+    from transformers import TrainerCallback
+
+    ways: set[str] = set()
+
+    class Ways(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, *args: Any, model: nn.Module, **kwargs: Any) -> None:
+            ways.update(dp_compile.report(model).backwards)
+
+    trainer.add_callback(Ways())
+    return ways
+
+
 def outcome(trainer: Any) -> tuple[list[float], list[float], list[float]]:
     """Losses and norms of the steps, and the parameters."""
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -95,22 +109,23 @@ def fine_tune(case: str, folder: str) -> dict[str, Any]:
         theirs.train()
         AcceleratorState._reset_state(reset_partial_state=True)
         ours = trainer_of(True, case, f"{folder}/ours")
+        ways = ways_of(ours)
         ours.train()
         told = {"ours": outcome(ours), "theirs": outcome(theirs), "lines": list(lines)}
-        told["ways"] = set(dp_compile.report(ours.model_wrapped).backwards)
         told["class"] = type(ours.model).__name__
         saved = json.loads(Path(folder, "ours", f"checkpoint-{STEPS}", "config.json").read_text())
         told["architectures"] = saved["architectures"]
         if case == "resumed":
             AcceleratorState._reset_state(reset_partial_state=True)
             resumed = trainer_of(True, case, f"{folder}/resumed")
+            ways_then = ways_of(resumed)
             resumed.evaluate(texts()[:8])  # transformers would not wrap its model any more
             resumed.train(resume_from_checkpoint=f"{folder}/theirs/checkpoint-{STEPS // 2}")
             told["resumed"] = outcome(resumed)
-            told["ways"] |= set(dp_compile.report(resumed.model_wrapped).backwards)
+            ways |= ways_then
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.barrier()
-        return told
+        return told | {"ways": ways}
 
 
 @pytest.mark.parametrize(
@@ -145,8 +160,8 @@ def test_with_torchrun(tmp_path: Path) -> None:
     assert done.stdout.count("through") == 2
 
 
-def run_the_page(code: str, folder: str) -> tuple[str, list[float], list[str]]:
-    """The page's lines: the report, the parameters, and the class that was saved."""
+def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[str]]:
+    """The page's lines: what is said in the log, the parameters, and the class that was saved."""
     from accelerate.state import AcceleratorState
 
     made = trainer_of(False, "plain", folder)
@@ -154,21 +169,49 @@ def run_the_page(code: str, folder: str) -> tuple[str, list[float], list[str]]:
     rows = [{"input_ids": row, "labels": row} for row in torch.tensor(list(TEXT[: 16 * 6])).view(6, 16)]
     names: dict[str, Any] = {"model": made.model, "dataset": rows}
     quick = "torch_compile=True, torch_compile_backend='aot_eager', use_cpu=True, report_to=[], max_steps=2"
-    with as_launched(), warnings.catch_warnings(), contextlib.chdir(folder):
+    with as_launched() as lines, warnings.catch_warnings(), contextlib.chdir(folder):
         warnings.simplefilter("ignore")
         exec(code.replace("torch_compile=True, max_steps=20", quick), names)
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.barrier()
         architectures = json.loads(Path("fine_tuned", "config.json").read_text())["architectures"]
     values = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
-    return str(dp_compile.report(names["trainer"].model_wrapped)), values, architectures
+    return lines, values, architectures
 
 
 def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
-    (report, one, saved), (_, other, _) = ranks2.run(run_the_page, python_of("trainer.md"), str(tmp_path))
-    assert "backwards: 2 captured" in report
+    (said, one, saved), (_, other, _) = ranks2.run(run_the_page, python_of("trainer.md"), str(tmp_path))
+    assert said[0].startswith("accelerate: backwards are captured")
     assert one == other
     assert saved == ["GPT2LMHeadModel"]
+
+
+def train_again_and_again(folder: str) -> list[int]:
+    """One model, trained twice by one trainer and then by another one; how many wrappers of autocast it ends with."""
+    from accelerate.state import AcceleratorState
+
+    depths = []
+    with as_launched(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        CASES["short"] = {"bf16": True, "ddp_find_unused_parameters": False}
+        first = trainer_of(True, "short", folder)
+        first.args.max_steps = 2
+        second = type(first)(model=first.model, args=first.args, train_dataset=texts(), data_collator=padded)
+        for trainer in (first, first, second):
+            trainer.train()
+            with pytest.raises(dp_compile.ModuleError, match="is not replicated"):
+                dp_compile.report(trainer.model)
+            forward, depth = trainer.model.forward, 0
+            while hasattr(forward, "__wrapped__"):
+                forward, depth = forward.__wrapped__, depth + 1
+            depths.append(depth)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    return depths
+
+
+def test_one_model_trained_again_and_again(ranks2: Ranks, tmp_path: Path) -> None:
+    for depths in ranks2.run(train_again_and_again, str(tmp_path)):
+        assert depths[0] == depths[1] == depths[2] > 0
 
 
 # --- what is refused --------------------------------------------------------------------------------------------
@@ -205,7 +248,6 @@ def refused_models(folder: str) -> list[str]:
         made = trainer_of(True, "plain", folder)
         keep(Alone)
         keep(Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train)
-        dp_compile.unreplicate(made.model)
         keep(type(made), model=dp_compile.replicate(made.model), args=made.args)
         assert issubclass(type(made), Trainer)
     return texts_of_errors
