@@ -76,6 +76,11 @@ def compile_forward_with_inductor(
     return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches))
 
 
+def uses_cuda_graphs(options: Mapping[str, Any]) -> bool:
+    """Whether code that is made with these options is replayed, without the Python in between."""
+    return bool(options.get("triton.cudagraphs", _config.triton.cudagraphs))
+
+
 def options_of_mode(mode: str) -> dict[str, Any]:
     """What `torch.compile(mode=...)` stands for."""
     return dict(_list_mode_options(mode))

@@ -152,6 +152,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's, by torch's DDP's names."""
+        next(
+            iter(unwrap(self.module).named_parameters()), None
+        )  # torch does not ask the module, which may have to wait
+        return super().named_parameters(*args, **kwargs)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums."""

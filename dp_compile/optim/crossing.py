@@ -119,6 +119,14 @@ class Crossing:
         for each in left:
             each.arrive()
 
+    def release(self) -> None:
+        """The module is not replicated any more: it is left as it was."""
+        self.arrive()
+        replica = self._replica()
+        root = None if replica is None else replica.outline.root()
+        if root is not None:
+            _take_hooks_off(root)
+
     def drop(self) -> None:
         """Wait for what is in flight, and update nothing: the backward has failed."""
         left, self._left = self._left, []
@@ -137,6 +145,8 @@ class _Left:
     indices: tuple[int, ...]
     buckets: tuple[tuple[Bucket, torch.Tensor], ...]
     """With what each of them was launched with; a gradient in pieces lies in several."""
+    addresses: tuple[int, ...] = ()
+    """Of its parameters, when the backward ended."""
     poisoned: list[torch.Tensor] = field(default_factory=list)
     is_over: bool = False
 
@@ -145,9 +155,8 @@ class _Left:
         return [self.replica.parameters[index] for index in self.indices]
 
     def depart(self, *, poisons: bool) -> None:
-        for parameter in self.parameters:
-            if parameter.numel():
-                in_flight[parameter.data_ptr()] = self
+        self.addresses = tuple(parameter.data_ptr() for parameter in self.parameters if parameter.numel())
+        in_flight.update(dict.fromkeys(self.addresses, self))
         if poisons:
             with torch.no_grad(), self.replica.local.updating(self.indices):
                 self.poisoned = [each.detach().clone() for each in self.parameters]
@@ -169,8 +178,8 @@ class _Left:
     def _finish(self) -> None:
         self.is_over = True
         parameters = self.parameters
-        for parameter in parameters:
-            in_flight.pop(parameter.data_ptr(), None)
+        for address in self.addresses:
+            in_flight.pop(address, None)
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that.
         with torch.inference_mode(mode=False), torch.no_grad():
             gradients = self._reduced()

@@ -10,6 +10,7 @@ from torch import fx, nn
 from dp_compile._torch import inductor
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
+from dp_compile.errors import ConfigError
 from dp_compile.passes.crossing import ArriveBeforeUse
 
 
@@ -30,11 +31,19 @@ def compile_forward(
         inputs: an example of each input.
         mode: as of `torch.compile(mode=...)`.
         options: as of `torch.compile(options=...)`.
+
+    Raises:
+        ConfigError: such an optimizer is there, and so are CUDA graphs, which would replay the forward without waiting.
     """
     crossing = [(position, found) for position, each in enumerate(inputs) if (found := _crossing_replica_of(each))]
     settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
     if not crossing:
         return inductor.compile_forward_with_inductor(graph_module, inputs, None, settings)
+    if inductor.uses_cuda_graphs(settings):
+        raise ConfigError(
+            "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) replay a forward without "
+            "waiting for updates. Leave them out, or overlap_forward=True."
+        )
     waits = inductor.Keyed(ArriveBeforeUse(tuple(position for position, _ in crossing), len(inputs)))
     if crossing[0][1].config.backend == "aot_eager":
         compiled = inductor.compile_forward_with_aot_eager(graph_module, inputs, waits)

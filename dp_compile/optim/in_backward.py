@@ -215,7 +215,8 @@ class InBackward:
 
     def released(self) -> None:
         """The optimizer goes on as it is, in `step()`."""
-        self._arrive()
+        if self.crossing is not None:
+            self.crossing.release()
 
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""

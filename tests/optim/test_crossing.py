@@ -281,6 +281,41 @@ def test_behind_other_forwards_the_step_or_their_start_waits(ranks2: Ranks, way:
         assert ranks2.run(other_forwards, way) == [counts] * 2
 
 
+def cuda_graphs() -> str:
+    both = crossing()
+    with pytest.raises(Exception, match="CUDA graphs") as error:
+        torch.compile(both.ours, backend="dp_compile", mode="reduce-overhead")(batch(0))
+    return str(error.value)
+
+
+def test_cuda_graphs_are_refused(ranks2: Ranks) -> None:
+    assert all("overlap_forward=True" in text for text in ranks2.run(cuda_graphs))
+
+
+def in_a_wrapper() -> None:
+    with poisoned():
+        torch._dynamo.reset()
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            models.append(dp_compile.DistributedDataParallel(Tied(), config=SMALL))
+        mine, other = (SGD(model.parameters()) for model in models)
+        dp_compile.optim.in_backward(models[0], mine, overlap_forward=True)
+        runs = torch.compile(models[0], backend="dp_compile"), torch.compile(models[1], backend="aot_eager")
+        for number in range(3):
+            for run, optimizer in zip(runs, (mine, other), strict=True):
+                run(batch(number)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert left() == LEFT
+            for one, two in zip(models[0].parameters(), models[1].parameters(), strict=True):
+                assert torch.equal(one, two)
+
+
+def test_parameters_of_the_wrapper(ranks2: Ranks) -> None:
+    ranks2.run(in_a_wrapper)
+
+
 def other_backend() -> str:
     both = crossing()
     go(both, 0)
@@ -430,6 +465,7 @@ def dropped() -> list[int]:
         counts = [left()]
         dp_compile.unreplicate(both.ours)
         counts.append(left())
+        assert b"dp_compile" not in pickle.dumps(both.ours.layers[0])  # type: ignore[index]
         for one, other in zip(both.ours.parameters(), both.theirs.parameters(), strict=True):
             assert torch.equal(one, other)
         again = crossing()
