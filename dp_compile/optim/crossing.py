@@ -5,7 +5,7 @@
 | a forward in one graph of the backend `dp_compile`               | an op in front of each first read             |
 | a forward of that backend in several graphs                      | the first graph, for everything               |
 | a call of the module, or of a part of it, that is not compiled   | a forward pre-hook, for everything            |
-| `parameters()`, `state_dict()`, `to()`, copies and pickles       | the method, for everything                    |
+| `parameters()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything                   |
 | the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
 
 A forward of another backend is refused where it is traced. Whoever reads a parameter past all of these calls
@@ -235,6 +235,14 @@ class _Reads(nn.Module):
     def synchronize(self) -> None:
         """Do now what the optimizer has left for the next forward."""
         _arrive_at(self)
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        _arrive_at(self)
+        return super().get_parameter(target)
+
+    def apply(self, fn: Any) -> Any:
+        _arrive_at(self)
+        return super().apply(fn)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         _arrive_at(self)

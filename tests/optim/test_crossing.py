@@ -163,6 +163,14 @@ def saved(model: nn.Module) -> list[torch.Tensor]:
     return list(torch.load(file).values())
 
 
+def visited(model: nn.Module) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    model.apply(
+        lambda part: found.extend(each.detach().clone() for each in part._parameters.values() if each is not None)
+    )
+    return found
+
+
 def in_double(model: nn.Module) -> list[torch.Tensor]:
     found = [each.detach().clone() for each in model.double().parameters()]
     model.float()
@@ -178,6 +186,8 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "a copy": lambda model, run: list(copy.deepcopy(model).state_dict().values()),
     "a pickle": lambda model, run: list(pickle.loads(pickle.dumps(model)).state_dict().values()),
     "an average": lambda model, run: averaged(model),
+    "one by its name": lambda model, run: model.get_parameter("layers.1.weight").detach().clone(),
+    "every part": lambda model, run: visited(model),
     "another dtype": lambda model, run: in_double(model),
     "a call that is not compiled": lambda model, run: model(batch(77)),
     "a call of a part": lambda model, run: model.layers[1](batch(77)),
