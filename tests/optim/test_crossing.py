@@ -165,9 +165,11 @@ def saved(model: nn.Module) -> list[torch.Tensor]:
 
 def visited(model: nn.Module) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
-    model.apply(
-        lambda part: found.extend(each.detach().clone() for each in part._parameters.values() if each is not None)
-    )
+
+    def visit(part: nn.Module) -> None:
+        found.extend(each.detach().clone() for each in part._parameters.values() if each is not None)
+
+    model.apply(visit)
     return found
 
 
