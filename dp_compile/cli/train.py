@@ -52,10 +52,20 @@ def _add_training(group: Any, default: TrainOptions) -> None:
     )
     group.add_argument("--steps", type=int, metavar="N", help=f"({default.steps}, with --check {CHECK_STEPS})")
     group.add_argument(
+        "--evaluate-every",
+        type=int,
+        default=default.evaluate_every,
+        metavar="N",
+        help="steps from one held-out loss to the next (%(default)s)",
+    )
+    group.add_argument(
         "--lr",
         type=float,
         metavar="X",
         help=f"learning rate of AdamW ({default.lr:g}), with --check of SGD ({CHECK_LR:g})",
+    )
+    group.add_argument(
+        "--momentum", type=float, metavar="X", help="SGD with this momentum in place of AdamW (with --check 0.9)"
     )
     group.add_argument(
         "--optimizer",

@@ -29,7 +29,6 @@ from dp_compile.train.options import TrainOptions
 COMPILE_STEPS = 2
 """Steps that may compile, and are left out of step times: the first compiles, the second may still recompile."""
 
-EVALUATE_EVERY = 100
 SHOW_EVERY = 10
 
 
@@ -117,9 +116,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch)
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW, or SGD with momentum under `--check`; `check.py` says why."""
-    if options.check:
-        return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
+    """AdamW, or SGD if a momentum is given, and under `--check`; `check.py` says why."""
+    if options.check or options.momentum is not None:
+        momentum = 0.9 if options.momentum is None else options.momentum
+        return torch.optim.SGD(model.parameters(), lr=options.lr, momentum=momentum)
     return torch.optim.AdamW(model.parameters(), lr=options.lr)
 
 
@@ -146,7 +146,7 @@ class Run:
         for step, train_loss in enumerate(self._steps(timing)):
             done = step + 1
             self._show(done, train_loss, timing)
-            if done % EVALUATE_EVERY == 0 or done == self.options.steps:
+            if done % self.options.evaluate_every == 0 or done == self.options.steps:
                 loss = self.evaluate()
                 self.say(f"step {done:>5}  held-out loss {loss:.3f}  {self._rate(timing)}".rstrip())
         if self._bar is not None:

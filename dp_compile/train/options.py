@@ -62,10 +62,11 @@ CHECK_LR: Final = 0.05
 class TrainOptions:
     """One training run. Sizes are in tokens, sequences or layers, `timeout_s` in seconds.
 
-    `batch_size` counts sequences per rank. `check` trains torch's DDP beside the run and compares. `seed` decides
-    the parameters and the batches. `mp`: the dtype of compute, `bf16` or `fp16`; the loss stays float32, and is not
-    scaled. `comm_hook`: a name of `COMM_HOOKS`. `optimizer`: where parameters are updated, of `OPTIMIZERS`.
-    `topology`: a name of `dp_compile.plan.topologies`: ranks mix parameters, and reduce no gradient.
+    `batch_size` counts sequences per rank, `evaluate_every` steps from one held-out loss to the next. `check` trains
+    torch's DDP beside the run and compares. `seed` decides the parameters and the batches. `mp`: the dtype of compute,
+    `bf16` or `fp16`; the loss stays float32, and is not scaled. `comm_hook`: a name of `COMM_HOOKS`. `momentum`: of
+    SGD, in the place of AdamW. `optimizer`: where parameters are updated, of `OPTIMIZERS`. `topology`: a name of
+    `dp_compile.plan.topologies`: ranks mix parameters, and reduce no gradient.
     `save_step`: a file for what explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
 
     Raises:
@@ -78,6 +79,7 @@ class TrainOptions:
     context: int = 128
     batch_size: int = 8
     steps: int = 300
+    evaluate_every: int = 100
     ranks: int = 2
     bucket_cap_mb: float | None = None
     reduce_dtype: str | None = None
@@ -86,6 +88,7 @@ class TrainOptions:
     optimizer: str = "plain"
     topology: str | None = None
     lr: float = 2e-3
+    momentum: float | None = None
     seed: int = 0
     ddp_python_hook: bool | None = None
     check: bool = False
@@ -93,7 +96,7 @@ class TrainOptions:
     save_step: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "context", "batch_size", "steps", "ranks"):
+        for name in ("layers", "width", "heads", "context", "batch_size", "steps", "evaluate_every", "ranks"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} must be >= 1, got {getattr(self, name)}.")
         if self.width % self.heads:
@@ -112,6 +115,11 @@ class TrainOptions:
         self._check_topology()
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
+        self._check_ranges()
+
+    def _check_ranges(self) -> None:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ConfigError(f"--momentum must be >= 0 and < 1, got {self.momentum:g}.")
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"--seed must be between 0 and 2**63 - 1, got {self.seed}.")
 

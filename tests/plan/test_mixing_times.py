@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from dp_compile.plan.mixing_times import SentBucket, mixed_step
+from dp_compile.plan.mixing_times import MixedStep, SentBucket, mixed_step
 from dp_compile.plan.topologies import Edge, Topology, metropolis, random_matchings, topology
 
 
@@ -40,11 +40,19 @@ def test_a_slow_edge_holds_up_those_that_meet_it_later() -> None:
     across = (Edge((0, 2), 0.5), Edge((1, 3), 0.5))
 
     def seconds(edge: Edge, nbytes: float) -> float:
-        return 20.0 if edge.ranks == (0, 1) else 1.0
+        return {0.5: 1.0, 0.4: 20.0}[edge.weight]
 
-    topology = Topology("slow", 4, (apart, across))
-    found = mixed_step(topology, [SentBucket(1, 1.0)], forward_s=1, backward_s=1, seconds=seconds)
-    assert found == pytest.approx(((20 + 2) / 2, 2, 21 / 2))  # the other step computes for 2 s while 1 s travels
+    def of(*steps: tuple[Edge, ...]) -> MixedStep:
+        topology = Topology("slow", 4, steps)
+        return mixed_step(topology, [SentBucket(1, 1.0)], forward_s=1, backward_s=1, seconds=seconds)
+
+    first, last = ((Edge((0, 1), one), Edge((2, 3), other)) for one, other in ((0.4, 0.5), (0.5, 0.4)))
+    # A step whose bytes travel for 20 s takes as long, others 2 s, in which they compute.
+    assert of(apart, across) == pytest.approx((2, 2, 1))
+    assert of(first, across) == pytest.approx(((20 + 2) / 2, 2, 21 / 2))
+    # No rank has two slow edges in four steps, but ranks 2 and 3 wait for 0 and 1 before they start theirs: those send
+    # what takes 1 s as soon as their own has arrived.
+    assert of(first, across, last, across) == pytest.approx(((20 + 1 + 20 + 1) / 4, 2, 23 / 4))
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:

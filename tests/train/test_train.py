@@ -19,7 +19,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.insight.step import Step
 from dp_compile.train.check import Verdict
 from dp_compile.train.data import batches, held_out_batches, load_corpus
-from dp_compile.train.loop import COMPILE_STEPS, Timing
+from dp_compile.train.loop import COMPILE_STEPS, Timing, make_optimizer
 from dp_compile.train.options import CHECK_TOLERANCE, TrainOptions
 
 TINY = ("--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "4")
@@ -86,6 +86,8 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--heads", "0"), "--heads must be >= 1, got 0"),
         (("--batch-size", "0"), "--batch-size must be >= 1, got 0"),
         (("--steps", "-3"), "--steps must be >= 1, got -3"),
+        (("--evaluate-every", "0"), "--evaluate-every must be >= 1, got 0"),
+        (("--momentum", "1"), "--momentum must be >= 0 and < 1, got 1"),
         (("--steps", "many"), "argument --steps: invalid int value: 'many'"),
         (("--bucket-cap-mb", "0"), "--bucket-cap-mb must be a number > 0, got 0"),
         (("--lr", "nan"), "--lr must be a number > 0, got nan"),
@@ -208,6 +210,15 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+def test_a_momentum_is_of_sgd() -> None:
+    model = torch.nn.Linear(1, 1)
+    assert type(make_optimizer(model, TrainOptions())) is torch.optim.AdamW
+    for options, momentum in ((TrainOptions(momentum=0.5), 0.5), (TrainOptions(check=True), 0.9)):
+        made = make_optimizer(model, options)
+        assert type(made) is torch.optim.SGD
+        assert made.defaults["momentum"] == momentum
+
+
 @pytest.mark.parametrize(
     ("option", "name", "beside"),
     [("--reduce-dtype", "bfloat16", "eager"), ("--mp", "bf16", "compiled, with casts of its parameters")],
