@@ -498,7 +498,12 @@ def beside_another(name: str) -> None:
         for model in (both.ours, both.theirs):
             model.zero_grad()
         both.compare()
-    assert len(full_state_dict(both.mine)["state"]) == 5
+    state = full_state_dict(both.mine)
+    assert len(state["state"]) == 5
+    fresh = sharded(make=lambda parameters: kind([*parameters][:8:2], lr=0.01))
+    fresh.mine.add_param_group({"params": half(0, fresh.ours)[4:]})
+    fresh.mine.load_state_dict(state)  # before any backward
+    assert_same(full_state_dict(fresh.mine), state)
 
 
 @pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.nightly), "adafactor"])
