@@ -172,6 +172,12 @@ class Sharded(InBackward):
         """The parameters that the optimizer has now."""
         super().indices()
         self.covered = self._indices
+        self._find_groups(replica)
+        if self.cuts:
+            assert replica.scatter is not None
+            replica.scatter(frozenset(replica.names[index] for index in self.covered))
+
+    def _find_groups(self, replica: Replica) -> None:
         place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
         self._group_of = {
             place[id(each)]: number
@@ -179,9 +185,6 @@ class Sharded(InBackward):
             for each in group["params"]
             if id(each) in place
         }
-        if self.cuts:
-            assert replica.scatter is not None
-            replica.scatter(frozenset(replica.names[index] for index in self.covered))
 
     def remove(self) -> None:
         """Leave the optimizer alone, with all of its state on every rank. Every rank calls it."""
@@ -320,7 +323,14 @@ class Sharded(InBackward):
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         super()._loaded(optimizer)
-        self._hold(self._full_states(optimizer))
+        self._has_state = False
+        replica = self.replica
+        if replica is not None:
+            self._take_in_added(replica)
+        states = self._full_states(optimizer)
+        if replica is not None:
+            self._lay_out()
+        self._hold(states)
 
     # --- for the engine
 
@@ -329,17 +339,23 @@ class Sharded(InBackward):
         replica = self._replicated()
         self._parts.clear()
         self._whole.clear()
-        super().indices()
-        if self._indices != self.covered:
-            self._check_added(replica)
-            self._cover(replica)
-            self._looked_at = (None, {}, False)
-            if not self.cuts:  # else the plan may change before its end
-                self._lay_out()
+        if self._take_in_added(replica) and not self.cuts:  # else the plan may change before the end
+            self._lay_out()
+        self._find_groups(replica)
         self._find_memory()
         for index in self.covered:
             if isinstance(replica.parameters[index].grad, ShardedGradient):
                 replica.parameters[index].grad = None
+
+    def _take_in_added(self, replica: Replica) -> bool:
+        """Parameters of `add_param_group()`; whether there were any."""
+        self.indices()
+        if self._indices == self.covered:
+            return False
+        self._check_added(replica)
+        self._cover(replica)
+        self._looked_at = (None, {}, False)
+        return True
 
     def _check_added(self, replica: Replica) -> None:
         taking, replica.parts_to = replica.parts_to, None

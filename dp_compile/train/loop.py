@@ -202,8 +202,8 @@ class Run:
         if self.options.topology is not None:
             options = self.options.replicate_config()
             decentralize(self.model, topology=self.options.topology, optimizer=optimizer, config=options)
-        if self.options.optimizer == "in-backward":
-            in_backward(self.model, optimizer)
+        if self.options.optimizer != "plain":
+            in_backward(self.model, optimizer, shard=self.options.optimizer == "sharded")
         their_optimizer = make_optimizer(self.twin.ddp, self.options) if self.twin else None
         if self.twin is not None and self.options.topology is not None and their_optimizer is not None:
             their_optimizer.register_step_pre_hook(self.twin.mix)

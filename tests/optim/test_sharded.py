@@ -68,7 +68,7 @@ def _numels(optimizer: torch.optim.Optimizer) -> list[int]:
     return [each.numel() for state in optimizer.state.values() for each in state.values() if each.dim()]
 
 
-BY_DAY = {("sgd", None), ("adamw", 0.05), ("rmsprop", None), ("adafactor", 0.05)}
+BY_DAY = {("sgd", None), ("adamw", 0.05), ("adafactor", 0.05)}
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_same_parameters_as_ddp(ranks: Ranks, name: str, max_norm: float | N
     assert set(ranks.run(train, name, max_norm, compile_whole)) == {(10, 1)}
 
 
-@pytest.mark.parametrize("max_norm", [pytest.param(None, marks=pytest.mark.nightly), 0.05])
+@pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_the_same_parameters_if_nothing_is_compiled(ranks: Ranks, max_norm: float | None) -> None:
     assert set(ranks.run(train, "adamw", max_norm, not_compiled)) == {(0, 0)}
 
@@ -123,6 +123,7 @@ def several_modules() -> None:
             each.compare()
 
 
+@pytest.mark.nightly
 def test_several_modules_in_one_backward(ranks: Ranks) -> None:
     ranks.run(several_modules)
 
@@ -146,7 +147,8 @@ def one_rank_falls_back(name: str, max_norm: float | None, in_flight: int | None
 
 
 @pytest.mark.parametrize(
-    ("name", "max_norm", "in_flight"), [("adamw", None, 1), ("sgd", 0.05, None), ("adafactor", None, None)]
+    ("name", "max_norm", "in_flight"),
+    [("adamw", None, 1), pytest.param("sgd", 0.05, None, marks=pytest.mark.nightly), ("adafactor", None, None)],
 )
 def test_one_rank_is_not_captured_now_and_then(
     ranks: Ranks, name: str, max_norm: float | None, in_flight: int | None
@@ -259,6 +261,8 @@ AT_NIGHT = {
     "unused are found",
     "two dtypes",
     "as torch's DDP",
+    "read late",
+    "reduced in bfloat16",
 }
 
 
@@ -323,7 +327,7 @@ def unused(name: str, max_norm: float | None, compile_model: Callable[[nn.Module
         ("adafactor", 0.05, not_compiled),
         pytest.param("adamw", 0.05, compile_whole, marks=pytest.mark.nightly),
         pytest.param("adafactor", None, compile_whole, marks=pytest.mark.nightly),
-        pytest.param("adamw", None, not_compiled, marks=pytest.mark.nightly),
+        ("adamw", None, not_compiled),
     ],
 )
 def test_unused_parameters(
@@ -494,10 +498,15 @@ def beside_another(name: str) -> None:
         for model in (both.ours, both.theirs):
             model.zero_grad()
         both.compare()
-    assert len(full_state_dict(both.mine)["state"]) == 5
+    state = full_state_dict(both.mine)
+    assert len(state["state"]) == 5
+    fresh = sharded(make=lambda parameters: kind([*parameters][:8:2], lr=0.01))
+    fresh.mine.add_param_group({"params": half(0, fresh.ours)[4:]})
+    fresh.mine.load_state_dict(state)  # before any backward
+    assert_same(full_state_dict(fresh.mine), state)
 
 
-@pytest.mark.parametrize("name", ["adamw", "adafactor"])
+@pytest.mark.parametrize("name", [pytest.param("adamw", marks=pytest.mark.nightly), "adafactor"])
 def test_another_optimizer_and_another_group(ranks: Ranks, name: str) -> None:
     ranks.run(beside_another, name)
 

@@ -109,7 +109,7 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
             ("--topology", "ring", "--optimizer", "in-backward"),
             "with --topology no gradient is reduced. Leave --optimi",
         ),
-        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, got 'adam'"),
+        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, sharded, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -253,8 +253,9 @@ def test_a_comm_hook_ends_where_torch_does(name: str, said: str) -> None:
 
 
 @pytest.mark.nightly
-def test_updates_in_the_backward_end_where_torch_does() -> None:
-    process = start("--steps", "8", "--check", "--optimizer", "in-backward")
+@pytest.mark.parametrize("optimizer", ["in-backward", "sharded"])
+def test_updates_in_the_backward_end_where_torch_does(optimizer: str) -> None:
+    process = start("--steps", "8", "--check", "--optimizer", optimizer)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, f"{out}\n{err}"
     assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
