@@ -21,6 +21,7 @@ from dp_compile.decentralized import DecentralizedModule, decentralize
 from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
 from dp_compile.optim import in_backward
+from dp_compile.optim.crossing import BACKEND
 from dp_compile.train.check import Twin, register_hook
 from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -197,13 +198,15 @@ class Run:
             sys.stdout.flush()
 
     def _steps(self, timing: Timing) -> Iterator[torch.Tensor]:
-        compiled: Any = torch.compile(self.model)
+        crosses = self.options.optimizer == "crossing"
+        compiled: Any = torch.compile(self.model, backend=BACKEND if crosses else "inductor")
         optimizer = make_optimizer(self.model, self.options)
         if self.options.topology is not None:
             options = self.options.replicate_config()
             decentralize(self.model, topology=self.options.topology, optimizer=optimizer, config=options)
         if self.options.optimizer != "plain":
-            in_backward(self.model, optimizer, shard=self.options.optimizer == "sharded")
+            shard = self.options.optimizer == "sharded"
+            in_backward(self.model, optimizer, shard=shard, overlap_forward=crosses)
         their_optimizer = make_optimizer(self.twin.ddp, self.options) if self.twin else None
         if self.twin is not None and self.options.topology is not None and their_optimizer is not None:
             their_optimizer.register_step_pre_hook(self.twin.mix)

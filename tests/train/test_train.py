@@ -109,7 +109,7 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
             ("--topology", "ring", "--optimizer", "in-backward"),
             "with --topology no gradient is reduced. Leave --optimi",
         ),
-        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, sharded, got 'adam'"),
+        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, sharded, crossing, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -253,7 +253,7 @@ def test_a_comm_hook_ends_where_torch_does(name: str, said: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["in-backward", "sharded"])
+@pytest.mark.parametrize("optimizer", ["in-backward", "sharded", "crossing"])
 def test_updates_in_the_backward_end_where_torch_does(optimizer: str) -> None:
     process = start("--steps", "8", "--check", "--optimizer", optimizer)
     out, err = process.communicate(timeout=300)
