@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -26,8 +26,10 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
 from dp_compile.modules.meeting import group_on
-from dp_compile.passes.reduction import EagerOps, reduce_bucket, view_of
-from dp_compile.plan.buckets import Bucket, BucketPlan, plan_buckets
+from dp_compile.passes.functional_hook import FunctionalHook, State, register
+from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
+from dp_compile.plan.buckets import BucketPlan, plan_buckets
+from dp_compile.plan.reduction import Averaging
 
 BUCKET_MB: Final = 25.0
 """As large as those of torch's DDP; for each dtype and type of device its own."""
@@ -97,10 +99,16 @@ class Exchange:
     Args:
         process_group: of all ranks that take part. A rank that is not in it does nothing.
         schedule: what has to be the same on all ranks beside tensors and step.
+        hook: how tensors travel; `None`: as they are.
+
+    Raises:
+        ConfigError: ranks cannot compare this hook.
     """
 
     process_group: dist.ProcessGroup
     schedule: Mapping[str, Any]
+    hook: FunctionalHook | None = None
+    _averaging: Averaging = field(default_factory=Averaging)
     _topic: str = ""
     _has_met: bool = False
     _looks: dict[str, _Look] = field(default_factory=dict)
@@ -108,6 +116,10 @@ class Exchange:
     _meetings: int = 0
 
     def __post_init__(self) -> None:
+        if self.hook is not None:
+            key, self.hook = register(self.hook)
+            self._averaging = Averaging(hook=key, rounds=self.hook.rounds)
+            self.schedule = {**self.schedule, "comm_hook": key}
         if self.has_others:
             name = distributed.group_name(self.process_group)
             _exchanges[name] += 1
@@ -132,8 +144,20 @@ class Exchange:
         self._compare(self.process_group, tensors, step, **self.schedule, **more)
         self._has_met = True
 
-    def average(self, tensors: Sequence[torch.Tensor], step: int, process_group: dist.ProcessGroup) -> None:
+    def average(
+        self,
+        tensors: Sequence[torch.Tensor],
+        step: int,
+        process_group: dist.ProcessGroup,
+        states: Sequence[State] | None = None,
+    ) -> None:
         """Set each tensor to its average over the ranks of a group, in place.
+
+        Args:
+            tensors: the same on all ranks but for their values.
+            step: of the caller.
+            process_group: over which to average.
+            states: what the hook remembers of each tensor, updated in place.
 
         Raises:
             DesyncError: on every rank of the group, other ranks have other tensors or are at another step.
@@ -146,7 +170,7 @@ class Exchange:
             with torch.no_grad():
                 if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
                     self._compare(process_group, tensors, step)
-                _reduce(look.plan, tensors)
+                _reduce(look.plan, tensors, states or [{}] * len(tensors))
         except DesyncError:
             raise
         except RuntimeError as error:
@@ -160,7 +184,8 @@ class Exchange:
         said = tuple((*_described(tensor), tensor.device.type) for tensor in tensors)
         if name in self._looks and self._looks[name].said == said:
             return self._looks[name]
-        groups = {kind: group_on(process_group, kind) for kind in dict.fromkeys(each.device.type for each in tensors)}
+        kinds = dict.fromkeys(each.device.type for each in tensors)
+        groups = {kind: replace(group_on(process_group, kind), averaging=self._averaging) for kind in kinds}
         specs = [tensor_spec(i, str(i), tensor, groups[tensor.device.type]) for i, tensor in enumerate(tensors)]
         plan = plan_buckets(specs, bucket_cap_mb=BUCKET_MB, first_bucket_cap_mb=BUCKET_MB)
         described = repr([_described(tensor) for tensor in tensors])
@@ -215,26 +240,25 @@ def _all_mean_the_same(device: torch.device, step: int, hashed: int, process_gro
     return torch.equal(largest, -smallest)
 
 
-def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor]) -> None:
+def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor], states: Sequence[State]) -> None:
     sources = [real_view(tensor.detach()) for tensor in tensors]
-    flights: deque[tuple[Bucket, Generator[None, None, list[torch.Tensor]]]] = deque()
+    flights: deque[tuple[EagerOps, Generator[None, None, list[torch.Tensor]]]] = deque()
     for bucket in plan.buckets:
-        members = [sources[member.gradient.index] for member in bucket.members]
-        reducing = reduce_bucket(bucket, EagerOps(bucket, members, members[0].device))
+        indices = [member.gradient.index for member in bucket.members]
+        members, remembered = [sources[index] for index in indices], [states[index] for index in indices]
+        ops = EagerOps(bucket, members, members[0].device, state=remembered)
+        reducing = reduce_bucket(bucket, ops)
         next(reducing)
-        flights.append((bucket, reducing))
+        flights.append((ops, reducing))
         if len(flights) == IN_FLIGHT:
             _land(*flights.popleft(), sources)
     while flights:
         _land(*flights.popleft(), sources)
 
 
-def _land(bucket: Bucket, reducing: Generator[None, None, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
+def _land(ops: EagerOps, reducing: Generator[None, None, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
     """Wait for a bucket and put the averages where the tensors lie."""
-    reduced: list[torch.Tensor] = []
-    try:
-        next(reducing)
-    except StopIteration as end:
-        reduced = end.value
-    for member, place in zip(bucket.members, bucket.places(), strict=True):
+    reduced = finished(reducing)
+    for member, place in zip(ops.bucket.members, ops.bucket.places(), strict=True):
         tensors[member.gradient.index].copy_(view_of(member, reduced[place.tensor], place.offset))
+    ops.remember()

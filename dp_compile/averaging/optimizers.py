@@ -13,7 +13,9 @@ from torch.distributed.algorithms.model_averaging import averagers
 
 from dp_compile.averaging.exchange import Exchange, parameters_in, tell_modules
 from dp_compile.engine.drift import fingerprints
+from dp_compile.engine.hook_state import check_alike, initial_state
 from dp_compile.errors import ConfigError
+from dp_compile.passes.functional_hook import FunctionalHook
 
 with warnings.catch_warnings():  # what lies beside it uses the TorchScript that torch itself deprecates
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -65,7 +67,8 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         outer -= outer_lr * (delta + momentum * velocity if nesterov else velocity)
         parameters = outer
 
-    With `outer_lr=1` and `momentum=0` this is averaging of parameters.
+    With `outer_lr=1` and `momentum=0` this is averaging of parameters. With a `comm_hook` the mean is what that makes
+    of the changes: `QuantizedHook()` sends them in eight bits, and what that loses with the changes of the next time.
 
     Args:
         optim: the local optimizer. Its parameters are equal on all ranks: that is compared in the first step.
@@ -74,6 +77,7 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         momentum: its momentum, >= 0; 0: no memory for velocities is needed.
         nesterov: look ahead by one velocity.
         process_group: of all ranks; `None`: the default group.
+        comm_hook: how changes travel; `None`: as they are, in the parameters' dtypes. Complex ones always do.
 
     Raises:
         ConfigError: one of them is not allowed.
@@ -87,6 +91,7 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         momentum: float = 0.9,
         nesterov: bool = True,
         process_group: dist.ProcessGroup | None = None,
+        comm_hook: FunctionalHook | None = None,
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise ConfigError(f"every must be an integer >= 1, got {every!r}.")
@@ -94,14 +99,21 @@ class OuterOptimizer(PostLocalSGDOptimizer):
             raise ConfigError(f"outer_lr must be > 0 and momentum >= 0, got {outer_lr!r} and {momentum!r}.")
         if not dist.is_initialized():
             raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() before.")
-        outer = _OuterStep(process_group, every, outer_lr, momentum, nesterov, parameters_in(optim.param_groups))
+        if comm_hook is not None and not isinstance(comm_hook, FunctionalHook):
+            raise ConfigError(f"comm_hook must be a FunctionalHook, as QuantizedHook() is one, got {comm_hook!r}.")
+        said = {"every": every, "outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
+        outer = _OuterStep(process_group, comm_hook, parameters_in(optim.param_groups), **said)
         super().__init__(optim, outer)
         self._outer = outer
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks."""
+        """That of the local optimizer, this rank's own, with `step` and `outer`, the same on all ranks.
+
+        What a `comm_hook` remembers, `outer["hook"]`, is this rank's own, too.
+        """
         said: dict[str, Any] = super().state_dict()  # type: ignore[no-untyped-call]
-        return said | {"outer": {"parameters": self._outer.outer, "velocities": self._outer.velocities}}
+        outer = {"parameters": self._outer.outer, "velocities": self._outer.velocities}
+        return said | {"outer": outer | ({"hook": self._outer.remembered} if self._outer.remembered else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` gave. Without `outer` the parameters of now are where the outer optimizer stands."""
@@ -116,44 +128,56 @@ class OuterOptimizer(PostLocalSGDOptimizer):
 
 
 class _OuterStep(averagers.ModelAverager):
-    """The outer SGD, as an averager. `outer` and `velocities` are in the order of the parameters."""
+    """The outer SGD, as an averager. `outer`, `velocities` and `remembered` are in the order of the parameters."""
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None,
-        every: int,
-        outer_lr: float,
-        momentum: float,
-        nesterov: bool,
+        hook: FunctionalHook | None,
         parameters: Sequence[torch.Tensor],
+        **said: Any,
     ) -> None:
         super().__init__(process_group)
-        self.every, self.outer_lr, self.momentum, self.nesterov = every, outer_lr, momentum, nesterov
+        self._hook, self._said = hook, said
+        self.every, self.outer_lr = said["every"], said["outer_lr"]
+        self.momentum, self.nesterov = said["momentum"], said["nesterov"]
         self.outer: list[torch.Tensor] = []
         self.velocities: list[torch.Tensor] = []
+        self.remembered: list[dict[str, torch.Tensor]] = []
         self.add(parameters)
 
     @cached_property
     def _exchange(self) -> Exchange:
-        said = {name: getattr(self, name) for name in ("every", "outer_lr", "momentum", "nesterov")}
-        return Exchange(self.process_group, said)
+        return Exchange(self.process_group, self._said, self._hook)
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take those in that are new, behind the others: where they are now is where they start."""
         added = [parameter.detach().clone() for parameter in parameters[len(self.outer) :]]
+        if self._hook is not None:
+            for place, each in enumerate(added, len(self.outer)):
+                self.remembered += [{} if each.is_complex() else initial_state(self._hook, f"parameter {place}", each)]
         self.outer += added
         self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []
         self.__dict__.pop("_exchange", None)  # compared once more
 
     def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
-        self.outer, self.velocities = [], []
+        self.outer, self.velocities, self.remembered = [], [], []
         self.add(parameters)
+        if state is None:
+            return
         for ours, name in ((self.outer, "parameters"), (self.velocities, "velocities")):
-            theirs = ours if state is None else state[name]
+            theirs = state[name]
             if len(ours) != len(theirs):
                 raise ConfigError(f"state_dict has {len(theirs)} outer {name}, this optimizer {len(ours)}.")
             for tensor, value in zip(ours, theirs, strict=True):
                 tensor.copy_(value)
+        # Saved without a hook: nothing was lost on the wire until then.
+        if "hook" in state:
+            given, own = ({str(i): each for i, each in enumerate(some)} for some in (state["hook"], self.remembered))
+            check_alike(given, own)
+            for name, tensors in own.items():
+                for key, tensor in tensors.items():
+                    tensor.copy_(given[name][key])
 
     @torch.no_grad()
     def average_parameters(self, params: Any) -> None:
@@ -169,7 +193,7 @@ class _OuterStep(averagers.ModelAverager):
 
     def _step(self, parameters: list[torch.Tensor]) -> None:
         deltas = [outer - parameter for outer, parameter in zip(self.outer, parameters, strict=True)]
-        self._exchange.average(deltas, self.step, self.process_group)
+        self._exchange.average(deltas, self.step, self.process_group, self.remembered)
         for place, (outer, parameter, delta) in enumerate(zip(self.outer, parameters, deltas, strict=True)):
             if self.momentum:
                 velocity = self.velocities[place].mul_(self.momentum).add_(delta)

@@ -118,7 +118,7 @@ class HookState:
         fresh: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in zip(names, parameters, strict=True):
             if not parameter.is_complex():
-                fresh[name] = _initial(hook, name, parameter)
+                fresh[name] = initial_state(hook, name, parameter)
         if self._tensors:
             check_alike(self._tensors, fresh)
             for name, state in fresh.items():
@@ -148,7 +148,12 @@ class HookState:
                 tensor.copy_(snapshot["tensors"][name][key])
 
 
-def _initial(hook: FunctionalHook, name: str, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+def initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a hook remembers in the beginning of what is like a parameter, in memory of its own.
+
+    Raises:
+        ConfigError: it is no state; the text names the parameter.
+    """
     # The shape without the memory.
     like = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     with torch.no_grad():

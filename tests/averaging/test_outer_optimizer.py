@@ -88,6 +88,32 @@ def test_as_the_formula_and_from_a_checkpoint(ranks2: Ranks, options: dict[str, 
             np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
+EIGHT_BITS = dp_compile.QuantizedHook(block=4)
+
+
+def in_eight_bits() -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Parameters, and what was not sent yet."""
+    options = {"outer_lr": 1.0, "momentum": 0.0, "comm_hook": EIGHT_BITS}
+    parameters, optimizer = make(3, **options)
+    steps(parameters, optimizer, 0, 9)
+    state = optimizer.state_dict()
+    _, without = make(3, momentum=0.0)
+    with pytest.raises(dp_compile.ConfigError, match="a comm hook does not fit 0"):
+        without.load_state_dict(state)
+    return train(options, 9, 5), [each["error"].numpy() for each in state["outer"]["hook"]]
+
+
+def test_changes_in_eight_bits(ranks2: Ranks) -> None:
+    """What the ranks have not sent yet is all that they are away from the exact average, and it is little."""
+    exact = by_formula(2, 9, 3, 1.0, 0.0, nesterov=False)
+    one, other = ranks2.run(in_eight_bits)
+    for place, expected in enumerate(exact):
+        (mine, lost), (theirs, lost_there) = ((each[0][place], each[1][place]) for each in (one, other))
+        np.testing.assert_array_equal(mine, theirs)
+        assert 0 < abs(lost).max() < 0.02 > abs(lost_there).max() > 0
+        np.testing.assert_allclose(mine - (lost + lost_there) / 2, expected, atol=1e-6)
+
+
 def grow() -> list[bool]:
     """Parameters that come later start where they are then."""
     parameters, optimizer = make(2)
@@ -125,7 +151,9 @@ def test_ranks_start_alike(ranks2: Ranks) -> None:
 
 @pytest.mark.usefixtures("fake_group")
 class TestRefused:
-    @pytest.mark.parametrize("options", [{"every": 0}, {"every": 2.5}, {"outer_lr": 0.0}, {"momentum": -0.1}])
+    @pytest.mark.parametrize(
+        "options", [{"every": 0}, {"every": 2.5}, {"outer_lr": 0.0}, {"momentum": -0.1}, {"comm_hook": "int8"}]
+    )
     def test_numbers(self, options: dict[str, Any]) -> None:
         with pytest.raises(dp_compile.ConfigError, match=next(iter(options))):
             make(**{"every": 2} | options)
