@@ -439,7 +439,7 @@ ORDERS = st.lists(st.sampled_from([*ACTIONS]), min_size=2, max_size=8)
 MAKES = st.sampled_from(["sgd", "adamw"])
 
 
-@settings(max_examples=10, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=ORDERS, make=MAKES)
 def test_orders(ranks2: Ranks, names: list[str], make: str) -> None:
     ranks2.run(in_order, names, make)

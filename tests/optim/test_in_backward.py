@@ -164,7 +164,7 @@ FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     "check_nan": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)}, 0),
     "compiled in parts": ({"build": lambda: nn.Sequential(Block(), Block()), "compile_model": compile_blocks}, 8),
     "not compiled hooks": ({"compile_model": not_compiled, "config": SMALL}, 0),
-    "reentrant checkpoint": ({"build": Reentrant}, 10),
+    "reentrant checkpoint": ({"build": Reentrant, "compile_theirs": True}, 10),
 }
 
 

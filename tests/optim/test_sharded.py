@@ -239,7 +239,7 @@ FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     "unused are found": ({"find_unused_parameters": True}, 10),
     "compiled in parts": ({"build": lambda: nn.Sequential(Block(), Block()), "compile_model": compile_blocks}, 8),
     "not one graph": ({"build": Broken}, 0),
-    "reentrant checkpoint": ({"build": Reentrant}, 10),
+    "reentrant checkpoint": ({"build": Reentrant, "compile_theirs": True}, 10),
 }
 
 

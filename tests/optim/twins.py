@@ -141,6 +141,7 @@ def twins(
     max_norm: float | None = None,
     prepare: Callable[[nn.Module], object] = lambda model: None,
     given: dict[str, Any] | None = None,
+    compile_theirs: bool = False,
     **options: Any,
 ) -> Twins:
     """`given` goes to `in_backward`, `options` to `replicate`."""
@@ -157,5 +158,7 @@ def twins(
         prepare(model)
     mine, other = make(models[0].parameters()), make(models[1].parameters())
     assert dp_compile.optim.in_backward(ours, mine, max_norm=max_norm, **(given or {})) is mine
-    run_theirs = theirs if beside_ddp else compile_model(theirs)
+    # Not compiled it is cheaper, and torch's reducer adds up to the same bits. Inductor's kernels round otherwise.
+    theirs_compiled = config.backend == "inductor" or compile_theirs
+    run_theirs = compile_model(theirs) if theirs_compiled and not beside_ddp else theirs
     return Twins(ours, compile_model(ours), theirs, run_theirs, mine, other, max_norm)

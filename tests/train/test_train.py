@@ -221,7 +221,10 @@ def test_a_momentum_is_of_sgd() -> None:
 
 @pytest.mark.parametrize(
     ("option", "name", "beside"),
-    [("--reduce-dtype", "bfloat16", "eager"), ("--mp", "bf16", "compiled, with casts of its parameters")],
+    [
+        pytest.param("--reduce-dtype", "bfloat16", "eager", marks=pytest.mark.nightly),
+        ("--mp", "bf16", "compiled, with casts of its parameters"),
+    ],
 )
 def test_other_dtypes_end_where_torch_does(option: str, name: str, beside: str) -> None:
     process = start("--steps", "8", "--check", option, name)
