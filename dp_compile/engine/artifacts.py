@@ -40,6 +40,10 @@ _NAMESPACES: Final = ("aten", "prims", "_c10d_functional", "dp_compile")
 _HOMES: Final = ("dp_compile", "torch", "_operator", "math")
 
 
+used: Final[set[str]] = set()
+"""The files that this process has read or written, below `directory`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What is kept of a compiled backward.
@@ -122,6 +126,7 @@ def find(key: Key, inputs: Sequence[torch.Tensor]) -> Found:
         raise
     except Exception as error:  # whatever a cache of torch, a pickle or a file that is gone have against it
         raise Miss(f"the entry cannot be loaded: {type(error).__name__} {str(error).strip()[:80]}".rstrip()) from error
+    used.add(key.file().as_posix())
     return Found(run, artifacts.Fits(inputs), kept.places, kept.log, time.perf_counter() - start)
 
 
@@ -131,6 +136,7 @@ def keep(key: Key, kept: Kept) -> str:
         write(directory(), key, pickle.dumps(kept))
     except (OSError, pickle.PicklingError, TypeError, AttributeError) as error:
         return f"not kept: {str(error).strip()[:80]}"
+    used.add(key.file().as_posix())
     return "kept now"
 
 

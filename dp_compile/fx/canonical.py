@@ -86,9 +86,8 @@ def name_of_function(function: Any) -> str | None:
     """`module:name` of a function that is found there, so that the name says which one it is; else `None`."""
     if not isinstance(function, (FunctionType, BuiltinFunctionType)):
         return None
-    if function.__module__ is None:  # `torch.zeros` and others like it
-        name = function.__name__
-        return f"torch:{name}" if getattr(torch, name, None) is function else None
+    if getattr(torch, function.__name__, None) is function:  # `torch.zeros` has the name of a class of its own
+        return f"torch:{function.__name__}"
     found: Any = sys.modules.get(str(function.__module__))
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
