@@ -242,7 +242,7 @@ def _name_of(node: fx.Node) -> str | None:
     Raises:
         NoText: it runs code that is not known, of the user's or of another package.
     """
-    if dynamo.is_prologue(node):
+    if artifacts.is_prologue(node):
         try:
             return f"prologue {artifacts.text_of_prologue(node)}"
         except NotKept as error:

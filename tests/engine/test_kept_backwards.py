@@ -119,8 +119,8 @@ def another_edge(graph: fx.Graph) -> None:
 
 
 def another_order(graph: fx.Graph) -> None:
-    first, second = [node for node in graph.nodes if node.target is aten.t.default][:2]
-    second.prepend(first)
+    first, second = [node for node in graph.nodes if getattr(node.target, "__name__", "") == "reduce_accumulated"][:2]
+    second.append(first)
 
 
 def another_gradient_index(graph: fx.Graph) -> None:
@@ -268,7 +268,7 @@ SURROUNDINGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "torch": ("torch", lambda: patched(torch, "__version__", "2.12.1")),
     "torch's files": ("torch's files", lambda: patched(torch_artifacts, "_torch_key", lambda: b"another")),
     "our files": ("dp_compile", lambda: patched(inductor, "source_hash", lambda _: "another")),
-    "Python": ("Python", lambda: patched(artifacts.sys, "version", "3.9")),
+    "Python": ("Python", lambda: patched(artifacts.sys, "version", artifacts.sys.version.replace("3.", "4.", 1))),
     "machine": ("machine", lambda: patched(artifacts.platform, "machine", lambda: "arm")),
     "CPU": ("CPU", lambda: patched(torch_artifacts, "_pick_vec_isa", lambda: "neon")),
     "C++ compiler": ("C++ compiler", lambda: patched(torch_artifacts, "_compiler", lambda: "clang 4")),
@@ -299,7 +299,10 @@ SURROUNDINGS: dict[str, tuple[str, Callable[[], Any]]] = {
     "autocast": ("state of torch", lambda: torch.autocast("cpu", torch.bfloat16)),
     "float16 products": (
         "state of torch",
-        lambda: patched(torch.backends.cuda.matmul, "allow_tf32", not torch.backends.cuda.matmul.allow_tf32),
+        lambda: state(
+            lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+            lambda: setattr(torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", True),
+        ),
     ),
 }
 
