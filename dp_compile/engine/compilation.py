@@ -227,6 +227,10 @@ class CompiledBackward:
             return self._kept(module, replicas, wanted, inputs) or anew
         except UnsupportedTorchError as error:
             self._keeping = _Keeping(f"off: {first_line(error)}")
+        except Exception as error:
+            # It needs much of torch that has no public name, and a training does not need it.
+            self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
+            logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
         return anew
 
     # --- keeping it for later processes
