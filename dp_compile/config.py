@@ -21,6 +21,7 @@ from dp_compile.plan.strategies import WITH_OPTIONS, Fixed, Optimal, Strategy
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
+CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
 BACKENDS: Final = ("inductor", "aot_eager")
 TWO_LEVELS: Final = ("always", "auto")
 UNUSED: Final = ("error", "zeros", "find")
@@ -420,6 +421,19 @@ class ReplicateConfig:
     def dump_directory(self, environ: Mapping[str, str] | None = None) -> str | None:
         """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
         return self.dump_dir or (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
+
+
+def keeps_compiled(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether compiled backwards are kept for later processes, and found again; the environment variable says.
+
+    Raises:
+        ConfigError: the variable holds something that is neither yes nor no.
+    """
+    text = (os.environ if environ is None else environ).get(CACHE_VARIABLE, "0").strip().lower()
+    if text not in _TRUE | _FALSE:
+        allowed = ", ".join(sorted(_TRUE | _FALSE))
+        raise ConfigError(f"environment variable {CACHE_VARIABLE} must be one of {allowed}, got {text!r}.")
+    return text in _TRUE
 
 
 def has_address(value: object) -> bool:

@@ -40,6 +40,13 @@ def compile_with_inductor(
     gm: fx.GraphModule, inputs: Sequence[Any], graph_pass: CustomGraphPass, on_code: OnCode | None = None
 ) -> Callable[..., Any]:
     """Compile with Inductor, `graph_pass` last in the post-grad stage. The settings hold for this compile only."""
+    patches = patches_of(graph_pass)
+    told: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
+    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **told))
+
+
+def patches_of(graph_pass: CustomGraphPass) -> dict[str, Any]:
+    """The settings that hold for the compilation of a backward."""
     patches: dict[str, Any] = {
         "post_grad_custom_post_pass": _chained(_config.post_grad_custom_post_pass, graph_pass),
         # On by default, it puts all compute first and then waits for each collective at once: no overlap left.
@@ -48,8 +55,7 @@ def compile_with_inductor(
     if hasattr(_config.triton, "mix_order_reduction"):
         # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
-    told: dict[str, Any] = {} if on_code is None else {"inner_compile": _telling(on_code)}
-    return cast(Callable[..., Any], _compile_fx(gm, inputs, config_patches=patches, **told))
+    return patches
 
 
 def _telling(on_code: OnCode) -> Callable[..., Any]:

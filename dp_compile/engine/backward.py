@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
+from dp_compile.config import keeps_compiled
 from dp_compile.engine import drift, observers, probe, updates
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
@@ -49,7 +50,7 @@ from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
 from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
-from dp_compile.errors import ReductionError
+from dp_compile.errors import ReductionError, UnsupportedTorchError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
 
@@ -626,7 +627,20 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
     for replica in replicas:
         replica.backwards["captured" if replica.sync else "captured without sync"] += 1
     _check_not_stepped(replicas)
+    if backward.is_new and keeps_compiled():
+        _keep_forwards(call.tensors)
     return result
+
+
+def _keep_forwards(outputs: Sequence[Any]) -> None:
+    """Let later processes find the forwards that this backward belongs to. Nothing here depends on it."""
+    try:
+        from dp_compile._torch import kept_forward
+    except UnsupportedTorchError as error:
+        logger.debug("forwards are not kept: %s", error)
+        return
+    saved = kept_forward.save_forwards(_nodes(outputs))
+    logger.debug("%d forwards were kept", saved)
 
 
 def _check_not_stepped(replicas: Sequence[Replica]) -> None:

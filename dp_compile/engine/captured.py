@@ -52,7 +52,10 @@ class CapturedBackward:
             return torch.compiler.disable(self._graph_module.forward)(inputs, sizes, scalars, hooks, packed)
         backward.ran = True
         with window.outside():
-            return self._run(backward.replicas, inputs, (sizes, scalars, hooks, packed))
+            known = len(self._compiled)
+            result = self._run(backward.replicas, inputs, (sizes, scalars, hooks, packed))
+            backward.is_new = len(self._compiled) > known
+            return result
 
     def _run(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         binding = self._binder.bind(replicas, inputs, rest[2])

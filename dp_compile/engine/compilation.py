@@ -7,14 +7,16 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx, nn
 
 from dp_compile._torch import dynamo, inductor
+from dp_compile.config import keeps_compiled
 from dp_compile.engine import observers
+from dp_compile.engine.artifact_files import Key
 from dp_compile.engine.binding import Place
 from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
@@ -26,7 +28,7 @@ from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce, reductions_in, with_reductions, without_hooks
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
-from dp_compile.errors import DesyncError, DPCompileError, ReductionError
+from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.pipeline import Pipeline
@@ -57,6 +59,21 @@ class CompileLog:
     passes_ran: bool = False
     passes: tuple[PassRecord, ...] = ()
     placements: tuple[Placement, ...] = ()
+
+
+@dataclass(slots=True)
+class _Keeping:
+    """What is known of a backward that is compiled and may be kept for later processes.
+
+    `said`: hit or miss, and why. Until it has run for the first time: the `key` to keep it by, the parameters by their
+    positions in the inputs, what was `taken` of the compilation, and what the code returned.
+    """
+
+    said: str = ""
+    key: Key | None = None
+    parameters: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    taken: Any = None
+    outputs: tuple[Any, ...] = ()
 
 
 class CompiledBackward:
@@ -91,7 +108,8 @@ class CompiledBackward:
         self._deferred = not makes_buckets
         self._is_broken = False
         """It could not be captured as one graph: it runs in compiled pieces, then everything is reduced at its end."""
-        self._run = self._compile(replicas)
+        self._run: Callable[..., Any] | None = None
+        self._keeping = _Keeping()
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
@@ -103,6 +121,8 @@ class CompiledBackward:
         self._plans_now = tuple(replica.plan for replica in replicas)
         inputs.extend(self._extra_inputs(replicas))
         self._settling, self._replicas = tuple(replicas[ordinal] for ordinal in self._synced), replicas
+        if self._run is None:
+            self._run = self._make(replicas, inputs)
         untold = observers.NO_BUCKETS if self._deferred else "" if self._has_code else observers.COMPILED_IN_IT
         begun = observers.Backward(self._settling, captured=True, untold=untold)
         try:
@@ -111,6 +131,8 @@ class CompiledBackward:
                 outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
+                if self._keeping.key is not None:
+                    self._keep(outputs, reduced)
         except dynamo.CAPTURE_ERRORS as error:
             if self._has_code or self._log.graphs:
                 raise  # Not from tracing: the code was running, and its inputs are used up.
@@ -153,7 +175,7 @@ class CompiledBackward:
             first_line(error),
         )
         self._is_broken = True
-        self._log = CompileLog()
+        self._log, self._keeping = CompileLog(), _Keeping()
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
         self._run = torch.compile(without_hooks(self._captured).forward, backend=self._compile_piece)
 
@@ -168,6 +190,7 @@ class CompiledBackward:
         return outputs
 
     def _call(self, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        assert self._run is not None
         try:
             return self._run(inputs, *rest)
         except dynamo.BackendCompilerFailed as error:
@@ -193,11 +216,94 @@ class CompiledBackward:
 
     # --- making the graph
 
-    def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
+    def _make(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
         wanted = ToReduce(self._synced, self._unused, self._deferred, self._updates)
         module = with_reductions(self._captured, replicas, wanted)
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
+        anew = torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
+        if not keeps_compiled():
+            return anew
+        try:
+            return self._kept(module, replicas, wanted, inputs) or anew
+        except UnsupportedTorchError as error:
+            self._keeping = _Keeping(f"off: {first_line(error)}")
+        except Exception as error:
+            # It needs much of torch that has no public name, and a training does not need it.
+            self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
+            logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
+        return anew
+
+    # --- keeping it for later processes
+
+    def _kept(
+        self, module: fx.GraphModule, replicas: tuple[Replica, ...], wanted: ToReduce, inputs: list[Any]
+    ) -> Callable[..., Any] | None:
+        """The code of this backward that an earlier process, or an earlier form of this one, has kept.
+
+        Raises:
+            UnsupportedTorchError: this torch lacks what it takes.
+        """
+        from dp_compile.engine import artifacts
+
+        why = artifacts.why_off(self._backend)
+        if not why and observers.code_is_wanted(self._settling, self._dump_dir):
+            why = "somebody looks at how it is made"
+        if why:
+            self._keeping = _Keeping(f"off: {why}")
+            return None
+        try:
+            pipeline = self._pipeline(inputs)
+            key = artifacts.key_of(self._captured, module, replicas, wanted, inputs, pipeline)
+        except artifacts.NotKept as error:
+            self._keeping = _Keeping(f"not kept: {error}")
+            return None
+        parameters = {position: inputs[position] for position in self._captured.sites.accumulations}
+        try:
+            found = artifacts.find(key, inputs)
+        except artifacts.Miss as miss:
+            self._keeping = _Keeping(f"miss: {miss}", key, parameters)
+            logger.debug("a backward is compiled, %s", self._keeping.said)
+            return None
+        for replica in self._settling:
+            check_not_moved(replica)
+        self._keeping = _Keeping(f"hit, {found.seconds:.2f} s")
+        self._log = found.log
+        logger.debug("a backward is not compiled, it was kept: loaded in %.2f s", found.seconds)
+        return self._running(found, module)
+
+    def _running(self, found: Any, module: fx.GraphModule) -> Callable[..., Any]:
+        """Kept code, and around it what Dynamo's bytecode does. If it does not fit the inputs, it is compiled anew."""
+        code = self._telling(found.run, ())
+
+        def run(inputs: list[Any], *rest: Any) -> Any:
+            if not found.fits(inputs):
+                logger.debug("a kept backward does not fit its inputs any more, and is compiled")
+                self._keeping, self._has_code = _Keeping("miss: sizes changed since it was found"), False
+                self._log = CompileLog()
+                self._run = torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
+                return self._run(inputs, *rest)
+            parameters = {place: inputs[place] for place in found.places if place >= 0}
+            return [], found.put(parameters, code(inputs))
+
+        return run
+
+    def _keep(self, outputs: Sequence[Any], reduced: Sequence[torch.Tensor]) -> None:
+        """Keep what was just compiled, and has run for the first time."""
+        from dp_compile.engine import artifacts
+
+        keeping = self._keeping
+        assert keeping.key is not None
+        try:
+            if keeping.taken is None or keeping.taken.why_not:
+                why = "it was not compiled" if keeping.taken is None else keeping.taken.why_not
+                raise artifacts.NotKept(why)
+            if list(outputs) or self._log.graphs != 1:
+                raise artifacts.NotKept("it is more than one graph")
+            places = artifacts.places_of(keeping.parameters, keeping.outputs, reduced)
+            done = artifacts.keep(keeping.key, artifacts.Kept(keeping.taken.content, places, self._log))
+        except artifacts.NotKept as error:
+            done = f"not kept: {error}"
+        self._keeping = _Keeping(f"{keeping.said}; {done}")
 
     # --- compiling it
 
@@ -251,10 +357,7 @@ class CompiledBackward:
             for listener in listeners:
                 listener.code(graph, code)
 
-        in_flight = tuple(tuple(each.in_flight for each in replica.wanted) for replica in self._replicas)
-        passes = (*self._passes, PlaceUpdates(shares, in_flight)) if self._updates else self._passes
-        held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
-        pipeline = Pipeline(passes, self._plans, self._note_passes, held, on_stage if listeners else None)
+        pipeline = self._pipeline(example_inputs, shares, on_stage if listeners else None)
         compile_graph = (
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
@@ -263,8 +366,31 @@ class CompiledBackward:
         if self._updates and any(map(any, crosses)):
             # Behind all that the pipeline verifies: every reduction has its wait until here.
             whole = inductor.ChainedPass(pipeline, inductor.Keyed(LeaveReductions(self._plans, crosses)))
-        with observing(self._note_written):
+        with observing(self._note_written), self._taking(graph_module):
             return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
+
+    def _pipeline(
+        self,
+        example_inputs: Sequence[Any],
+        shares: tuple[int, ...] = (),
+        on_stage: Callable[[str, fx.Graph], None] | None = None,
+    ) -> Pipeline:
+        in_flight = tuple(tuple(each.in_flight for each in replica.wanted) for replica in self._replicas)
+        passes = (*self._passes, PlaceUpdates(shares, in_flight)) if self._updates else self._passes
+        held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
+        return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
+
+    @contextlib.contextmanager
+    def _taking(self, graph_module: fx.GraphModule) -> Iterator[None]:
+        """Around a compilation whose result is to be kept: take it."""
+        if self._keeping.key is None or self._is_broken:
+            yield
+            return
+        from dp_compile.engine import artifacts
+
+        with artifacts.taking(graph_module) as taken:
+            self._keeping.taken = taken
+            yield
 
     def _compilation(self, example_inputs: Sequence[Any]) -> observers.Compilation:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
@@ -297,7 +423,10 @@ class CompiledBackward:
             # What no pass made a bucket of asks for the plan.
             plans, events = self._plans_now, self._events or contextlib.nullcontext()
             with executing(plans), updating(plans, optimizers), events:
-                return compiled(*args)
+                outputs = compiled(*args)
+            if self._keeping.key is not None:
+                self._keeping.outputs = tuple(outputs)
+            return outputs
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
@@ -349,6 +478,7 @@ class CompiledBackward:
                 left_to_step=("all: it is not one graph",) * bool(self._updates)
                 if self._is_broken
                 else self._left_to_step,
+                kept=self._keeping.said,
             )
             for replica in replicas:
                 replica.captures[self._number] = self._latest

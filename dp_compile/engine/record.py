@@ -47,6 +47,8 @@ class CaptureRecord:
     updated: int = 0
     """How many parameters optimizers update in it, and in words what they leave to `step()`."""
     left_to_step: tuple[str, ...] = ()
+    kept: str = ""
+    """Whether its code was found among the backwards that are kept for later processes, or why not."""
 
     @property
     def memory(self) -> PeakMemory | None:
@@ -66,7 +68,8 @@ class CaptureRecord:
         notes += ["all reductions at the end of the backward"] if self.deferred else []
         notes += ["code from the compiler's cache"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
-        lines = [head, *(f"  {record}" for record in self.passes)]
+        lines = [head, *([f"  kept backwards: {self.kept}"] if self.kept else [])]
+        lines += [f"  {record}" for record in self.passes]
         lines += [
             f"  refused {refusal.node}: {refusal.reason}"
             for record in self.passes

@@ -22,6 +22,8 @@ class Backward:
     replicas: tuple[Replica, ...]
     thread: int = field(default_factory=threading.get_ident)
     ran: bool = False
+    is_new: bool = False
+    """Code was made, or found, for it."""
 
 
 _turn = threading.Lock()

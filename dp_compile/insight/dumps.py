@@ -81,6 +81,9 @@ class Dumps(Observer):
                 self._directory[replica] = dump.directory
         return dump
 
+    def wants_code(self, dump_dir: str | None) -> bool:
+        return dumps_wanted(dump_dir)
+
     def compiled(self, replicas: Sequence[Replica]) -> None:
         """Write what explains a step beside each module's latest dump; of a second module in it, with its number."""
         for ordinal, replica in enumerate(replicas):

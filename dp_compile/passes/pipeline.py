@@ -22,7 +22,8 @@ from dp_compile.passes.same_reductions import Sources, check_same, reductions_of
 from dp_compile.passes.sources import source_key
 from dp_compile.plan.buckets import BucketPlan
 
-_SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
+SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
+"""All of this package: whatever becomes of a backward is written there."""
 
 
 class Pipeline(inductor.CustomGraphPass):
@@ -90,7 +91,7 @@ class Pipeline(inductor.CustomGraphPass):
             self._source_keys = tuple(source_key(graph_pass) for graph_pass in self.passes if not _is_ours(graph_pass))
         if None in self._source_keys:
             return None
-        ours = inductor.source_hash(_SOURCES)
+        ours = inductor.source_hash(SOURCES)
         text = repr((ours, self._source_keys, torch.__version__, self.passes, self.plans, self.held))
         return hashlib.sha256(text.encode()).hexdigest()
 
