@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def _kind() -> type[Any] | None:
@@ -64,6 +65,15 @@ def redistributed_as(like: Any, tensor: Any) -> torch.Tensor:
 def ranks_of(tensor: Any) -> frozenset[int]:
     """The ranks, by their numbers in the default group, that hold parts of a DTensor."""
     return frozenset(map(int, tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def groups_that_shard(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the elements of a DTensor are spread: none for any other tensor."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    spread = (number for number, each in enumerate(tensor.placements) if not each.is_replicate())  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(number) for number in spread if mesh.size(number) > 1)
 
 
 def layout_of(tensor: torch.Tensor) -> str:

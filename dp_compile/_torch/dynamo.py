@@ -120,8 +120,11 @@ def computes_only(target: object) -> bool:
 
 
 def sorts_only(target: object) -> bool:
-    """Whether the target of a captured graph's call puts inputs or outputs of AOTAutograd's backward into order."""
-    return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue")
+    """Whether the target of a captured graph's call puts inputs or outputs of AOTAutograd's backward into order.
+
+    Or makes DTensors of what that computes, which are the parts of them.
+    """
+    return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue", "make_subclass")
 
 
 def configure_process(settings: Mapping[str, Any]) -> None:

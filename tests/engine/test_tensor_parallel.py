@@ -44,7 +44,10 @@ class Net(nn.Module):
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
         if use_spare and self.spare is not None:
             x = x + self.spare(x)
-        result: torch.Tensor = self.head(x * self.scale.sum())
+        factor: Any = self.scale.sum()
+        if isinstance(factor, DTensor):  # used for a part of the sequence: its gradient is partial over `tp`
+            factor = factor.to_local(grad_placements=[Partial()])
+        result: torch.Tensor = self.head(x * factor)
         return result
 
 
@@ -68,16 +71,7 @@ def everything(model: Any, mesh: DeviceMesh) -> None:
         },
     )
     model.head.weight = model.embedding.weight
-    # Of a part of the sequence: its gradient is partial over `tp` too, and who owns it has to say so.
     model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
-    model.forward = _sequence_forward.__get__(model)
-
-
-def _sequence_forward(self: Any, tokens: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
-    x = self.embedding(tokens)
-    x = x + self.down(torch.tanh(self.up(self.norm(x))))
-    result: torch.Tensor = self.head(x * self.scale.sum().to_local(grad_placements=[Partial()]))
-    return result
 
 
 PLANS: dict[str, Callable[[Any, DeviceMesh], None]] = {"colwise": colwise, "everything": everything}
