@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -37,12 +48,13 @@ class Net(nn.Module):
         self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 11, bias=False)
-        self.spare = nn.Linear(8, 8, bias=False) if spare else None
+        if spare:
+            self.spare = nn.Linear(8, 8, bias=False)
 
     def forward(self, tokens: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
         x = self.embedding(tokens)
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
-        if use_spare and self.spare is not None:
+        if use_spare:
             x = x + self.spare(x)
         factor: Any = self.scale.sum()
         if isinstance(factor, DTensor):  # used for a part of the sequence: its gradient is partial over `tp`
@@ -54,7 +66,8 @@ class Net(nn.Module):
 def colwise(model: nn.Module, mesh: DeviceMesh) -> None:
     """Some layers only; the others are plain, and the same on all ranks of `tp`."""
     layers = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
-    parallelize_module(model, mesh, layers)
+    spare = {"spare": ColwiseParallel(output_layouts=Replicate())} if "spare" in model._modules else {}
+    parallelize_module(model, mesh, layers | spare)
 
 
 def everything(model: Any, mesh: DeviceMesh) -> None:
@@ -144,12 +157,14 @@ def train(
     config: dp_compile.ReplicateConfig = AOT,
     *,
     set_to_none: bool = True,
-    accumulate: bool = True,
+    hook: Any = None,
     tolerance: float = 1e-5,
 ) -> dict[str, int]:
     """Some steps beside one process with the joint batch. Returns which way the backwards went."""
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
     dp_compile.replicate(model, device_mesh=mesh["dp"], config=config)
+    if hook is not None:
+        dp_compile.register_comm_hook(model, None, hook)
     before = facts_of(model)
     run = model if way == "eager" else torch.compile(model, backend=config.backend)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, alone)]
@@ -157,7 +172,7 @@ def train(
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        if accumulate and step % 2:
+        if step % 2:
             # A partial gradient, or what is to become one, stays from a backward without synchronisation.
             with dp_compile.no_sync(model):
                 loss_of(run, batch(step, 50 + here)).backward()
@@ -214,6 +229,147 @@ def _train(plan: str, way: str, shape: tuple[int, int], set_to_none: bool) -> di
 def test_equals_one_process_with_inductor(ranks4: Ranks, plan: str) -> None:
     for backwards in ranks4.run(train, plan, "captured", (2, 2), dp_compile.ReplicateConfig()):
         assert backwards == {"captured": STEPS, "captured without sync": STEPS // 2}
+
+
+# --- beside other options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
+def test_mixed_precision(ranks4: Ranks, way: str) -> None:
+    """In float64, where an option that is dropped shows in dtypes and a wrong number is no matter of rounding."""
+    wide = dp_compile.ReplicateConfig(backend="aot_eager", param_dtype=torch.float64, reduce_dtype=torch.float64)
+    ranks4.run(train, "everything", way, (2, 2), wide)
+
+
+def compressed() -> None:
+    train("everything", "eager", hook=default_hooks.fp16_compress_hook, tolerance=0.02)
+    train("everything", "eager", config=replace(AOT, reduce_dtype=torch.bfloat16), tolerance=0.05)
+
+
+def test_casts_on_the_wire(ranks4: Ranks) -> None:
+    ranks4.run(compressed)
+
+
+def unused(way: str) -> None:
+    """A layer that one rank of `dp` uses; then one that none uses."""
+    model, alone, mesh = models("colwise", (2, 2), tied=False, spare=True)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT, find_unused_parameters=True)
+    run = model if way == "eager" else torch.compile(model, backend="aot_eager")
+    here = mesh["dp"].get_local_rank()
+    before = facts_of(model)
+    for step, who in enumerate(((0,), (), (0, 1))):
+        for each in (model, alone):
+            each.zero_grad()
+        loss_of(run, batch(step, here), use_spare=here in who).backward()
+        (sum(loss_of(alone, batch(step, rank), use_spare=rank in who) for rank in range(2)) / 2).backward()
+        compare(model, alone, f"step {step}")
+    assert facts_of(model) == before
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
+def test_unused_parameters(ranks4: Ranks, way: str) -> None:
+    ranks4.run(unused, way)
+
+
+def uneven() -> None:
+    """The ranks of one place of `dp` have fewer batches, all of them that hold parts of it."""
+    model, alone, mesh = models("everything", (2, 2), tied=True)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+    here = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    with dp_compile.join(model):
+        for step in range(2 + here):
+            optimizers[0].zero_grad()
+            loss_of(model, batch(step, here)).backward()
+            optimizers[0].step()
+    for step in range(3):
+        optimizers[1].zero_grad()
+        (sum(loss_of(alone, batch(step, rank)) for rank in range(2) if step < 2 + rank) / 2).backward()
+        optimizers[1].step()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(full(dict(model.named_parameters())[name]), parameter.detach())
+
+
+def test_uneven_inputs(ranks4: Ranks) -> None:
+    ranks4.run(uneven)
+
+
+def clipped() -> None:
+    """Plain gradients beside DTensors, and parts of a dimension that some rank holds nothing of."""
+    for plan, order, shape in (("colwise", 2.0, (2, 2)), ("everything", math.inf, (2, 2)), ("everything", 3.0, (1, 4))):
+        model, alone, mesh = models(plan, shape, tied=plan == "everything", hidden=3)
+        dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+        ranks = mesh["dp"].size()
+        loss_of(model, batch(0, mesh["dp"].get_local_rank())).backward()
+        (sum(loss_of(alone, batch(0, rank)) for rank in range(ranks)) / ranks).backward()
+        norm = dp_compile.optim.clip_grad_norm_(model.parameters(), 0.1, order)
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1, order)
+        assert type(norm) is torch.Tensor
+        torch.testing.assert_close(norm, expected)
+        compare(model, alone, "clipped")
+
+
+def test_clipping(ranks4: Ranks) -> None:
+    ranks4.run(clipped)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def filled(mesh: DeviceMesh, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer that has a state."""
+    torch.manual_seed(seed)
+    model = Net()
+    everything(model, mesh["tp"])
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, batch(seed, mesh["dp"].get_local_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def values(state: Any) -> dict[str, torch.Tensor]:
+    flat = {f"model/{name}": full(tensor) for name, tensor in state["model"].items()}
+    for name, of_one in state["optimizer"]["state"].items():
+        flat |= {f"{name}/{key}": full(value) for key, value in of_one.items() if isinstance(value, torch.Tensor)}
+    return flat
+
+
+def save_and_load(path: str) -> dict[str, torch.Tensor]:
+    """Saved on (2, 2), loaded on (4, 1) and (1, 4). Returns what was saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    model, optimizer = filled(mesh, 0)
+    state = states(model, optimizer)
+    assert set(state["model"]) == set(Net().state_dict())
+    expected = values(state)
+    checkpoint.save(state, checkpoint_id=path)
+    for shape in ((4, 1), (1, 4)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+        model, optimizer = filled(mesh, 1)
+        state = states(model, optimizer)
+        checkpoint.load(state, checkpoint_id=path)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        found = values(states(model, optimizer))
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (shape, name)
+    return expected
+
+
+def test_checkpoints_on_other_meshes(ranks4: Ranks, tmp_path: Path) -> None:
+    expected = ranks4.run(save_and_load, str(tmp_path))[0]
+    alone = Net()
+    alone.head.weight = alone.embedding.weight
+    state = {"model": alone.state_dict()}
+    checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    for name, value in state["model"].items():
+        assert torch.equal(value, expected[f"model/{name}"]), name
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
