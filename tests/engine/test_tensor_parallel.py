@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from docs_scripts import python_of
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -157,6 +159,7 @@ def train(
     config: dp_compile.ReplicateConfig = AOT,
     *,
     set_to_none: bool = True,
+    accumulate: bool = True,
     hook: Any = None,
     tolerance: float = 1e-5,
 ) -> dict[str, int]:
@@ -172,7 +175,7 @@ def train(
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        if step % 2:
+        if accumulate and step % 2:
             # A partial gradient, or what is to become one, stays from a backward without synchronisation.
             with dp_compile.no_sync(model):
                 loss_of(run, batch(step, 50 + here)).backward()
@@ -197,31 +200,33 @@ NIGHTLY = pytest.mark.nightly
 
 
 @pytest.mark.parametrize(
-    ("plan", "way", "shape", "set_to_none", "found"),
+    ("plan", "way", "shape", "options", "found"),
     [
-        ("colwise", "eager", (2, 2), True, "eager hooks"),
-        ("everything", "eager", (2, 2), False, "eager hooks"),
-        ("everything", "captured", (2, 2), True, "captured"),
-        pytest.param("everything", "captured", (2, 2), False, "captured", marks=NIGHTLY),
-        pytest.param("colwise", "captured", (2, 2), True, "captured", marks=NIGHTLY),
-        pytest.param("everything", "hooks", (2, 2), True, "eager hooks", marks=NIGHTLY),
-        pytest.param("everything", "captured", (1, 4), True, "captured", marks=NIGHTLY),
-        pytest.param("everything", "captured", (4, 1), True, "captured", marks=NIGHTLY),
-        pytest.param("everything", "eager", (4, 1), True, "eager hooks", marks=NIGHTLY),
+        ("colwise", "eager", (2, 2), {}, "eager hooks"),
+        ("everything", "eager", (2, 2), {"set_to_none": False}, "eager hooks"),
+        ("everything", "captured", (2, 2), {"accumulate": False}, "captured"),
+        pytest.param("everything", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "captured", (2, 2), {"set_to_none": False}, "captured", marks=NIGHTLY),
+        pytest.param("colwise", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "hooks", (2, 2), {}, "eager hooks", marks=NIGHTLY),
+        pytest.param("everything", "captured", (1, 4), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "captured", (4, 1), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "eager", (4, 1), {}, "eager hooks", marks=NIGHTLY),
     ],
 )
 def test_equals_one_process(
-    ranks4: Ranks, plan: str, way: str, shape: tuple[int, int], set_to_none: bool, found: str
+    ranks4: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, bool], found: str
 ) -> None:
+    for backwards in ranks4.run(_train, plan, way, shape, options):
+        without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
+        local = {without: STEPS // 2} if options.get("accumulate", True) else {}
+        assert backwards == {found: STEPS} | local
+
+
+def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]) -> dict[str, int]:
     with warnings.catch_warnings():
-        for backwards in ranks4.run(_train, plan, way, shape, set_to_none):
-            without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
-            assert backwards == {found: STEPS, without: STEPS // 2}
-
-
-def _train(plan: str, way: str, shape: tuple[int, int], set_to_none: bool) -> dict[str, int]:
-    warnings.simplefilter("ignore")  # anomaly mode says that it is on
-    return train(plan, way, shape, set_to_none=set_to_none)
+        warnings.simplefilter("ignore")  # anomaly mode says that it is on
+        return train(plan, way, shape, **options)
 
 
 @pytest.mark.nightly
@@ -370,6 +375,45 @@ def test_checkpoints_on_other_meshes(ranks4: Ranks, tmp_path: Path) -> None:
     checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
     for name, value in state["model"].items():
         assert torch.equal(value, expected[f"model/{name}"]), name
+
+
+class OfThePage(nn.Module):
+    """It is given the whole sequence, computes with a part of it, and returns that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tp = 2
+        part = x.chunk(tp, 1)[dist.get_rank() % tp]
+        result: torch.Tensor = part + self.down(torch.relu(self.up(self.norm(part))))
+        return result
+
+
+def run_the_page(code: str, path: str) -> tuple[dict[str, int], list[float]]:
+    torch._dynamo.reset()
+    row, place = divmod(dist.get_rank(), 2)
+    torch.manual_seed(row)
+    loader = [(torch.randn(2, 4, 6), torch.randn(2, 4, 6).chunk(2, 1)[place]) for _ in range(3)]
+    names: dict[str, Any] = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
+    exec(code.replace('checkpoint_id="checkpoint"', f"checkpoint_id={path!r}"), names)
+    values = [full(parameter).flatten() for parameter in names["model"].parameters()]
+    return dict(dp_compile.report(names["model"]).backwards), torch.cat(values).tolist()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NIGHTLY)])
+def test_the_page(ranks4: Ranks, tmp_path: Path, compiled: bool) -> None:
+    code = python_of("tensor_parallel.md")
+    assert "torch.compile(model)" in code
+    code = code if compiled else code.replace("torch.compile(model)", "model")
+    results = ranks4.run(run_the_page, code, str(tmp_path))
+    for backwards, values in results:
+        assert backwards == {"captured" if compiled else "eager hooks": 3}
+        assert values == results[0][1]
+    alone = OfThePage()
+    checkpoint.load(alone.state_dict(), checkpoint_id=str(tmp_path), no_dist=True)
+    assert torch.cat([each.detach().flatten() for each in alone.parameters()]).tolist() == results[0][1]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------
