@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,37 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dp_compile
+from dp_compile._torch import distributed
 from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 NAMES = ("dp", "tp")
 TOKENS, STEPS = 12, 4
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+
+
+def keep_groups() -> None:
+    """torch keeps what it learns of DTensors by mesh, with groups that a rank of the tests would end (torch 2.13)."""
+    distributed.end_other_groups = lambda: None
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Four ranks of this file alone."""
+    ranks = Ranks(4, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def meshed(pool: Ranks) -> Ranks:
+    """They may be new ones: those in which a test failed are gone."""
+    pool.run(keep_groups)
+    return pool
 
 
 class Net(nn.Module):
@@ -110,7 +137,7 @@ def full(tensor: Any) -> torch.Tensor:
 def models(plan: str, shape: tuple[int, int], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
     """One that is parallel, and what it is when it is not. All ranks but the first of `dp` begin with wrong values."""
     torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+    mesh = mesh_of(shape)
     torch.manual_seed(0)
     alone = Net(**options)
     model = copy.deepcopy(alone)
@@ -167,7 +194,7 @@ def train(
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
     dp_compile.replicate(model, device_mesh=mesh["dp"], config=config)
     if hook is not None:
-        dp_compile.register_comm_hook(model, None, hook)
+        model.register_comm_hook(mesh["dp"].get_group(), hook)
     before = facts_of(model)
     run = model if way == "eager" else torch.compile(model, backend=config.backend)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, alone)]
@@ -215,9 +242,9 @@ NIGHTLY = pytest.mark.nightly
     ],
 )
 def test_equals_one_process(
-    ranks4: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, bool], found: str
+    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, bool], found: str
 ) -> None:
-    for backwards in ranks4.run(_train, plan, way, shape, options):
+    for backwards in meshed.run(_train, plan, way, shape, options):
         without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
         local = {without: STEPS // 2} if options.get("accumulate", True) else {}
         assert backwards == {found: STEPS} | local
@@ -231,8 +258,8 @@ def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("plan", list(PLANS))
-def test_equals_one_process_with_inductor(ranks4: Ranks, plan: str) -> None:
-    for backwards in ranks4.run(train, plan, "captured", (2, 2), dp_compile.ReplicateConfig()):
+def test_equals_one_process_with_inductor(meshed: Ranks, plan: str) -> None:
+    for backwards in meshed.run(train, plan, "captured", (2, 2), dp_compile.ReplicateConfig()):
         assert backwards == {"captured": STEPS, "captured without sync": STEPS // 2}
 
 
@@ -240,10 +267,10 @@ def test_equals_one_process_with_inductor(ranks4: Ranks, plan: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
-def test_mixed_precision(ranks4: Ranks, way: str) -> None:
+def test_mixed_precision(meshed: Ranks, way: str) -> None:
     """In float64, where an option that is dropped shows in dtypes and a wrong number is no matter of rounding."""
     wide = dp_compile.ReplicateConfig(backend="aot_eager", param_dtype=torch.float64, reduce_dtype=torch.float64)
-    ranks4.run(train, "everything", way, (2, 2), wide)
+    meshed.run(train, "everything", way, (2, 2), wide)
 
 
 def compressed() -> None:
@@ -251,8 +278,8 @@ def compressed() -> None:
     train("everything", "eager", config=replace(AOT, reduce_dtype=torch.bfloat16), tolerance=0.05)
 
 
-def test_casts_on_the_wire(ranks4: Ranks) -> None:
-    ranks4.run(compressed)
+def test_casts_on_the_wire(meshed: Ranks) -> None:
+    meshed.run(compressed)
 
 
 def unused(way: str) -> None:
@@ -272,8 +299,8 @@ def unused(way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
-def test_unused_parameters(ranks4: Ranks, way: str) -> None:
-    ranks4.run(unused, way)
+def test_unused_parameters(meshed: Ranks, way: str) -> None:
+    meshed.run(unused, way)
 
 
 def uneven() -> None:
@@ -295,8 +322,8 @@ def uneven() -> None:
         torch.testing.assert_close(full(dict(model.named_parameters())[name]), parameter.detach())
 
 
-def test_uneven_inputs(ranks4: Ranks) -> None:
-    ranks4.run(uneven)
+def test_uneven_inputs(meshed: Ranks) -> None:
+    meshed.run(uneven)
 
 
 def clipped() -> None:
@@ -314,8 +341,8 @@ def clipped() -> None:
         compare(model, alone, "clipped")
 
 
-def test_clipping(ranks4: Ranks) -> None:
-    ranks4.run(clipped)
+def test_clipping(meshed: Ranks) -> None:
+    meshed.run(clipped)
 
 
 # --- checkpoints -----------------------------------------------------------------------------------------------
@@ -347,14 +374,14 @@ def values(state: Any) -> dict[str, torch.Tensor]:
 
 def save_and_load(path: str) -> dict[str, torch.Tensor]:
     """Saved on (2, 2), loaded on (4, 1) and (1, 4). Returns what was saved."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    mesh = mesh_of((2, 2))
     model, optimizer = filled(mesh, 0)
     state = states(model, optimizer)
     assert set(state["model"]) == set(Net().state_dict())
     expected = values(state)
     checkpoint.save(state, checkpoint_id=path)
     for shape in ((4, 1), (1, 4)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+        mesh = mesh_of(shape)
         model, optimizer = filled(mesh, 1)
         state = states(model, optimizer)
         checkpoint.load(state, checkpoint_id=path)
@@ -367,12 +394,18 @@ def save_and_load(path: str) -> dict[str, torch.Tensor]:
     return expected
 
 
-def test_checkpoints_on_other_meshes(ranks4: Ranks, tmp_path: Path) -> None:
-    expected = ranks4.run(save_and_load, str(tmp_path))[0]
+def load_alone(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that this is one process
+        checkpoint.load(state, checkpoint_id=str(path), no_dist=True)
+
+
+def test_checkpoints_on_other_meshes(meshed: Ranks, tmp_path: Path) -> None:
+    expected = meshed.run(save_and_load, str(tmp_path))[0]
     alone = Net()
     alone.head.weight = alone.embedding.weight
     state = {"model": alone.state_dict()}
-    checkpoint.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    load_alone(state, tmp_path)
     for name, value in state["model"].items():
         assert torch.equal(value, expected[f"model/{name}"]), name
 
@@ -398,16 +431,16 @@ def run_the_page(code: str, path: str) -> tuple[dict[str, int], list[float]]:
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NIGHTLY)])
-def test_the_page(ranks4: Ranks, tmp_path: Path, compiled: bool) -> None:
+def test_the_page(meshed: Ranks, tmp_path: Path, compiled: bool) -> None:
     code = python_of("tensor_parallel.md")
     assert "torch.compile(model)" in code
     code = code if compiled else code.replace("torch.compile(model)", "model")
-    results = ranks4.run(run_the_page, code, str(tmp_path))
+    results = meshed.run(run_the_page, code, str(tmp_path))
     for backwards, values in results:
         assert backwards == {"captured" if compiled else "eager hooks": 3}
         assert values == results[0][1]
     alone = OfThePage()
-    checkpoint.load(alone.state_dict(), checkpoint_id=str(tmp_path), no_dist=True)
+    load_alone(alone.state_dict(), tmp_path)
     assert torch.cat([each.detach().flatten() for each in alone.parameters()]).tolist() == results[0][1]
 
 
@@ -417,7 +450,7 @@ def test_the_page(ranks4: Ranks, tmp_path: Path, compiled: bool) -> None:
 def refusals() -> dict[str, str]:
     """What is said of each combination that is not supported."""
     said: dict[str, str] = {}
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    mesh = mesh_of((2, 2))
 
     def parallel() -> Any:
         torch.manual_seed(0)
@@ -443,7 +476,7 @@ def refusals() -> dict[str, str]:
         "shard",
         lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=True),
     )
-    note("comm hook", lambda: dp_compile.register_comm_hook(model, None, lambda state, bucket: None))
+    note("comm hook", lambda: model.register_comm_hook(None, lambda state, bucket: None))
     note(
         "decentralize",
         lambda: dp_compile.decentralize(
@@ -453,7 +486,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def test_refusals(ranks4: Ranks) -> None:
+def test_refusals(meshed: Ranks) -> None:
     expected = {
         "whole group": "device_mesh=mesh['dp']",
         "same dimension": "device_mesh=mesh['dp']",
@@ -463,5 +496,5 @@ def test_refusals(ranks4: Ranks) -> None:
         "comm hook": "would see parts of gradients",
         "decentralize": "does not know DTensor parameters",
     }
-    for said in ranks4.run(refusals):
+    for said in meshed.run(refusals):
         assert {name: words in said[name] for name, words in expected.items()} == dict.fromkeys(expected, True), said
