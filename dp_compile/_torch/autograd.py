@@ -106,6 +106,11 @@ def is_aot_backward(node: object) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def leaves_dtensors(node: object) -> bool:
+    """Whether an autograd node is that of `DTensor.to_local`."""
+    return type(node).__name__ == "_ToTorchTensorBackward"
+
+
 def dispatch_mode_is_active() -> bool:
     """Whether a TorchDispatchMode is on: capture then fails or records the wrong thing."""
     return _dispatch_modes_active() > 0

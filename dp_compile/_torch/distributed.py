@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
+from dp_compile._torch.dtensors import own_part
 from dp_compile._torch.missing import named
 from dp_compile.errors import ConfigError
 
@@ -129,9 +130,12 @@ def connect_again(store: Store, timeout_s: float) -> Store:
 
 
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
-    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype."""
+    """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype.
+
+    Of DTensors the parts that the ranks hold, which have to be parts alike.
+    """
     if tensors:
-        _broadcast_coalesced(group, list(tensors), bucket_bytes, source)
+        _broadcast_coalesced(group, list(map(own_part, tensors)), bucket_bytes, source)
 
 
 def broadcast_state(
@@ -139,7 +143,7 @@ def broadcast_state(
 ) -> None:
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
-        _sync_params_and_buffers(group, list(tensors), bucket_bytes, source)
+        _sync_params_and_buffers(group, list(map(own_part, tensors)), bucket_bytes, source)
 
 
 def join_is_on(joinable: Joinable) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
 
+from dp_compile._torch.dtensors import is_dtensor
 from dp_compile._torch.missing import named
 
 with named():
@@ -28,6 +30,9 @@ with named():
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
 
+    _set_compiler: Callable[..., tuple[Any, bool]] = torch._C._dynamo.compiled_autograd.set_autograd_compiler  # type: ignore[attr-defined]
+    _Capture: Any = _compiled_autograd.AutogradCompilerInstance
+    _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]
     # `size_hint` in torch 2.11.
     _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.size_hint  # type: ignore[attr-defined]
 
@@ -45,9 +50,27 @@ _DTYPES = (
 EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
 
 
-def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> Iterator[None]:
     """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
-    return cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False)
+    with cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False):
+        # Whatever stood there before `_enable` puts back.
+        _set_compiler(functools.partial(_CaptureWithDTensors, compiler_fn), False)
+        yield
+
+
+class _CaptureWithDTensors(_Capture):  # type: ignore[misc]
+    """torch's, but for hooks of parameters that are DTensors: it copies those with `as_strided`, which they lack."""
+
+    def post_acc_grad_hook(self, input: torch.Tensor, hook_id: int) -> list[torch.Tensor]:
+        if not is_dtensor(input):
+            found: list[torch.Tensor] = super().post_acc_grad_hook(input, hook_id)
+            return found
+        proxy = self.proxy_call_hook(self.hooks_proxy[hook_id], input, hook_type="post_acc_grad_hook")
+        with _tracing_is_off():
+            copies = [torch.empty_like(input)]
+            self.bind_objects_to_proxies(copies, [proxy])
+        return copies
 
 
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:
@@ -97,8 +120,11 @@ def computes_only(target: object) -> bool:
 
 
 def sorts_only(target: object) -> bool:
-    """Whether the target of a captured graph's call puts inputs or outputs of AOTAutograd's backward into order."""
-    return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue")
+    """Whether the target of a captured graph's call puts inputs or outputs of AOTAutograd's backward into order.
+
+    Or makes DTensors of what that computes, which are the parts of them.
+    """
+    return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue", "make_subclass")
 
 
 def configure_process(settings: Mapping[str, Any]) -> None:

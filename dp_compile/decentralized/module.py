@@ -27,6 +27,7 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicate import replicate, unreplicate
 from dp_compile.modules.replicated_module import behind, is_pending, replica_of, unwrap
+from dp_compile.modules.tensor_parallel import refuse_dtensors
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.strategies import Planned
 from dp_compile.plan.topologies import Topology
@@ -98,6 +99,7 @@ def decentralize(
         DesyncError: ranks differ in model, topology or options, or one is missing.
     """
     options = _options(config)
+    refuse_dtensors(unwrap(module), CALL)
     replicate(module, config=options)
     try:
         if is_pending(unwrap(module)):

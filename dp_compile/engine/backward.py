@@ -28,6 +28,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
+from dp_compile._torch.dtensors import is_dtensor, own_part
 from dp_compile.config import keeps_compiled
 from dp_compile.engine import drift, observers, probe, updates
 from dp_compile.engine.finite import check_finite
@@ -300,7 +301,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
             _compare_after_step(replica)
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
         watched.count_from_here()
-        obstacle = _obstacle(found, by_hooks, create_graph=call.create_graph)
+        obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
         with _interrupted_reducers_end(found.replicas):
             with reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
                 result = _run(by_hooks, obstacle, call)
@@ -418,7 +419,7 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
-        reduced = {name: grad for name, grad in grads if grad is not None}
+        reduced = {name: own_part(grad) for name, grad in grads if grad is not None}
     complete_backward(replica, reduced, outputs)
 
 
@@ -580,11 +581,21 @@ def _may_capture(replica: Replica) -> bool:
     return _wants_hooks(replica) and (replica.by_hooks is not False or _asks(replica))
 
 
-def _obstacle(found: _Found, by_hooks: Sequence[Replica], *, create_graph: bool) -> str | None:
+def _obstacle(found: _Found, by_hooks: Sequence[Replica], outputs: Sequence[Any], *, create_graph: bool) -> str | None:
     """Why this backward cannot be captured, or `None`."""
     if not found.compiled:
         return "its forward was not compiled"
+    if any(replica.dtensors for replica in by_hooks) and _computes_with_dtensors(outputs):
+        return "operations on DTensors in it were not compiled"
     return _obstacle_of_modules(found, by_hooks) or _obstacle_of_process(create_graph=create_graph)
+
+
+def _computes_with_dtensors(outputs: Sequence[Any]) -> bool:
+    """Whether autograd recorded operations on DTensors: from one to a plain tensor, or to the end of the graph.
+
+    Compiled code has none; a captured graph with some cannot be traced as one (torch 2.13).
+    """
+    return any(map(is_dtensor, outputs)) or any(map(autograd.leaves_dtensors, _nodes(outputs)))
 
 
 def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | None:

@@ -87,7 +87,7 @@ class CapturedBackward:
         assumed = [each for each in synced if each.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
-        estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:2])
+        estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
         shares: dict[Replica, dict[int, Estimate]] = {}
         for (ordinal, index), estimate in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = estimate

@@ -14,12 +14,14 @@ import torch
 from torch import fx, nn
 
 from dp_compile._torch import dynamo, inductor
+from dp_compile._torch.dtensors import own_part
 from dp_compile.config import keeps_compiled
 from dp_compile.engine import observers
 from dp_compile.engine.artifact_files import Key
 from dp_compile.engine.binding import Place
 from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
+from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.logs import warn_once
@@ -154,6 +156,8 @@ class CompiledBackward:
     def _extra_inputs(self, replicas: Sequence[Replica]) -> Iterator[torch.Tensor]:
         """In the order of `with_reductions`: factors; per replica flags, old gradients of unused parameters, state."""
         for ordinal in self._synced:
+            for index in sorted(replicas[ordinal].dtensors.intersection(self._unused[ordinal])):
+                lay_out(replicas[ordinal].parameters[index])  # of earlier backwards, without synchronisation
             yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
@@ -163,7 +167,7 @@ class CompiledBackward:
                 if (ordinal, index) in self._binding.kept:
                     grad = replica.parameters[index].grad
                     assert grad is not None
-                    yield grad
+                    yield own_part(grad)
             for index in range(len(replica.parameters)):
                 yield from replica.state_of_hook(index).values()
 

@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile._torch.dtensors import own_part
 from dp_compile.engine.agreement import collect, decide
-from dp_compile.engine.gradients import dense_strides, real_view
+from dp_compile.engine.gradients import dense_strides, own_view
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_in_backward
 from dp_compile.errors import DesyncError
@@ -237,7 +238,7 @@ def _compared(replica: Replica) -> tuple[int, ...]:
     return tuple(
         index
         for index, parameter in enumerate(replica.parameters)
-        if id(parameter) not in shortened and type(parameter.detach()) is torch.Tensor
+        if id(parameter) not in shortened and type(own_part(parameter)) is torch.Tensor
     )
 
 
@@ -273,7 +274,7 @@ def _fingerprint(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bits of a tensor in its memory order, as int64: the only integers that torch adds up at memory's speed."""
-    tensor = real_view(tensor)  # no integer is as wide as a complex128
+    tensor = own_view(tensor)  # no integer is as wide as a complex128
     if dense_strides(tensor) != tensor.stride():
         tensor = tensor.contiguous()
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part, redistributed_as
 from dp_compile.engine.group import Group
 from dp_compile.passes.functional_hook import sent_nbytes
 from dp_compile.passes.reduction import dtype_of
@@ -29,7 +30,11 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
 
 
 def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> GradientSpec:
-    """What a plan needs to know of something that is averaged: the gradient of a parameter, or a parameter."""
+    """What a plan needs to know of something that is averaged: the gradient of a parameter, or a parameter.
+
+    Of a DTensor each rank averages the part that it holds.
+    """
+    tensor = own_part(tensor)
     dtype, shape, stride = tensor.dtype, tuple(tensor.shape), dense_strides(tensor)
     if tensor.is_complex():  # as torch's DDP: numbers are added, and NCCL has no complex ones
         dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
@@ -46,6 +51,30 @@ def _on_the_wire(dtype: torch.dtype, reduction: Reduction) -> torch.dtype:
 def real_view(grad: torch.Tensor) -> torch.Tensor:
     """A gradient as it is reduced: itself, or real and imaginary parts of a complex one, in the same memory."""
     return torch.view_as_real(grad) if grad.is_complex() else grad
+
+
+def own_view(grad: torch.Tensor) -> torch.Tensor:
+    """As `real_view`, of what this rank holds of a gradient: of one that is a DTensor its own part."""
+    return real_view(own_part(grad))
+
+
+def lay_out(parameter: torch.Tensor) -> None:
+    """Let a gradient that is a DTensor be laid out as its parameter: what is partial over a mesh is added up there.
+
+    Runs collectives of the mesh, so all its ranks call this for the same gradients in the same order.
+    """
+    grad = parameter.grad
+    if grad is not None and is_dtensor(grad):
+        laid_out = redistributed_as(parameter, grad)
+        if laid_out is not grad:
+            parameter.grad = laid_out
+
+
+def empty_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient of a parameter, with any values, in the layout that torch gives it."""
+    part = own_part(parameter)
+    empty = torch.empty_strided(part.shape, dense_strides(part), dtype=part.dtype, device=part.device)
+    return laid_out_as(parameter, empty)
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from dp_compile._torch import autograd
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine import observers
 from dp_compile.engine.flags import flags_to_send, read_flags
-from dp_compile.engine.gradients import real_view
+from dp_compile.engine.gradients import lay_out, own_view
 from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
@@ -187,6 +187,9 @@ class ReductionRound:
                 f"the gradient of {self.replica.names[index]} is sparse, which is not supported. "
                 "Compute it with sparse=False."
             )
+        if index in self.replica.dtensors:
+            # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
+            lay_out(self.replica.parameters[index])
         if index in self.arrived and self._is_launched(index):
             raise ReductionError(
                 f"the gradient of {self.replica.names[index]} was completed twice in one backward, after it may have "
@@ -224,6 +227,8 @@ class ReductionRound:
                 self.arrived |= dict.fromkeys(sorted(self.reached()))
             if not self.absent:
                 replica.local.note_steps()
+                for index in sorted(replica.dtensors.difference(self.arrived)):
+                    lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
             unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.local.used})
             flags = flags_to_send(replica, unused, used)
@@ -268,7 +273,7 @@ class ReductionRound:
             self.replica.set_grad(index, self.averages[index])
         else:
             with torch.no_grad():
-                real_view(grad).copy_(self.averages[index])
+                own_view(grad).copy_(self.averages[index])
 
     def is_launched(self) -> bool:
         return not (self.replica.plan.buckets if self.due is None else self.due)
@@ -317,7 +322,7 @@ class ReductionRound:
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters
         source = parameters[index].grad if index < len(parameters) else flags
-        return None if source is None else real_view(source)
+        return None if source is None else own_view(source)
 
 
 def reduce_eagerly(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from dp_compile._torch import autograd
+from dp_compile._torch.dtensors import own_part
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +98,7 @@ class LocalGradients:
         for index, version in self.versions.items():
             if version != autograd.version_of(self.parameters[index]):
                 grad = self.parameters[index].grad
-                if grad is not None and bool(grad.any()):
+                if grad is not None and bool(own_part(grad).any()):
                     self.stepped.add(index)
                 else:
                     self.moved = True

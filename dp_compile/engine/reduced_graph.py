@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from dp_compile._torch import dynamo
+from dp_compile._torch.dtensors import from_part, own_part, redistributed_as
 from dp_compile.engine.binding import Binding, Place, Sites
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
@@ -186,7 +187,7 @@ def _place_reductions(
             hooked[place] = (parameter, existing)
         with graph.inserting_after(last):
             if reduces and not wanted.deferred:
-                reduce = reduce_to_update if updated else reduce_accumulated
+                reduce = _reduce_function(replicas[place[0]], place[1], updated=updated)
                 given = (parameter, existing, place[1], place[0], None, *factors.get(place, ()))
                 reductions[place] = graph.call_function(reduce, given)
             elif updated and not reduces:
@@ -241,7 +242,7 @@ def _add_completion(
                 after = done[index] = graph.call_function(emit, (sources[index], index, ordinal, after, *more))
             elif wanted.deferred:
                 place, (parameter, existing) = (ordinal, index), hooked[ordinal, index]
-                reduce = reduce_to_update if wanted.updates_parameter(place) else reduce_accumulated
+                reduce = _reduce_function(replica, index, updated=wanted.updates_parameter(place))
                 given = (parameter, existing, index, ordinal, after, *more)
                 after = reductions[place] = graph.call_function(reduce, given)
             after = after if wanted.deferred else None
@@ -288,6 +289,32 @@ def reduce_accumulated(
     return reduced
 
 
+def reduce_own_part(
+    parameter: Any,
+    existing: bool,
+    index: int,
+    replica: int,
+    after: torch.Tensor | None = None,
+    *factors: torch.Tensor,
+) -> torch.Tensor:
+    """As `reduce_accumulated`, for a DTensor: of its gradient, laid out as it is, the part that this rank holds."""
+    grad: Any = redistributed_as(parameter, _accumulated(parameter))
+    reduced = emit(grad.to_local(), index, replica, after, *factors)
+    result = from_part(reduced, parameter)
+    if existing and parameter.grad is not None:
+        grad.copy_(result)
+        parameter.grad = grad
+    else:
+        parameter.grad = result
+    return reduced
+
+
+def _reduce_function(replica: Replica, index: int, *, updated: bool) -> Callable[..., torch.Tensor]:
+    if index in replica.dtensors:
+        return reduce_own_part
+    return reduce_to_update if updated else reduce_accumulated
+
+
 def reduce_to_update(
     parameter: nn.Parameter,
     existing: bool,
@@ -315,6 +342,7 @@ def _accumulated(parameter: nn.Parameter) -> torch.Tensor:
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
     options: dict[str, Any] = {"dtype": parameter.dtype.to_real(), "device": parameter.device}
+    parameter = own_part(parameter)
     shape = [*parameter.shape, 2] if parameter.is_complex() else list(parameter.shape)
     return graph.call_function(torch.zeros, (shape,), options)
 

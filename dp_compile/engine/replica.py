@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, distributed
+from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
-from dp_compile.engine.gradients import dense_strides, real_view
+from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
 from dp_compile.engine.group import Group
 from dp_compile.engine.local_gradients import LocalGradients
 from dp_compile.engine.observers import Observer
@@ -150,6 +151,8 @@ class Replica:
     python_hook: bool = field(init=False)
     """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
     local: LocalGradients = field(init=False)
+    dtensors: frozenset[int] = field(init=False)
+    """The parameters that are DTensors: each rank reduces the part of a gradient that it holds."""
     number: int = field(default_factory=lambda: next(_numbers))
     sync: bool = True
     precision: Precision | None = None
@@ -191,6 +194,7 @@ class Replica:
     def __post_init__(self) -> None:
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
+        self.dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
         self.local = LocalGradients(self.parameters, self._renormalised(), self.config.check_reductions)
 
     def _renormalised(self) -> frozenset[int]:
@@ -309,17 +313,15 @@ class Replica:
                 self.set_grad(index, average)
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:
-        """Let the gradient of a parameter be `value`, which is the real view of it if the parameter is complex."""
+        """Let the gradient of a parameter be `value`: the real view if it is complex, this rank's part of a DTensor."""
         parameter = self.parameters[index]
         with torch.no_grad():
-            if parameter.grad is None and not parameter.is_complex() and value.stride() == dense_strides(parameter):
-                parameter.grad = value
-                return
             if parameter.grad is None:
-                parameter.grad = torch.empty_strided(
-                    parameter.shape, dense_strides(parameter), dtype=parameter.dtype, device=value.device
-                )
-            real_view(parameter.grad).copy_(value)
+                if not parameter.is_complex() and value.stride() == dense_strides(own_part(parameter)):
+                    parameter.grad = laid_out_as(parameter, value)
+                    return
+                parameter.grad = empty_gradient(parameter)
+            own_view(parameter.grad).copy_(value)
 
     def check_group(self) -> None:
         """The guard before a synchronised backward: there is somebody to reduce with.

@@ -23,13 +23,19 @@ logger = logging.getLogger("dp_compile.capture")
 
 
 def estimates_of(
-    graph_module: fx.GraphModule, sites: Sites, binding: Binding, inputs: Sequence[Any], sizes: Any, scalars: Any
+    graph_module: fx.GraphModule,
+    sites: Sites,
+    binding: Binding,
+    inputs: Sequence[Any],
+    sizes: Any,
+    scalars: Any,
+    hooks: Any,
 ) -> dict[Place, Estimate]:
     """When the gradients of a backward are ready, from its graph; nothing if the graph does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
     """
-    values = fake_values(graph_module, inputs, sizes, scalars)
+    values = fake_values(graph_module, inputs, sizes, scalars, hooks)
     found = dict(zip(sites.accumulations, _accumulations(graph_module.graph), strict=True))
     accumulations: dict[Place, Accumulation] = {}
     for call, place, adds in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
@@ -51,12 +57,15 @@ def _accumulations(graph: fx.Graph) -> Iterator[Accumulation]:
             yield Accumulation(node, gradient, adds=False)
 
 
-def fake_values(graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: Any, scalars: Any) -> dict[fx.Node, Any]:
+def fake_values(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: Any, scalars: Any, hooks: Any = ()
+) -> dict[fx.Node, Any]:
     """A fake tensor, or a list of them, for each node of which the inputs of a backward tell it.
 
     No code of the user's runs: of a function written in Python the engine's check of its outputs tells the shapes.
+    Among `hooks` are also meshes, of which AOTAutograd's code makes DTensors.
     """
-    given = {"inputs": inputs, "sizes": sizes, "scalars": scalars}
+    given = {"inputs": inputs, "sizes": sizes, "scalars": scalars, "hooks": hooks}
     values: dict[fx.Node, Any] = {}
     with torch.no_grad(), dynamo.fake_tensors() as mode:
         for node in graph_module.graph.nodes:

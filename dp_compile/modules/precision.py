@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd
+from dp_compile._torch.dtensors import is_dtensor
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.engine.precision import ATTRIBUTE, CastSite, Precision, cast_all
@@ -162,7 +163,9 @@ def _own(owner: nn.Module, *, buffers: bool) -> Iterator[tuple[str, torch.Tensor
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Not one of a class that keeps its values in a form of its own, as frozen quantised weights do."""
     data = tensor.data
-    return type(data) is torch.Tensor or isinstance(data, nn.Parameter) or autograd.is_fake(tensor)
+    return (
+        type(data) is torch.Tensor or isinstance(data, nn.Parameter) or autograd.is_fake(tensor) or is_dtensor(tensor)
+    )
 
 
 def _check_not_renormalised(owner: nn.Module, path: tuple[str, ...], name: str) -> None:

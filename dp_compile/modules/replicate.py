@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed
+from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import ReplicateConfig, has_address
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
@@ -68,6 +69,7 @@ from dp_compile.modules.selection import (
     owning_modules,
     select,
 )
+from dp_compile.modules.tensor_parallel import check_dtensors, refuse_hook_of_dtensors
 from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import FunctionalHook
@@ -349,6 +351,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         target = select(module, order.ignored)
         check_selection(target, order.device, needs_values=order.needs_values)
         config = order.request.config
+        check_dtensors(target, order.meeting.group, config)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
         swapped = replicated_class(type(module), casts=config.casts)
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
@@ -383,6 +386,8 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
             "gradients of a bucket in one way. Leave one of the two out."
         )
     request = order.request.of(target)
+    # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
+    always_hooks = levels is not None or bool(wires) or any(map(is_dtensor, parameters))
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
     replica = Replica(
         parameters=parameters,
@@ -401,14 +406,15 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         passes=order.passes,
         beside_shards=target.sharded,
         comm_hook=comm_hook,
-        # torch's reducer has one level, and calls hooks of its own kind.
-        by_hooks=None if levels is None and not wires and (comm_hook is None or comm_hook.memory is None) else True,
+        by_hooks=True if always_hooks or (comm_hook is not None and comm_hook.memory is not None) else None,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
     replica.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
-    if comm_hook is not None and comm_hook.memory is not None:
-        check_functional(replica, comm_hook.name)
+    if comm_hook is not None:
+        refuse_hook_of_dtensors(replica, comm_hook)
+        if comm_hook.memory is not None:
+            check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
@@ -520,6 +526,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [
             f"{name}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} strides {list(tensor.stride())}"
+            + (f" {layout_of(tensor)}" if is_dtensor(tensor) else "")
             for name, tensor in tensors.items()
         ]
 

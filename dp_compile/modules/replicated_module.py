@@ -31,6 +31,7 @@ from dp_compile.engine.settling import meeting, table_in_backward, table_of
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 from dp_compile.modules.kinds import members_of, units_named
+from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
 from dp_compile.modules.units import BucketPolicy
 
 logger = logging.getLogger("dp_compile.replicated_module")
@@ -337,6 +338,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
             f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
         )
     if isinstance(owner, Replica):
+        refuse_hook_of_dtensors(owner, made)
         _take(owner, made)
     owner.comm_hook = made
     if made.averaging is None:

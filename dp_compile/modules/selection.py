@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, distributed, optim
+from dp_compile._torch.dtensors import is_dtensor
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
@@ -243,8 +244,10 @@ def _check_kinds(target: Selection, *, fake_allowed: bool) -> None:
         plain = type(parameter.data) is torch.Tensor or isinstance(parameter.data, nn.Parameter)
         if autograd.is_fake(parameter):  # A parameter of a fake mode is one of torch's parameters too.
             plain = fake_allowed
-        if not plain:
-            raise ModuleError(f"{name} is a {type(parameter.data).__name__}; only plain tensors are supported.")
+        if not (plain or is_dtensor(parameter)):
+            raise ModuleError(
+                f"{name} is a {type(parameter.data).__name__}; only plain tensors and DTensors are supported."
+            )
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise ModuleError(f"{name} is {parameter.dtype}; gradients of floating and complex dtypes are supported.")
         # None: torch takes gradients of any dtype as they come.

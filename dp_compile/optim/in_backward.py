@@ -17,6 +17,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.replicated_module import replica_of
+from dp_compile.modules.tensor_parallel import refuse_dtensors
 from dp_compile.optim.crossing import Crossing, plan_for, watch
 from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip
 
@@ -58,14 +59,15 @@ def in_backward(
 
     Raises:
         ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
-            has no parameter of `model`, or another optimizer updates one already; or an option is not allowed; or, with
-            `shard`, something of the module or the optimizer cannot be cut.
+            has no parameter of `model`, or another optimizer updates one already; or an option is not allowed; or
+            parameters are DTensors; or, with `shard`, something of the module or the optimizer cannot be cut.
         DesyncError: ranks shard other optimizers, or some do not; or another rank gives another `overlap_forward`.
         ModuleError: `model` is not replicated, or waits for its first forward.
     """
     replica = replica_of(model)
     if replica.is_mixed:
         raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
+    refuse_dtensors(model, "in_backward()")
     _check(optimizer, max_norm, scaler, buckets_in_flight)
     _check_overlap(overlap_forward, max_norm, scaler, buckets_in_flight)
     if not isinstance(shard, bool):

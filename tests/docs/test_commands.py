@@ -119,6 +119,12 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "trainer.md": {
         "from transformers import TrainingArguments": ("integrations/test_trainer.py::test_the_page",),
     },
+    "tensor_parallel.md": {
+        "import torch, torch.distributed as dist, dp_compile": (
+            "engine/test_tensor_parallel.py::test_the_page",
+            "by day without the compiler",
+        ),
+    },
     "testing.md": {
         '"""A model as you might have one, and how it is trained."""': (SUITE, SAME_FILES),
         'pytest_plugins = ["dp_compile.testing.plugin"]': (SUITE, SAME_FILES),

@@ -1,0 +1,96 @@
+"""DTensors: a rank's own part of them, and their layout over a mesh. Costs nothing to load.
+
+Whoever has one has loaded `torch.distributed.tensor`; nobody else pays for that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def _kind() -> type[Any] | None:
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else getattr(module, "DTensor", None)
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether it is a DTensor, a parameter or not."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:  # nearly always
+        return False
+    kind = _kind()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What a rank holds of a tensor, in the same memory: its part of a DTensor, all of any other."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        part: torch.Tensor = _waited_for(tensor.to_local())  # type: ignore[attr-defined]
+        return part.detach()  # of a parameter it says that it is one too
+
+
+def laid_out_as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """The inverse of `own_part`: a tensor laid out as `like` of which this rank holds `part`, in its memory."""
+    if not is_dtensor(like):
+        return part
+    return from_part(part, like)
+
+
+def from_part(part: torch.Tensor, like: Any) -> torch.Tensor:
+    """A DTensor laid out as another one. Dynamo traces this."""
+    with torch.no_grad():
+        made: torch.Tensor = type(like).from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    return made
+
+
+def redistributed_as(like: Any, tensor: Any) -> torch.Tensor:
+    """A DTensor in the layout of another one on the same mesh; itself if it has that. Dynamo traces this.
+
+    Where it is partial it is added up. Runs collectives: on all ranks of the mesh, in the same order.
+    """
+    if tensor.placements == like.placements:
+        return tensor  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return tensor.redistribute(placements=like.placements)  # type: ignore[no-any-return]
+
+
+def ranks_of(tensor: Any) -> frozenset[int]:
+    """The ranks, by their numbers in the default group, that hold parts of a DTensor."""
+    return frozenset(map(int, tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def groups_that_shard(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """The groups of ranks over which the elements of a DTensor are spread: none for any other tensor."""
+    if not is_dtensor(tensor):
+        return ()
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    spread = (number for number, each in enumerate(tensor.placements) if not each.is_replicate())  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(number) for number in spread if mesh.size(number) > 1)
+
+
+def layout_of(tensor: torch.Tensor) -> str:
+    """For people, and to compare: how a DTensor is laid out over its mesh; empty for any other tensor."""
+    if not is_dtensor(tensor):
+        return ""
+    mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
+    names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
+    placements: Iterable[Any] = tensor.placements  # type: ignore[attr-defined]
+    return ", ".join(f"{placement} over {name}" for placement, name in zip(placements, names, strict=True))
+
+
+def is_partial(tensor: Any) -> bool:
+    """Whether the values of a DTensor are what its ranks' parts add up to."""
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def _waited_for(part: Any) -> torch.Tensor:
+    """A part that a collective may still be on its way to."""
+    return part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()

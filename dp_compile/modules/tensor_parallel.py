@@ -1,0 +1,80 @@
+"""Modules with DTensor parameters, as `parallelize_module` leaves them: what may be replicated beside tensor parallel.
+
+A parameter stays the DTensor that it is. Each rank reduces the part of a gradient that it holds, with the ranks that
+hold the same part: the group of `replicate` has to be the other dimension of the mesh.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from dp_compile._torch import dtensors
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.group import Group
+from dp_compile.engine.module_names import fully_qualified
+from dp_compile.engine.replica import Replica
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.modules.selection import Selection
+
+
+def check_dtensors(target: Selection, group: Group, config: ReplicateConfig) -> None:
+    """Refuse what cannot be reduced beside tensor parallel.
+
+    Raises:
+        ConfigError: DTensors lie on ranks that the module is replicated over, or torch's C++ reducer is to reduce them.
+        ModuleError: a parameter is a sum of its parts, or its numbers are complex.
+    """
+    found = {**target.trainable, **target.frozen, **target.buffers}
+    found = {name: tensor for name, tensor in found.items() if dtensors.is_dtensor(tensor)}
+    replicated = set(dist.get_process_group_ranks(group.process_group))
+    for name, tensor in found.items():
+        shared = sorted(dtensors.ranks_of(tensor) & replicated)
+        if len(shared) > 1:
+            raise ConfigError(
+                f"{name} is a DTensor whose parts lie on ranks {shared}, and the module is to be replicated over ranks "
+                f"{sorted(replicated)}, these among them: they hold different parts. Replicate over the dimension of "
+                "the mesh that tensor parallel does not use: replicate(model, device_mesh=mesh['dp'])."
+            )
+    for name in target.trainable:
+        if name in found and dtensors.is_partial(found[name]):
+            raise ModuleError(
+                f"{name} is a DTensor with a Partial placement: no rank has its value. Call redistribute() on it with "
+                "Replicate() or Shard(dim) before it becomes a parameter."
+            )
+        if name in found and found[name].is_complex():
+            raise ModuleError(f"{name} is a complex DTensor; real ones are supported.")
+    if any(name in found for name in target.trainable) and not config.uses_python_hook():
+        raise ConfigError(
+            "DTensor parameters need dp_compile's hooks, but ddp_python_hook is False: torch's C++ reducer knows no "
+            "DTensors. Leave ddp_python_hook at its default."
+        )
+
+
+def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
+    """Only hooks that cast work on parts of gradients.
+
+    Raises:
+        ConfigError: another one.
+    """
+    if replica.dtensors and (hook.averaging is None or hook.averaging.hook is not None or hook.memory is not None):
+        raise ConfigError(
+            f"comm hook {hook.name} would see parts of gradients, as {replica.names[min(replica.dtensors)]} is a "
+            "DTensor: what it makes of them would depend on how they are cut. Use a hook of torch's that only casts, "
+            "with the module's group as its state, or ReplicateConfig(reduce_dtype=...)."
+        )
+
+
+def refuse_dtensors(module: nn.Module, what: str) -> None:
+    """Refuse a module with DTensor parameters by name.
+
+    Raises:
+        ConfigError: it has some.
+    """
+    for name, parameter in module.named_parameters():
+        if dtensors.is_dtensor(parameter):
+            raise ConfigError(
+                f"{what} does not know DTensor parameters, and {fully_qualified(name)} is one. Use replicate() and a "
+                "plain optimizer for a tensor-parallel module."
+            )

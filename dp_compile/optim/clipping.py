@@ -1,0 +1,90 @@
+"""`clip_grad_norm_()`: the norm of gradients of which some are DTensors, each element counted once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+from dp_compile._torch import dtensors
+from dp_compile.engine.gradients import lay_out
+from dp_compile.errors import ConfigError
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """As `torch.nn.utils.clip_grad_norm_`, for parameters of which some may be DTensors beside plain ones.
+
+    torch's function takes DTensors of one mesh, and nothing beside them. Here what is sharded over a mesh is added up
+    over it, what is replicated counts once, and the norm that comes back is a plain tensor, the same on every rank.
+    Call it on all ranks of the mesh, behind the backward. Without DTensors it is torch's function.
+
+    Args:
+        parameters: one, or several, whose gradients are clipped in place.
+        max_norm: the norm that they have at most afterwards, all together.
+        norm_type: of which order the norm is, above zero; may be `math.inf`.
+        error_if_nonfinite: raise if the norm is.
+        foreach: which kernels to use; `None`: torch chooses.
+
+    Returns:
+        The norm of all gradients together, before.
+
+    Raises:
+        ConfigError: `norm_type` is not above zero, and there are DTensors.
+        RuntimeError: the norm is not finite, with `error_if_nonfinite`.
+    """
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not any(dtensors.is_dtensor(each.grad) for each in given):
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigError(f"norm_type must be above zero where gradients are DTensors, got {norm_type!r}.")
+    for each in given:
+        lay_out(each)
+    parts: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for each in given:
+        if each.grad is not None:
+            parts.setdefault(dtensors.groups_that_shard(each.grad), []).append(dtensors.own_part(each.grad))
+    everything = [part for some in parts.values() for part in some]
+    norms = [_norm(some, order, groups, foreach) for groups, some in parts.items()]
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {order} of the gradients is {float(norm)}, so they cannot be clipped. "
+            "error_if_nonfinite=False scales them by it anyway."
+        )
+    norm = norm.to(reduce(torch.promote_types, (part.dtype for part in everything)))
+    holders = [SimpleNamespace(grad=part) for part in everything]
+    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm, foreach)  # type: ignore[arg-type]
+    return norm
+
+
+def _norm(
+    parts: Sequence[torch.Tensor], order: float, groups: Sequence[dist.ProcessGroup], foreach: bool | None
+) -> torch.Tensor:
+    """The norm of parts, with those that the other ranks of some groups hold; float64, as powers of it are sent."""
+    device = parts[0].device
+    own = [part for part in parts if part.numel()]  # a rank may hold nothing of a short dimension
+    norm = torch.zeros((), dtype=torch.float64, device=device)
+    if own:
+        norm = torch.nn.utils.get_total_norm(own, order, foreach=foreach).to(device, torch.float64)
+    for group in groups:
+        if math.isinf(order):
+            both = torch.stack([norm.nan_to_num(nan=0.0), norm.isnan().double()])  # no rank's NaN may get lost
+            dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+            norm = torch.where(both[1] > 0, math.nan, both[0])
+        else:
+            power = norm**order
+            dist.all_reduce(power, group=group)
+            norm = power ** (1 / order)
+    return norm

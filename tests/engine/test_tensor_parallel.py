@@ -1,0 +1,500 @@
+"""Data parallel beside tensor parallel: parameters stay DTensors, and all is as in one process on the joint batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from docs_scripts import python_of
+from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import dp_compile
+from dp_compile._torch import distributed
+from dp_compile.testing.ranks import Ranks
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
+NAMES = ("dp", "tp")
+TOKENS, STEPS = 12, 4
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+
+
+def keep_groups() -> None:
+    """torch keeps what it learns of DTensors by mesh, with groups that a rank of the tests would end (torch 2.13)."""
+    distributed.end_other_groups = lambda: None
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    """Four ranks of this file alone."""
+    ranks = Ranks(4, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def meshed(pool: Ranks) -> Ranks:
+    """They may be new ones: those in which a test failed are gone."""
+    pool.run(keep_groups)
+    return pool
+
+
+class Net(nn.Module):
+    """Sizes that two ranks do not share evenly: a vocabulary of eleven, seven features inside."""
+
+    def __init__(self, hidden: int = 7, spare: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 8)
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, hidden), nn.Linear(hidden, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.head = nn.Linear(8, 11, bias=False)
+        if spare:
+            self.spare = nn.Linear(8, 8, bias=False)
+
+    def forward(self, tokens: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))
+        if use_spare:
+            x = x + self.spare(x)
+        factor: Any = self.scale.sum()
+        if isinstance(factor, DTensor):  # used for a part of the sequence: its gradient is partial over `tp`
+            factor = factor.to_local(grad_placements=[Partial()])
+        result: torch.Tensor = self.head(x * factor)
+        return result
+
+
+def colwise(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Some layers only; the others are plain, and the same on all ranks of `tp`."""
+    layers = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    spare = {"spare": ColwiseParallel(output_layouts=Replicate())} if "spare" in model._modules else {}
+    parallelize_module(model, mesh, layers | spare)
+
+
+def everything(model: Any, mesh: DeviceMesh) -> None:
+    """Sequence parallel: gradients of the norm are partial over `tp`. Embedding and head share their weight."""
+    parallelize_module(
+        model,
+        mesh,
+        {
+            "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+        },
+    )
+    model.head.weight = model.embedding.weight
+    model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
+
+
+PLANS: dict[str, Callable[[Any, DeviceMesh], None]] = {"colwise": colwise, "everything": everything}
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    """Of rank `rank` of `dp`."""
+    return torch.randint(11, (3, TOKENS), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss_of(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    logits = model(tokens, **options)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(1, 1).flatten())
+
+
+def full(tensor: Any) -> torch.Tensor:
+    result: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return result.detach()
+
+
+def models(plan: str, shape: tuple[int, int], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
+    """One that is parallel, and what it is when it is not. All ranks but the first of `dp` begin with wrong values."""
+    torch._dynamo.reset()
+    mesh = mesh_of(shape)
+    torch.manual_seed(0)
+    alone = Net(**options)
+    model = copy.deepcopy(alone)
+    if tied:
+        alone.head.weight = alone.embedding.weight
+    PLANS[plan](model, mesh["tp"])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(mesh["dp"].get_local_rank())  # replicate() has to undo this
+    return model, alone, mesh
+
+
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """What no step may change."""
+    named = dict(model.named_parameters())
+    return {
+        "objects": {name: id(each) for name, each in named.items()},
+        "layouts": {name: getattr(each, "placements", None) for name, each in named.items()},
+        "keys": list(model.state_dict()),
+    }
+
+
+def compare(model: nn.Module, alone: nn.Module, when: str, *, tolerance: float = 1e-5) -> None:
+    """Parameters and gradients, and how gradients are laid out."""
+    reference = dict(alone.named_parameters())
+    for name, parameter in model.named_parameters():
+        other = reference[name]
+        assert (parameter.grad is None) == (other.grad is None), f"{when}: gradient of {name}"
+        for what, mine, theirs in (("parameter", parameter, other), ("gradient", parameter.grad, other.grad)):
+            if mine is None:
+                continue
+            assert getattr(mine, "placements", None) == getattr(parameter, "placements", None), f"{when}: {what} {name}"
+            torch.testing.assert_close(
+                full(mine),
+                theirs.detach(),
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda text, what=what, name=name: f"{when}: {what} {name}: {text}",
+            )
+
+
+def train(
+    plan: str,
+    way: str,
+    shape: tuple[int, int] = (2, 2),
+    config: dp_compile.ReplicateConfig = AOT,
+    *,
+    set_to_none: bool = True,
+    accumulate: bool = True,
+    hook: Any = None,
+    tolerance: float = 1e-5,
+) -> dict[str, int]:
+    """Some steps beside one process with the joint batch. Returns which way the backwards went."""
+    model, alone, mesh = models(plan, shape, tied=plan == "everything")
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=config)
+    if hook is not None:
+        model.register_comm_hook(mesh["dp"].get_group(), hook)
+    before = facts_of(model)
+    run = model if way == "eager" else torch.compile(model, backend=config.backend)
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, alone)]
+    ranks, here = mesh["dp"].size(), mesh["dp"].get_local_rank()
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+        if accumulate and step % 2:
+            # A partial gradient, or what is to become one, stays from a backward without synchronisation.
+            with dp_compile.no_sync(model):
+                loss_of(run, batch(step, 50 + here)).backward()
+            (sum(loss_of(alone, batch(step, 50 + rank)) for rank in range(ranks)) / ranks).backward()
+        with torch.autograd.set_detect_anomaly(way == "hooks", check_nan=False):
+            loss = loss_of(run, batch(step, here))
+            loss.backward()
+        (sum(loss_of(alone, batch(step, rank)) for rank in range(ranks)) / ranks).backward()
+        compare(model, alone, f"step {step}", tolerance=tolerance)
+        for optimizer in optimizers:
+            optimizer.step()
+    compare(model, alone, "the end", tolerance=tolerance)
+    assert facts_of(model) == before
+    if plan == "everything":
+        assert model.head.weight is model.embedding.weight
+    found = dict(dp_compile.report(model).backwards)
+    dp_compile.unreplicate(model)
+    return found
+
+
+NIGHTLY = pytest.mark.nightly
+
+
+@pytest.mark.parametrize(
+    ("plan", "way", "shape", "options", "found"),
+    [
+        ("colwise", "eager", (2, 2), {}, "eager hooks"),
+        ("everything", "eager", (2, 2), {"set_to_none": False}, "eager hooks"),
+        ("everything", "captured", (2, 2), {"accumulate": False}, "captured"),
+        pytest.param("everything", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "captured", (2, 2), {"set_to_none": False}, "captured", marks=NIGHTLY),
+        pytest.param("colwise", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "hooks", (2, 2), {}, "eager hooks", marks=NIGHTLY),
+        pytest.param("everything", "captured", (1, 4), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "captured", (4, 1), {}, "captured", marks=NIGHTLY),
+        pytest.param("everything", "eager", (4, 1), {}, "eager hooks", marks=NIGHTLY),
+    ],
+)
+def test_equals_one_process(
+    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, bool], found: str
+) -> None:
+    for backwards in meshed.run(_train, plan, way, shape, options):
+        without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
+        local = {without: STEPS // 2} if options.get("accumulate", True) else {}
+        assert backwards == {found: STEPS} | local
+
+
+def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]) -> dict[str, int]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # anomaly mode says that it is on
+        return train(plan, way, shape, **options)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", list(PLANS))
+def test_equals_one_process_with_inductor(meshed: Ranks, plan: str) -> None:
+    for backwards in meshed.run(train, plan, "captured", (2, 2), dp_compile.ReplicateConfig()):
+        assert backwards == {"captured": STEPS, "captured without sync": STEPS // 2}
+
+
+# --- beside other options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
+def test_mixed_precision(meshed: Ranks, way: str) -> None:
+    """In float64, where an option that is dropped shows in dtypes and a wrong number is no matter of rounding."""
+    wide = dp_compile.ReplicateConfig(backend="aot_eager", param_dtype=torch.float64, reduce_dtype=torch.float64)
+    meshed.run(train, "everything", way, (2, 2), wide)
+
+
+def compressed() -> None:
+    train("everything", "eager", hook=default_hooks.fp16_compress_hook, tolerance=0.02)
+    train("everything", "eager", config=replace(AOT, reduce_dtype=torch.bfloat16), tolerance=0.05)
+
+
+def test_casts_on_the_wire(meshed: Ranks) -> None:
+    meshed.run(compressed)
+
+
+def unused(way: str) -> None:
+    """A layer that one rank of `dp` uses; then one that none uses."""
+    model, alone, mesh = models("colwise", (2, 2), tied=False, spare=True)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT, find_unused_parameters=True)
+    run = model if way == "eager" else torch.compile(model, backend="aot_eager")
+    here = mesh["dp"].get_local_rank()
+    before = facts_of(model)
+    for step, who in enumerate(((0,), (), (0, 1))):
+        for each in (model, alone):
+            each.zero_grad()
+        loss_of(run, batch(step, here), use_spare=here in who).backward()
+        (sum(loss_of(alone, batch(step, rank), use_spare=rank in who) for rank in range(2)) / 2).backward()
+        compare(model, alone, f"step {step}")
+    assert facts_of(model) == before
+
+
+@pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
+def test_unused_parameters(meshed: Ranks, way: str) -> None:
+    meshed.run(unused, way)
+
+
+def uneven() -> None:
+    """The ranks of one place of `dp` have fewer batches, all of them that hold parts of it."""
+    model, alone, mesh = models("everything", (2, 2), tied=True)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+    here = mesh["dp"].get_local_rank()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone)]
+    with dp_compile.join(model):
+        for step in range(2 + here):
+            optimizers[0].zero_grad()
+            loss_of(model, batch(step, here)).backward()
+            optimizers[0].step()
+    for step in range(3):
+        optimizers[1].zero_grad()
+        (sum(loss_of(alone, batch(step, rank)) for rank in range(2) if step < 2 + rank) / 2).backward()
+        optimizers[1].step()
+    for name, parameter in alone.named_parameters():
+        torch.testing.assert_close(full(dict(model.named_parameters())[name]), parameter.detach())
+
+
+def test_uneven_inputs(meshed: Ranks) -> None:
+    meshed.run(uneven)
+
+
+def clipped() -> None:
+    """Plain gradients beside DTensors, and parts of a dimension that some rank holds nothing of."""
+    for plan, order, shape in (("colwise", 2.0, (2, 2)), ("everything", math.inf, (2, 2)), ("everything", 3.0, (1, 4))):
+        model, alone, mesh = models(plan, shape, tied=plan == "everything", hidden=3)
+        dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+        ranks = mesh["dp"].size()
+        loss_of(model, batch(0, mesh["dp"].get_local_rank())).backward()
+        (sum(loss_of(alone, batch(0, rank)) for rank in range(ranks)) / ranks).backward()
+        norm = dp_compile.optim.clip_grad_norm_(model.parameters(), 0.1, order)
+        expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.1, order)
+        assert type(norm) is torch.Tensor
+        torch.testing.assert_close(norm, expected)
+        compare(model, alone, "clipped")
+
+
+def test_clipping(meshed: Ranks) -> None:
+    meshed.run(clipped)
+
+
+# --- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def filled(mesh: DeviceMesh, seed: int) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and an optimizer that has a state."""
+    torch.manual_seed(seed)
+    model = Net()
+    everything(model, mesh["tp"])
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loss_of(model, batch(seed, mesh["dp"].get_local_rank())).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def values(state: Any) -> dict[str, torch.Tensor]:
+    flat = {f"model/{name}": full(tensor) for name, tensor in state["model"].items()}
+    for name, of_one in state["optimizer"]["state"].items():
+        flat |= {f"{name}/{key}": full(value) for key, value in of_one.items() if isinstance(value, torch.Tensor)}
+    return flat
+
+
+def save_and_load(path: str) -> dict[str, torch.Tensor]:
+    """Saved on (2, 2), loaded on (4, 1) and (1, 4). Returns what was saved."""
+    mesh = mesh_of((2, 2))
+    model, optimizer = filled(mesh, 0)
+    state = states(model, optimizer)
+    assert set(state["model"]) == set(Net().state_dict())
+    expected = values(state)
+    checkpoint.save(state, checkpoint_id=path)
+    for shape in ((4, 1), (1, 4)):
+        mesh = mesh_of(shape)
+        model, optimizer = filled(mesh, 1)
+        state = states(model, optimizer)
+        checkpoint.load(state, checkpoint_id=path)
+        set_model_state_dict(model, state["model"])
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        found = values(states(model, optimizer))
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), (shape, name)
+    return expected
+
+
+def load_alone(state: dict[str, Any], path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that this is one process
+        checkpoint.load(state, checkpoint_id=str(path), no_dist=True)
+
+
+def test_checkpoints_on_other_meshes(meshed: Ranks, tmp_path: Path) -> None:
+    expected = meshed.run(save_and_load, str(tmp_path))[0]
+    alone = Net()
+    alone.head.weight = alone.embedding.weight
+    state = {"model": alone.state_dict()}
+    load_alone(state, tmp_path)
+    for name, value in state["model"].items():
+        assert torch.equal(value, expected[f"model/{name}"]), name
+
+
+class OfThePage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.down(torch.relu(self.up(self.norm(x))))
+        return result
+
+
+def run_the_page(code: str, path: str) -> tuple[dict[str, int], list[float]]:
+    torch._dynamo.reset()
+    torch.manual_seed(dist.get_rank() // 2)
+    loader = [(torch.randn(2, 6), torch.randn(2, 6)) for _ in range(3)]
+    names: dict[str, Any] = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
+    exec(code.replace('checkpoint_id="checkpoint"', f"checkpoint_id={path!r}"), names)
+    values = [full(parameter).flatten() for parameter in names["model"].parameters()]
+    return dict(dp_compile.report(names["model"]).backwards), torch.cat(values).tolist()
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NIGHTLY)])
+def test_the_page(meshed: Ranks, tmp_path: Path, compiled: bool) -> None:
+    code = python_of("tensor_parallel.md")
+    assert "torch.compile(model)" in code
+    code = code if compiled else code.replace("torch.compile(model)", "model")
+    results = meshed.run(run_the_page, code, str(tmp_path))
+    for backwards, values in results:
+        assert backwards == {"captured" if compiled else "eager hooks": 3}
+        assert values == results[0][1]
+    alone = OfThePage()
+    load_alone(alone.state_dict(), tmp_path)
+    assert torch.cat([each.detach().flatten() for each in alone.parameters()]).tolist() == results[0][1]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------
+
+
+def refusals() -> dict[str, str]:
+    """What is said of each combination that is not supported."""
+    said: dict[str, str] = {}
+    mesh = mesh_of((2, 2))
+
+    def parallel() -> Any:
+        torch.manual_seed(0)
+        model = Net()
+        colwise(model, mesh["tp"])
+        return model
+
+    def note(name: str, attempt: Callable[[], object]) -> None:
+        try:
+            attempt()
+        except dp_compile.DPCompileError as error:
+            said[name] = str(error)
+        else:
+            said[name] = "no error"
+
+    note("whole group", lambda: dp_compile.replicate(parallel()))
+    note("same dimension", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["tp"]))
+    note("torch's reducer", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["dp"], ddp_python_hook=False))
+    model = parallel()
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+    note("in_backward", lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    note(
+        "shard",
+        lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=True),
+    )
+    note("comm hook", lambda: model.register_comm_hook(None, lambda state, bucket: None))
+    note(
+        "decentralize",
+        lambda: dp_compile.decentralize(
+            parallel(), topology="complete", optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
+        ),
+    )
+    return said
+
+
+def test_refusals(meshed: Ranks) -> None:
+    expected = {
+        "whole group": "device_mesh=mesh['dp']",
+        "same dimension": "device_mesh=mesh['dp']",
+        "torch's reducer": "knows no DTensors",
+        "in_backward": "does not know DTensor parameters",
+        "shard": "does not know DTensor parameters",
+        "comm hook": "would see parts of gradients",
+        "decentralize": "does not know DTensor parameters",
+    }
+    for said in meshed.run(refusals):
+        assert {name: words in said[name] for name, words in expected.items()} == dict.fromkeys(expected, True), said
