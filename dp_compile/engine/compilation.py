@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -89,6 +90,7 @@ class CompiledBackward:
         """Those of the backward that is running."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
+        self._why_deferred = "" if makes_buckets else observers.NO_BUCKETS
         self._is_broken = False
         """It could not be captured as one graph: it runs in compiled pieces, then everything is reduced at its end."""
         self._run = self._compile(replicas)
@@ -146,11 +148,12 @@ class CompiledBackward:
                 yield from replica.state_of_hook(index).values()
 
     def _break(self, replicas: Sequence[Replica], error: BaseException) -> None:
+        self._why_deferred = f"it broke into several graphs, {described(error)}"
         warn_once(
             logger,
             replicas,
             "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
-            first_line(error),
+            described(error),
         )
         self._is_broken = True
         self._log = CompileLog()
@@ -161,7 +164,10 @@ class CompiledBackward:
         """Compiled pieces, then a round of reductions: nothing is reduced before all hooks of the user's have run."""
         ordinals = {replica: ordinal for ordinal, replica in enumerate(replicas)}
         outputs, _ = reduce_eagerly(
-            replicas, lambda: self._call(inputs, rest), pieces=lambda replica: self._used[ordinals[replica]]
+            replicas,
+            lambda: self._call(inputs, rest),
+            pieces=lambda replica: self._used[ordinals[replica]],
+            void=lambda: observers.COMPILED_IN_IT * bool(self._log.graphs),
         )
         self._has_code = True
         self._record(replicas)
@@ -349,6 +355,7 @@ class CompiledBackward:
                 left_to_step=("all: it is not one graph",) * bool(self._updates)
                 if self._is_broken
                 else self._left_to_step,
+                why_deferred=self._why_deferred,
             )
             for replica in replicas:
                 replica.captures[self._number] = self._latest
@@ -375,3 +382,18 @@ def _flat(values: Any) -> Iterator[Any]:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
+
+
+_CONTEXT: Final = re.compile(r"^\s*Developer debug context: (.*)$", re.MULTILINE)
+_USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def described(error: BaseException) -> str:
+    """Why Dynamo gave up, with what and where: its first line alone says "a function marked as skipped"."""
+    text, parts = str(error), [first_line(error)]
+    if context := _CONTEXT.search(text):
+        parts.append(f"({context[1].strip()})")
+    if places := _USER_LINE.findall(text):
+        file, line, function = places[-1]
+        parts.append(f"at {file}:{line} in {function}")
+    return " ".join(parts)

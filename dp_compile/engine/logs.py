@@ -13,7 +13,7 @@
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
 |         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `integrations`      | options of a framework that say nothing of the backward                          |
-| INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis      |
+| INFO    | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |
 |         | `backward`          | hooks take over from torch's reducer                                             |
 |         | `drift`             | after how many backwards parameters are compared                                 |
