@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates, updating
 logger = logging.getLogger("dp_compile.compilation")
 
 _code_numbers = itertools.count()
+
+QUIET_BACKWARDS: Final = 10
+"""So many synchronised backwards without compilation, and the next one that compiles is worth a word."""
 
 
 class NotTraced(DPCompileError):
@@ -110,9 +114,11 @@ class CompiledBackward:
         try:
             with observers.telling_of_backward(begun) as audience:
                 self._events = None if untold else self._events_for(audience)
+                started = time.monotonic()
                 outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
+                    _say_if_late(replicas, time.monotonic() - started)
         except dynamo.CAPTURE_ERRORS as error:
             if self._has_code or self._log.graphs:
                 raise  # Not from tracing: the code was running, and its inputs are used up.
@@ -363,6 +369,22 @@ class CompiledBackward:
         if self._latest is not None:
             for replica in replicas:
                 replica.captures[self._number] = self._latest
+
+
+def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
+    """A step that compiles is many times as long as others; in the middle of a training nobody expects it."""
+    for replica in replicas:
+        done = replica.synced_backwards
+        quiet, replica.compiled_after = done - replica.compiled_after, done
+        is_late = (quiet >= QUIET_BACKWARDS or replica.is_warmed_up) and not replica.rehearses
+        if is_late and not (done and replica.revisions.settled_after == done):  # a new plan was asked for
+            logger.warning(
+                "synchronised backward %d was compiled anew: the step took %.1f s longer for that, and more if its "
+                "forward was, too. A size, a set of used parameters or a mode that is new does that; "
+                "dp_compile.warmup() with such a batch does it before training.",
+                done + 1,
+                seconds,
+            )
 
 
 def _name_in(replica: Replica, index: int, ordinals: Mapping[Replica, int], replicas: int) -> str:

@@ -6,8 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
