@@ -121,8 +121,8 @@ def _word_of(table: Table, topic: str, rank: int) -> Any:
         table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
     except RuntimeError as error:
         raise MissingRankError(
-            f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, and "
-            f"does it run the same backwards as this rank? ({topic})"
+            f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, "
+            f"and does it run the same backwards as this rank? ({topic})"
         ) from error
     return json.loads(table.store.get(f"{topic}/{rank}"))
 

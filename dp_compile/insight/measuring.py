@@ -67,9 +67,10 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     Before → after: `step_of(module).measured` is the one with the median backward. Times are the host's where
     parameters are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so
     one rank may measure alone. A backward is timed from where its captured code is called to where everything has
-    arrived: finding that code, for which torch walks the autograd graph, is not in it. Measured are backwards that are captured and compiled already, and those that hooks
-    reduce eagerly; of a decentralized module all that compile nothing, with its exchanges. If none is measured that is
-    a warning with the reason, and `step_of(module).measured` stays.
+    arrived: finding that code, for which torch walks the autograd graph, is not in it. Measured are backwards that are
+    captured and compiled already, in pieces too, and those that hooks reduce eagerly; of a decentralized module all
+    that compile nothing, with its exchanges. If none is measured that is a warning with the reason, and
+    `step_of(module).measured` stays. Without it the first backwards on a CPU are kept there.
 
     Raises:
         ModuleError: the module is not replicated, or is being measured already.

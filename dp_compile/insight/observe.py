@@ -42,7 +42,7 @@ def report(module: nn.Module) -> Report:
 
 
 def _promise(replica: Replica, certificate: Certificate) -> str:
-    """What the plan was made for. Where the backward was not timed no milliseconds: they would be taken for measured."""
+    """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
     believed_s = replica.ready.backward_s
     made_for = "the backward was taken to last as long as the communication, work is " + (
         "as the parameters' elements" if replica.ready.basis == ASSUMED else "estimated from its graph"

@@ -78,7 +78,8 @@ class Certificate:
     def __str__(self) -> str:
         lines = [
             f"{count(len(self.reasons), 'bucket')}, {self.chosen}; all-reduce = {self.cost}",
-            f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}: {self.promise}",
+            f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}:",
+            self.promise,
         ]
         return "\n".join([*lines, *(f"  {number:>3}  {reason}" for number, reason in enumerate(self.reasons))])
 

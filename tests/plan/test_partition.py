@@ -345,7 +345,8 @@ def test_a_certificate_is_printed() -> None:
         str(certify(gradients, ((0,), (1, 2), (3, 4, 5, 6)), cost=cost, backward_s=6e-3, strategy="by hand")),
         """\
 3 buckets, good even if network or compute are 2x off; all-reduce = 50 us + nbytes / (1 GB/s)
-backward 6.000 ms, predicted end 13.150 ms: 0.8% above the best any plan could do, at most 28% above with speeds off by 0.5x to 2x
+backward 6.000 ms, predicted end 13.150 ms:
+0.8% above the best any plan could do, at most 28% above with speeds off by 0.5x to 2x
     0  ends here: waiting for one more gradient would leave the network idle
     1  ends here: waiting for one more gradient would leave the network idle
     2  the last bucket""",
