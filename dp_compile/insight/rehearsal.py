@@ -257,7 +257,8 @@ def scalar_loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
     except DPCompileError:
         raise
     except Exception as error:
-        raise ModuleError(f"the forward of the model failed: {type(error).__name__}: {error}") from error
+        hint = " The meta device has no values: take on='cpu' (--on cpu)." if "meta tensor" in str(error) else ""
+        raise ModuleError(f"the forward of the model failed: {type(error).__name__}: {error}.{hint}") from error
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ModuleError(f"loss_fn must return a scalar that a backward can start from, got {_what_it_is(loss)}")
     return loss
