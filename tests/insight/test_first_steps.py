@@ -186,8 +186,12 @@ def test_layers_fill_the_compute_and_are_few() -> None:
     assert view.layers[0].start_s == 0
     assert view.layers[-1].end_s == pytest.approx(view.backward_s)
     assert all(one.end_s == other.start_s for one, other in zip(view.layers, view.layers[1:], strict=False))
+    assert view.layers[0].name == "blocks.39 .. blocks.37"
     few = timeline_of(step_of_buckets(2)).views[0].layers
-    assert [each.name for each in few] == ["blocks.1.attention", "blocks.0.mlp", "blocks.0.attention"]
+    assert [each.name for each in few] == [
+        "blocks.1.attention.out", "blocks.1.attention.qkv", "blocks.0.mlp.shrink", "blocks.0.mlp.expand",
+        "blocks.0.attention.out", "blocks.0.attention.qkv",
+    ]  # fmt: skip
 
 
 def test_the_slow_part_is_named_from_launches_if_they_were_measured() -> None:

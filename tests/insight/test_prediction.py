@@ -228,9 +228,9 @@ def test_links_and_latencies() -> None:
 
 
 def test_other_ranks_of_an_unknown_link() -> None:
-    """Of 20 us on 8 ranks 8.4 are the launch, the rest is 14 hops; on 4 ranks there are 6."""
+    """Of 20 us on 8 ranks 8.4 are the launch, the rest is 6 hops; on 4 ranks there are 4."""
     predicted = predict(STEP, Scenario(world_size=4))
-    assert predicted.cost.alpha_s == pytest.approx((8.4 + 11.6 * 6 / 14) * 1e-6)
+    assert predicted.cost.alpha_s == pytest.approx((8.4 + 11.6 * 4 / 6) * 1e-6)
     assert predicted.cost.beta_s_per_byte / 1e-10 == pytest.approx((2 * 3 / 4) / (2 * 7 / 8))
     assert predicted.basis.startswith("the step's cost on 8 ranks, stated, taken to other ranks as if it were a ring")
 

@@ -252,14 +252,14 @@ def _bucket(data: dict[str, Any]) -> ExplainedBucket:
 
 
 def _verdict(this: Explanation) -> Iterator[str]:
-    computes = format_ms(this.backward_s)
-    together = f"communication, if nothing overlapped, {format_ms(this.communication_s)}"
+    computes = f"the backward takes {format_ms(this.backward_s)}"
+    together = f"communication would take {format_ms(this.communication_s)} if nothing overlapped"
     yield from wrapped(
         {
-            COMMUNICATION: f"Communication-bound: {together}, is longer than the backward, {computes}.",
-            COMPUTE: f"Compute-bound: the backward, {computes}, is longer than {together}.",
+            COMMUNICATION: f"Communication-bound: {together}, {computes}.",
+            COMPUTE: f"Compute-bound: {computes}, {together}.",
             NOT_KNOWN: "Communication- or compute-bound: not known, nobody has timed the backward. It is "
-            f"communication-bound if the backward needs less than {together}.",
+            f"communication-bound if the backward takes less than that: {together}.",
             ONE_RANK: "One rank: there is nobody to communicate with.",
         }[this.bound_by]
     )

@@ -235,20 +235,23 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
 
 
 def _layers(step: Step, view: View) -> Iterator[Layer]:
-    """Modules in the order in which their gradients become ready: as deep as `MOST_LAYERS` allow."""
+    """Modules in the order in which their gradients become ready, as deep as `MOST_LAYERS` allow; neighbours as one."""
     gradients = [each for each in step.plan.gradients if each.name != UNUSED_FLAGS]
     ready = sorted(((step.ready.of(each), each.name.split(".")[:-1]) for each in gradients), key=lambda each: each[0])
-    depth = max((len(path) for _, path in ready), default=0)
-    while True:
-        runs = [(name, list(run)) for name, run in groupby(ready, key=lambda each: ".".join(each[1][:depth]))]
-        if len(runs) <= MOST_LAYERS or depth <= 1:
+    runs: list[tuple[str, float]] = []
+    for depth in range(max((len(path) for _, path in ready), default=0), 0, -1):
+        found = [(name, [*run][-1][0]) for name, run in groupby(ready, key=lambda each: ".".join(each[1][:depth]))]
+        if len(found) == 1 and runs:
             break
-        depth -= 1
-    start_s = 0.0
-    for name, run in runs if len(runs) <= MOST_LAYERS else ():
-        end_s = _with_stalls(run[-1][0] * step.backward_s, view)
+        runs = found
+        if len(runs) <= MOST_LAYERS:
+            break
+    start_s, together = 0.0, -(-len(runs) // MOST_LAYERS)
+    for first in range(0, len(runs), together or 1):
+        names = [name or "the module itself" for name, _ in runs[first : first + together]]
+        end_s = _with_stalls(runs[min(first + together, len(runs)) - 1][1] * step.backward_s, view)
         if end_s > start_s:
-            yield Layer(name or "the module itself", start_s, end_s)
+            yield Layer(" .. ".join(dict.fromkeys((names[0], names[-1]))), start_s, end_s)
         start_s = end_s
 
 
