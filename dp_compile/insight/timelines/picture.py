@@ -316,10 +316,9 @@ def _legend(top: float, is_assumed: bool) -> Iterator[str]:
     yield svg.line(x, top - 12, x, top + 4, svg.INK, dashed=True)
     yield svg.text(x + 8, top, "end of the backward")
     if is_assumed:
-        x += 8 + 19 * _CHARACTER + 14
-        yield svg.rect(x, top - 9, 20, 11, _COMPUTE)
-        yield svg.rect(x, top - 9, 20, 11, "url(#assumed)")
-        yield svg.text(x + 26, top, "assumed")
+        for colour in (_COMPUTE, "url(#assumed)"):
+            yield svg.rect(_MARGIN, top + 6, 20, 11, colour)
+        yield svg.text(_MARGIN + 26, top + 15, "assumed: nobody has timed the backward, times are shares of it")
 
 
 def _list(timeline: Timeline, top: float) -> tuple[list[str], float]:
