@@ -7,10 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
+import api
 import pass_table
 import plan_table
 
 DOCUMENTS: Final[dict[str, Callable[[], str]]] = {
+    "api.md": api.document,
     "plan_table.md": plan_table.document,
     "pass_table.md": pass_table.document,
 }

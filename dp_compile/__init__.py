@@ -103,4 +103,5 @@ def __dir__() -> list[str]:
 
 # They live above the engine, which tells whoever listens.
 observers.always("dp_compile.insight.dumps:observer")
+observers.always("dp_compile.insight.first_steps:observer")
 observers.always("dp_compile.insight.ranges:observer")

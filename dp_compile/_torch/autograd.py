@@ -119,3 +119,8 @@ def dispatch_mode_is_active() -> bool:
 def profiler_is_on() -> bool:
     """Whether `torch.profiler` records in this process at the moment; its waiting phases do not count."""
     return _profiler._is_profiler_enabled
+
+
+def named_range(name: str) -> contextlib.AbstractContextManager[Any]:
+    """A range in the trace of a profiler, if one records; else nothing, at the cost of nothing."""
+    return torch.profiler.record_function(name) if profiler_is_on() else contextlib.nullcontext()

@@ -11,6 +11,7 @@ from typing import Any, Final
 from dp_compile.bench.ratios import Ratio, log_change, ratios
 from dp_compile.bench.results import FAILED, Cell, Results
 from dp_compile.errors import ConfigError
+from dp_compile.plan.words import count
 
 FALSE_ALARMS: Final = 0.01
 """How often a comparison of two runs of the same code may find any regression, if repetitions tell all of the noise."""
@@ -20,6 +21,9 @@ TOLERANCE: Final = 0.03
 of compilation), which repetitions inside one start cannot show (Kalibera and Jones, Rigorous Benchmarking in
 Reasonable Time, ISMM 2013)."""
 
+TOO_NOISY: Final = 0.25
+"""Where repetitions differ by more, `same` would be a claim."""
+
 _RATE_TOLERANCE: Final = 0.1
 
 
@@ -27,7 +31,8 @@ _RATE_TOLERANCE: Final = 0.1
 class Change:
     """A mode in a cell of both runs. `change` and `band` as shares: 0.1 is 10% slower.
 
-    `verdict`: `slower`, `faster`, `same`, or `lost` (measured in the baseline, failed or gone now).
+    `verdict`: `slower`, `faster`, `same`, `unclear` (the noise is above `TOO_NOISY`), or `lost` (measured in the
+    baseline, failed or gone now).
     """
 
     workload: str
@@ -192,7 +197,7 @@ def _change(pair: _Pair, sure: float, tolerance: float) -> Change:
         return Change(cell.workload, cell.link, pair.mode, pair.old.value, None, None, None, "lost", pair.reason)
     log, error = log_change(pair.old, pair.new)
     band = sure * error
-    verdict = "same"
+    verdict = "unclear" if math.expm1(band) > max(TOO_NOISY, tolerance) else "same"
     if abs(log) > band and abs(log) > math.log1p(tolerance):
         verdict = "slower" if log > 0 else "faster"
     return Change(
@@ -241,4 +246,6 @@ def text(comparison: Comparison) -> str:
         f"{comparison.reference}; counted above {comparison.tolerance:.0%} and above the noise, and every count that "
         "grew"
     )
+    if unclear := sum(change.verdict == "unclear" for change in comparison.changes):
+        lines.append(f"unclear: {count(unclear, 'comparison')} too noisy to tell, on a quiet machine they may be")
     return "\n".join(lines)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import platform
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.metadata import version
 from typing import Final
 
 from dp_compile.cli.parsing import Parser, Subparsers
@@ -38,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
     parser = Parser(prog="dp-compile", description="Data-parallel training under torch.compile.")
+    versions = f"dp-compile {version('dp_compile')}, torch {version('torch')}, Python {platform.python_version()}"
+    parser.add_argument("--version", action="version", version=versions, help="print the versions of it and of torch")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in commands:
         add: Callable[[Subparsers], None] = import_module(f"dp_compile.cli.{command}").add

@@ -83,8 +83,8 @@ def decide(table: Table, topic: str, value: Any) -> Any:
         table.store.wait([f"{topic}/decision"], timedelta(seconds=table.timeout_s))
     except RuntimeError as error:
         raise MissingRankError(
-            f"{topic}: rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same "
-            "backwards as this rank?"
+            f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
+            f"this rank? ({topic})"
         ) from error
     return json.loads(table.store.get(f"{topic}/decision"))
 
@@ -120,7 +120,10 @@ def _word_of(table: Table, topic: str, rank: int) -> Any:
     try:
         table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
     except RuntimeError as error:
-        raise MissingRankError(f"{topic}: no word from rank {rank} within {table.timeout_s:g} s.") from error
+        raise MissingRankError(
+            f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, "
+            f"and does it run the same backwards as this rank? ({topic})"
+        ) from error
     return json.loads(table.store.get(f"{topic}/{rank}"))
 
 
@@ -149,10 +152,8 @@ def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bo
 
 def _absent(ranks: Sequence[int], deed: str, waited_s: float) -> str:
     named = ", ".join(map(str, ranks))
-    if not deed:
-        return f"no word from rank(s) {named} within {waited_s:g} s"
     subject = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
-    return f"{subject} not {deed} after {waited_s:g} s"
+    return f"{subject} not {deed or 'come to this place'} after {waited_s:g} s"
 
 
 def first_difference(mine: Any, theirs: Any) -> str:

@@ -544,7 +544,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
                 logger,
                 [replica],
                 "the forward is not compiled: torch's C++ reducer reduces the gradients. "
-                "Call torch.compile(model) for one graph with fused all-reduces.",
+                "Call torch.compile(model) for one graph with fused all-reduces; backend='eager' compiles nothing.",
             )
         replica.reducer = replica.make_reducer()
     if replica.sync:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,8 @@ SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 REPETITIONS: Final = 7
 
 _calls: Counter[str] = Counter()
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost]] = WeakKeyDictionary()
+"""What was measured, by the type of device."""
 
 
 def calibrate(
@@ -43,7 +46,8 @@ def calibrate(
     """Measure latency and bandwidth of all-reduces of 1 KiB to 16 MiB; every rank of the group has to call it.
 
     The slowest rank's time counts for each size, and every rank fits the same numbers, so all get the same cost. Keep
-    it: `CostFit.to_json`, `CostFit.from_json`. Use it: `ReplicateConfig(cost=calibrate().cost)`.
+    it: `CostFit.to_json`, `CostFit.from_json`. Plan with it: `ReplicateConfig(cost=calibrate().cost)`. `explain`,
+    `report` and step files take it from then on for modules of this group whose config has none.
 
     On two levels of network the cost says also what an all-reduce takes between nodes, and inside a node what the
     stages there take; `CostFit.residual` is that of the worst fit.
@@ -79,7 +83,18 @@ def calibrate(
         fits += [on_link([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
     whole, *two = (found.cost for found in fits)
     cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
+    _known.setdefault(group, {})[torch.device(device).type] = cost
     return replace(fits[0], cost=cost, residual=max(found.residual for found in fits))
+
+
+def calibrated(group: dist.ProcessGroup, device: torch.device, *, with_levels: bool) -> AllReduceCost | None:
+    """What `calibrate` measured last on a group, if it did; on two levels of network only if it measured those.
+
+    For what is said of a step. A plan is made from a cost that the config has, so that nothing depends on what else
+    the process did before.
+    """
+    cost = _known.get(group, {}).get(device.type)
+    return None if cost is None or (with_levels and cost.inside is None) else cost
 
 
 def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> CostFit:

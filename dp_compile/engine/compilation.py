@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
@@ -41,6 +43,9 @@ from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates, updating
 logger = logging.getLogger("dp_compile.compilation")
 
 _code_numbers = itertools.count()
+
+QUIET_BACKWARDS: Final = 10
+"""So many synchronised backwards without compilation, and the next one that compiles is worth a word."""
 
 
 class NotTraced(DPCompileError):
@@ -108,6 +113,7 @@ class CompiledBackward:
         """Those of the backward that is running."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
+        self._why_deferred = "" if makes_buckets else observers.NO_BUCKETS
         self._is_broken = False
         """It could not be captured as one graph: it runs in compiled pieces, then everything is reduced at its end."""
         self._run: Callable[..., Any] | None = None
@@ -130,9 +136,11 @@ class CompiledBackward:
         try:
             with observers.telling_of_backward(begun) as audience:
                 self._events = None if untold else self._events_for(audience)
+                started = time.monotonic()
                 outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
+                    _say_if_late(replicas, time.monotonic() - started)
                 if self._keeping.key is not None:
                     self._keep(outputs, reduced)
         except dynamo.CAPTURE_ERRORS as error:
@@ -172,11 +180,12 @@ class CompiledBackward:
                 yield from replica.state_of_hook(index).values()
 
     def _break(self, replicas: Sequence[Replica], error: BaseException) -> None:
+        self._why_deferred = f"it broke into several graphs, {described(error)}"
         warn_once(
             logger,
             replicas,
             "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
-            first_line(error),
+            described(error),
         )
         self._is_broken = True
         self._log, self._keeping = CompileLog(), _Keeping()
@@ -187,7 +196,10 @@ class CompiledBackward:
         """Compiled pieces, then a round of reductions: nothing is reduced before all hooks of the user's have run."""
         ordinals = {replica: ordinal for ordinal, replica in enumerate(replicas)}
         outputs, _ = reduce_eagerly(
-            replicas, lambda: self._call(inputs, rest), pieces=lambda replica: self._used[ordinals[replica]]
+            replicas,
+            lambda: self._call(inputs, rest),
+            pieces=lambda replica: self._used[ordinals[replica]],
+            void=lambda: observers.COMPILED_IN_IT * bool(self._log.graphs),
         )
         self._has_code = True
         self._record(replicas)
@@ -483,6 +495,7 @@ class CompiledBackward:
                 if self._is_broken
                 else self._left_to_step,
                 kept=self._keeping.said,
+                why_deferred=self._why_deferred,
             )
             for replica in replicas:
                 replica.captures[self._number] = self._latest
@@ -490,6 +503,22 @@ class CompiledBackward:
         if self._latest is not None:
             for replica in replicas:
                 replica.captures[self._number] = self._latest
+
+
+def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
+    """A step that compiles is many times as long as others; in the middle of a training nobody expects it."""
+    for replica in replicas:
+        done = replica.synced_backwards
+        quiet, replica.compiled_after = done - replica.compiled_after, done
+        is_late = (quiet >= QUIET_BACKWARDS or replica.is_warmed_up) and not replica.rehearses
+        if is_late and not (done and replica.revisions.settled_after == done):  # a new plan was asked for
+            logger.warning(
+                "synchronised backward %d was compiled anew: the step took %.1f s longer for that, and more if its "
+                "forward was, too. A size, a set of used parameters or a mode that is new does that; "
+                "dp_compile.warmup() with such a batch does it before training.",
+                done + 1,
+                seconds,
+            )
 
 
 def _name_in(replica: Replica, index: int, ordinals: Mapping[Replica, int], replicas: int) -> str:
@@ -509,3 +538,18 @@ def _flat(values: Any) -> Iterator[Any]:
 
 def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
+
+
+_CONTEXT: Final = re.compile(r"^\s*Developer debug context: (.*)$", re.MULTILINE)
+_USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.MULTILINE)
+
+
+def described(error: BaseException) -> str:
+    """Why Dynamo gave up, with what and where: its first line alone says "a function marked as skipped"."""
+    text, parts = str(error), [first_line(error)]
+    if context := _CONTEXT.search(text):
+        parts.append(f"({context[1].strip()})")
+    if places := _USER_LINE.findall(text):
+        file, line, function = places[-1]
+        parts.append(f"at {file}:{line} in {function}")
+    return " ".join(parts)

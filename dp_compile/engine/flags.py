@@ -6,7 +6,7 @@ The flags travel in the plan's last bucket; where torch's reducer reduces, in a 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -86,9 +86,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
         if is_moved_by_some(more):
             raise ReductionError(_moved_message(replica, here=unread.moved))
         if replica.config.unused == "error" and (unread.unused or bool(flags[:n_parameters].any())):
-            here = set(unread.unused)
-            elsewhere = [index for index in flags[:n_parameters].nonzero().flatten().tolist() if index not in here]
-            raise ReductionError(_unused_message(replica, unread.unused, elsewhere))
+            raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
     except (DesyncError, ReductionError):
         replica.flags_unread.clear()
         raise
@@ -105,6 +103,23 @@ def _who_reduced_what(replica: Replica, number: int) -> str:
         f"the ranks reduced different modules together, and their gradients are of no use: {what}. "
         "On every rank the backwards have to reach the same replicated modules in the same order."
     )
+
+
+def _unused_elsewhere(replica: Replica, unread: UnreadFlags, flags: torch.Tensor) -> dict[str, list[int]]:
+    """Who left which parameters out, other ranks only. On a GPU ranks come here in different backwards: nobody asks."""
+    table = table_in_backward(replica) if unread.event is None else None
+    if table is None:
+        here = set(unread.unused)
+        somewhere = flags[: len(replica.parameters)].nonzero().flatten().tolist()
+        return {"another rank": [index for index in somewhere if index not in here]}
+    said = exchange(table, f"dp_compile.left_out/{replica.topic}/{unread.number}", list(unread.unused))
+    ranks: dict[tuple[int, ...], list[int]] = {}
+    for rank, left_out in enumerate(said):
+        if rank != table.rank:
+            ranks.setdefault(tuple(left_out), []).append(rank)
+    return {
+        f"rank{'s' * (len(each) > 1)} {', '.join(map(str, each))}": list(left_out) for left_out, each in ranks.items()
+    }
 
 
 def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
@@ -126,12 +141,11 @@ def _moved_message(replica: Replica, *, here: bool) -> str:
     )
 
 
-def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Sequence[int]) -> str:
+def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Mapping[str, Sequence[int]]) -> str:
     parts = []
-    if here:
-        parts.append(f"without a gradient on this rank: {replica.name_list(here)}")
-    if elsewhere:
-        parts.append(f"without a gradient on another rank: {replica.name_list(elsewhere)}")
+    for where, indices in {"this rank": here, **elsewhere}.items():
+        if indices:
+            parts.append(f"without a gradient on {where}: {replica.name_list(indices)}")
     gone = [index for index in here if replica.is_gone(index)]
     if gone:
         return (

@@ -331,6 +331,7 @@ def reduce_eagerly(
     *,
     reached: Callable[[Replica], Collection[int]] | None = None,
     pieces: Callable[[Replica], Sequence[int]] | None = None,
+    void: Callable[[], str] = str,
 ) -> ResultT:
     """Run a backward that is not captured as one graph; its hooks reduce.
 
@@ -340,6 +341,7 @@ def reduce_eagerly(
         reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
         pieces: the backward runs in compiled pieces, in which no hook is called. Which parameters get a gradient in
             them. Everything is launched behind the last piece.
+        void: why what was told of it means nothing, asked behind it; empty if it does.
     """
     synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
@@ -359,6 +361,8 @@ def reduce_eagerly(
                     each.arrive(index)
             for each in rounds:  # in the order in which they launch
                 each.finish()
+            if why := void():
+                audience.void(why)
     return result
 
 

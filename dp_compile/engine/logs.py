@@ -4,7 +4,7 @@
 |---------|---------------------|----------------------------------------------------------------------------------|
 | WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
 |         | `capture`           | a backward that is not compiled any more, or not at all                          |
-|         | `compilation`       | a backward that breaks into several graphs                                       |
+|         | `compilation`       | a backward that breaks into several graphs; one that is compiled late |
 |         | `drift`             | parameters are not compared between ranks, for machines differ                   |
 |         | `dumps`             | graphs are not dumped any more, and why                                          |
 |         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |
@@ -13,7 +13,8 @@
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
 |         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `integrations`      | options of a framework that say nothing of the backward                          |
-| INFO    | `replicate`         | the first plan: strategy, buckets, predicted end, ratio to the bound, basis      |
+| INFO    | `warmup`            | each backward that compiled something, with the time so far                      |
+|         | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |
 |         | `backward`          | hooks take over from torch's reducer                                             |
 |         | `drift`             | after how many backwards parameters are compared                                 |

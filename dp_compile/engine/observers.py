@@ -23,7 +23,7 @@ CAPTURED: Final = "captured"
 """The stage of a backward as Dynamo leaves it, before any pass."""
 
 COMPILED_IN_IT: Final = "code was compiled in it"
-NO_BUCKETS: Final = "no pass makes buckets, or it could not be captured as one graph"
+NO_BUCKETS: Final = "no pass makes buckets"
 TORCH_REDUCES: Final = "torch's C++ reducer reduces it: its forward was not compiled, or there is a comm hook"
 
 

@@ -121,9 +121,8 @@ def _judge(view: View, rank: int) -> _Verdict:
     if word is not None and word.left:
         return _Verdict(2, _left(own, standing))
     if word is None or word.question < view.answers.question:
-        last = f"; its last word came after {_backwards(standing.done)}" if standing is not None else ""
         return _Verdict(
-            2, f"gives no sign of life: killed, stopped, cut off or held up in native code{last}. Look at its log first"
+            2, "gives no sign of life: killed, stopped, cut off or held up in native code. Look at its log first"
         )
     if standing is None:
         return _Verdict(2, "does not have this module any more")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dp_compile.passes.result import PassRecord, PeakMemory
+from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.words import count, format_bytes
 
 
@@ -30,8 +31,9 @@ class CaptureRecord:
     without a gradient. `collectives` come out, counted in the graph after the last
     pass, planned if `cached`. `deferred`: all reductions stand at the end of the backward, because
     it broke into several graphs or no pass makes buckets. `cached`: the code came from a compiler's cache, so the
-    passes did not run. Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements`
-    are of the gradients that code was generated for.
+    passes did not run. `why_deferred`: what is in the way, if it is known.
+    Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements` are of the gradients that
+    code was generated for.
     """
 
     hooks: int
@@ -49,6 +51,7 @@ class CaptureRecord:
     left_to_step: tuple[str, ...] = ()
     kept: str = ""
     """Whether its code was found among the backwards that are kept for later processes, or why not."""
+    why_deferred: str = ""
 
     @property
     def memory(self) -> PeakMemory | None:
@@ -57,19 +60,26 @@ class CaptureRecord:
         return max(found, key=lambda memory: memory.nbytes, default=None)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """What came of it. `verbose`: what each pass did to the graph, too."""
         if not self.synced:
             return f"without synchronisation, {count(self.graphs, 'graph')}"
-        out = "planned" if self.cached else "out"
+        words = self.reductions - self.hooks - self.completed
+        flags = f" + {count(words, 'flag word')}" if words > 0 else ""
         head = (
-            f"{count(self.hooks, 'hook')} fired, {count(self.reductions, 'reduction')} in, "
-            f"{count(self.collectives, 'collective')} {out}, {count(self.graphs, 'graph')}"
+            f"{count(self.hooks, 'gradient')}{flags} -> {count(self.collectives, 'collective')}, "
+            f"{count(self.graphs, 'graph')}"
         )
-        notes = [f"{self.completed} completed with zeros"] if self.completed else []
-        notes += ["all reductions at the end of the backward"] if self.deferred else []
-        notes += ["code from the compiler's cache"] if self.cached else []
+        notes = [f"{count(self.completed, 'parameter')} without one completed with zeros"] if self.completed else []
+        if self.deferred:
+            notes.append(": ".join(filter(None, ("all reductions at the end of the backward", self.why_deferred))))
+        notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
         lines = [head, *([f"  kept backwards: {self.kept}"] if self.kept else [])]
         lines += [f"  {record}" for record in self.passes]
+        lines = [head, *(f"  {record}" for record in (self.passes if verbose else ()))]
         lines += [
             f"  refused {refusal.node}: {refusal.reason}"
             for record in self.passes
@@ -81,7 +91,9 @@ class CaptureRecord:
         return "\n".join([*lines, *_describe_placements(self.placements)])
 
 
-def _describe_placements(placements: Sequence[Placement]) -> list[str]:
+def _describe_placements(given: Sequence[Placement]) -> list[str]:
+    """Of gradients: the flags are a few bytes of bookkeeping, always copied."""
+    placements = [each for each in given if each.gradient != UNUSED_FLAGS]
     total = sum(each.nbytes for each in placements)
     if not total:
         return []

@@ -174,6 +174,9 @@ class Replica:
     """Its gradients are not reduced: each rank's own update its parameters, and these are mixed with other ranks'."""
     rehearses: bool = False
     """Its backwards are there to be compiled only: nothing is updated in them."""
+    is_warmed_up: bool = False
+    compiled_after: int = 0
+    """How many synchronised backwards there were when the latest one that compiled something began."""
     hooks: Removable | None = None
     reducer: Reducer | None = None
     make_reducer: Callable[[], Reducer] | None = None

@@ -27,6 +27,7 @@ from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError
+from dp_compile.plan.certificate import percent_above
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import (
     Estimate,
@@ -172,15 +173,14 @@ def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | No
 
 
 def describe_plan(replica: Replica) -> str:
-    """A plan in one line: strategy, buckets, predicted end, ratio to the bound, what that rests on."""
+    """A plan in one line: strategy, buckets, how far the predicted end is from the best, what that rests on."""
     certificate, buckets = replica.certificate, count(len(replica.plan.buckets), "bucket")
     size = f"{buckets}, {format_bytes(replica.plan.nbytes)}"
     if certificate is None:
         return f"{replica.strategy}, {size}"
-    return (
-        f"{certificate.strategy}, {size}, predicted end {certificate.makespan_s * 1e3:.3g} ms, ratio to the bound "
-        f"{certificate.ratio:.4f} ({replica.ready.basis})"
-    )
+    end = "" if replica.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
+    above = percent_above(certificate.ratio)
+    return f"{replica.strategy}, {size}, predicted end{end} {above} the best any plan could do ({replica.ready.basis})"
 
 
 def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:

@@ -6,8 +6,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -18,15 +17,17 @@ from dp_compile.engine.launch_clock import LaunchClock
 from dp_compile.engine.observers import Backward, Observer
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
+from dp_compile.insight.clocked import measured_steps, source_of
 from dp_compile.insight.exchanges import ExchangeClock
 from dp_compile.insight.replica_step import remember_measured
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
+from dp_compile.insight.step import MeasuredStep, typical_step
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.measuring")
 
+SOURCE: Final = "measured by dp_compile.measure()"
 SEVERAL_MODULES: Final = "it is of several replicated modules, and nothing tells whose compute is whose"
 
 
@@ -65,9 +66,11 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
 
     Before → after: `step_of(module).measured` is the one with the median backward. Times are the host's where
     parameters are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so
-    one rank may measure alone. Measured are backwards that are captured and compiled already, and those that hooks
-    reduce eagerly; of a decentralized module all that compile nothing, with its exchanges. If none is measured that is
-    a warning with the reason, and `step_of(module).measured` stays.
+    one rank may measure alone. A backward is timed from where its captured code is called to where everything has
+    arrived: finding that code, for which torch walks the autograd graph, is not in it. Measured are backwards that are
+    captured and compiled already, in pieces too, and those that hooks reduce eagerly; of a decentralized module all
+    that compile nothing, with its exchanges. If none is measured that is a warning with the reason, and
+    `step_of(module).measured` stays. Without it the first backwards on a CPU are kept there.
 
     Raises:
         ModuleError: the module is not replicated, or is being measured already.
@@ -84,7 +87,7 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
         listeners.remove(recording)
         if isinstance(recording, ExchangeClock):
             measurement.not_measured += recording.skipped
-            _remember(measurement, replica, recording.steps(_source(len(recording.backwards))))
+            _remember(measurement, replica, recording.steps(source_of(SOURCE, len(recording.backwards))))
         else:
             _conclude(measurement, replica, recording)
 
@@ -118,7 +121,7 @@ def _conclude(measurement: Measurement, replica: Replica, recording: _Recording)
     measurement.not_measured += recording.skipped
     clocks = [clock for plan, clock in recording.clocks if plan.for_code() == replica.plan.for_code()]
     measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
-    steps = _steps(clocks, replica.plan)
+    steps = measured_steps(clocks, replica.plan, SOURCE, dist.get_rank())
     measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(clocks) - len(steps)
     _remember(measurement, replica, steps)
 
@@ -132,27 +135,3 @@ def _remember(measurement: Measurement, replica: Replica, steps: Sequence[Measur
     measurement.step = typical_step(steps)
     remember_measured(replica, measurement.step)
     logger.info("%s", measurement)
-
-
-def _steps(clocks: Sequence[LaunchClock], plan: BucketPlan) -> list[MeasuredStep]:
-    starts = [clock.start_s_after(clocks[0]) for clock in clocks]
-    lasted = [*(after - before for before, after in pairwise(starts)), None]
-    steps = [_step(clock, plan) for clock in clocks]
-    source = _source(sum(step is not None for step in steps))
-    return [
-        replace(step, source=source, step_s=step_s)
-        for step, step_s in zip(steps, lasted[: len(steps)], strict=True)
-        if step is not None
-    ]
-
-
-def _source(backwards: int) -> str:
-    return f"measured by dp_compile.measure(), median of {count(backwards, 'backward')}"
-
-
-def _step(clock: LaunchClock, plan: BucketPlan) -> MeasuredStep | None:
-    timed = clock.buckets(len(plan.buckets))
-    if timed is None:
-        return None
-    buckets = tuple(MeasuredBucket(each.launch_s, each.finish_s, each.waited_s, wait_s=each.wait_s) for each in timed)
-    return MeasuredStep(clock.backward_s(), buckets, "", dist.get_rank())

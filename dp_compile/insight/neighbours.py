@@ -11,11 +11,10 @@ from typing import Final
 from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, in_plan_order
 from dp_compile.insight.step import DECENTRALIZED, Step
 from dp_compile.plan.buckets import UNUSED_FLAGS, GradientSpec, plan_buckets
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import EITHER, AllReduceCost
 from dp_compile.plan.links import link
 from dp_compile.plan.mixing_times import MixedStep, SentBucket, mixed_step
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
-from dp_compile.plan.strategies import formula_for
 from dp_compile.plan.topologies import Edge, SpectralGap, topology
 
 BUCKET_MB: Final = 25.0
@@ -104,7 +103,7 @@ def mixed(
     @cache
     def cost_of(ranks: int, in_a_node: bool) -> AllReduceCost:
         if in_a_node:
-            return link(scenario.link_inside or LINK_INSIDE).cost(ranks, formula=formula_for(ranks))
+            return link(scenario.link_inside or LINK_INSIDE).cost(ranks, formula=EITHER)
         return cost_on(replace(flat, world_size=ranks))
 
     def seconds(edge: Edge, nbytes: float) -> float:

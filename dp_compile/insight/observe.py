@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from torch import nn
 
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
-from dp_compile.insight.replica_step import step_of_replica
+from dp_compile.insight.explanation.text import format_ms
+from dp_compile.insight.replica_step import measured_of, step_of_replica
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicated_module import replica_of
+from dp_compile.plan.certificate import Certificate
+from dp_compile.plan.ready_times import ASSUMED
+from dp_compile.plan.words import count
 
 
 def report(module: nn.Module) -> Report:
@@ -18,9 +23,7 @@ def report(module: nn.Module) -> Report:
         ModuleError: the module is not replicated.
     """
     replica = replica_of(module)
-    promise = ""
-    if replica.certificate is not None:
-        promise = "\n".join([*str(replica.certificate).splitlines()[:2], replica.ready.basis])
+    promise = "" if replica.certificate is None else _promise(replica, replica.certificate)
     captures = tuple(replica.captures.values())
     hook = replica.called_hook
     why = "" if hook is None else f"comm hook {hook.name} is called by torch's C++ reducer: {hook.why_called}"
@@ -31,10 +34,37 @@ def report(module: nn.Module) -> Report:
         captures,
         dict(replica.backwards),
         promise,
+        measured=_measured(replica),
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
         mixing="\n".join(filter(None, (each.describe() for each in replica.updates))),
     )
+
+
+def _promise(replica: Replica, certificate: Certificate) -> str:
+    """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
+    believed_s = replica.ready.backward_s
+    made_for = "the backward was taken to last as long as the communication, work is " + (
+        "as the parameters' elements" if replica.ready.basis == ASSUMED else "estimated from its graph"
+    )
+    if believed_s is not None:
+        made_for = f"for a backward of {format_ms(believed_s)}, {replica.ready.basis}"
+    return "\n".join(
+        [
+            f"{replica.strategy}: {count(len(certificate.reasons), 'bucket')}, {certificate.chosen}",
+            f"  predicted end {certificate.promise}",
+            f"  planned before anything was timed: {made_for}" if believed_s is None else f"  planned {made_for}",
+            f"  planned for an all-reduce that takes {certificate.cost}",
+        ]
+    )
+
+
+def _measured(replica: Replica) -> str:
+    seen = measured_of(replica)
+    if seen is None:
+        return ""
+    waited = f", {format_ms(seen.exposed_s)} of them waiting for buckets" if seen.buckets else ""
+    return f"backward: {format_ms(seen.backward_s)}{waited}, {seen.source}, on rank {seen.rank}"
 
 
 def step_of(module: nn.Module) -> Step:

@@ -15,11 +15,11 @@ from dp_compile.errors import ConfigError
 from dp_compile.insight.step import PlannedBucket, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
-from dp_compile.plan.cost import AllReduceCost, check_number
+from dp_compile.plan.cost import EITHER, AllReduceCost, check_number
 from dp_compile.plan.links import LAUNCH_US, link, with_levels
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 from dp_compile.plan.reduction import Levels, stages_of
-from dp_compile.plan.strategies import RANKS_OF_A_NODE, formula_for, plan_coalesced, plan_fixed, plan_optimal
+from dp_compile.plan.strategies import plan_coalesced, plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
 AS_PLANNED: Final = "as planned"
@@ -39,7 +39,7 @@ LINK_INSIDE: Final = "nvlink4"
 LAUNCH_S: Final = LAUNCH_US * 1e-6
 """What of a collective's latency does not grow with the ranks: as in `Link.cost`."""
 
-_ALGORITHMS: Final = f"a ring up to {RANKS_OF_A_NODE} ranks and a double binary tree beyond"
+_ALGORITHMS: Final = "a ring or a double binary tree, whichever is sooner"
 
 NO_COST: Final = AllReduceCost(0.0, 0.0)
 
@@ -264,7 +264,7 @@ def cost_for(step: Step, scenario: Scenario) -> tuple[AllReduceCost, str]:
     if inside > 1 and (scenario.link is not None or step.cost.inside is None):
         return _on_two_levels(step, scenario, inside, ranks)
     if scenario.link is not None:
-        cost = link(scenario.link).cost(ranks, formula=formula_for(ranks))
+        cost = link(scenario.link).cost(ranks, formula=EITHER)
         where_from = f"{scenario.link}, nominal, not measured, as {_ALGORITHMS}"
     elif ranks == step.world_size:
         cost, where_from = step.cost, f"the step's cost, {step.cost_source}"
@@ -294,7 +294,7 @@ def _on_two_levels(step: Step, scenario: Scenario, inside: int, ranks: int) -> t
     _check_nodes(ranks, inside)
     nodes, name = ranks // inside, scenario.link_inside or LINK_INSIDE
     if scenario.link is not None:
-        whole = link(scenario.link).cost(ranks, formula=formula_for(ranks))
+        whole = link(scenario.link).cost(ranks, formula=EITHER)
         cost = with_levels(whole, link(name), link(scenario.link), ranks_inside=inside, nodes=nodes)
         where_from = f"{name} inside, {scenario.link} between, nominal, not measured"
     else:
@@ -338,7 +338,7 @@ def _extrapolated_or_given(step: Step, scenario: Scenario, ranks: int) -> AllRed
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
     """What a collective costs on more or fewer ranks of the same link.
 
-    From a straight line for one group, latency of a hop and bus bandwidth follow by `formula_for`; `LAUNCH_S` of the
+    From a straight line for one group, latency of a hop and bus bandwidth follow by `EITHER`; `LAUNCH_S` of the
     latency, if it is as long, is not of hops. All hops are taken to be alike, those between nodes too. On two levels
     nodes stay as large as they are, `ranks_inside`, and there are more or fewer of them.
 
@@ -364,7 +364,7 @@ def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_i
 
 def _units(ranks: int) -> AllReduceCost:
     """How many latencies of a hop a collective takes, and how often a byte passes the bus."""
-    line = formula_for(ranks).cost(alpha_0=1.0, alpha_hop=1.0, busbw=1.0, n=ranks)
+    line = EITHER.cost(alpha_0=1.0, alpha_hop=1.0, busbw=1.0, n=ranks)
     return replace(line, alpha_s=line.alpha_s - 1.0)
 
 

@@ -29,9 +29,9 @@ from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.cost import EITHER
 from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.plan.links import link as link_of
-from dp_compile.plan.strategies import formula_for
 
 LossFn = Callable[[nn.Module, Any], torch.Tensor]
 META: Final = "meta"
@@ -87,7 +87,7 @@ def rehearse(
     if on not in (META, CPU):
         raise ConfigError(f"on must be 'meta' or 'cpu', got {on!r}.")
     check_ranks(ranks)
-    cost = link_of(link).cost(ranks, formula=formula_for(ranks))
+    cost = link_of(link).cost(ranks, formula=EITHER)
     model, batch = subject.model.to(on), _moved(subject.batch, on)
     forward_s, backward_s = _timed(model, batch, subject.loss_fn, device, efficiency)
     config = ReplicateConfig(backend="aot_eager", cost=cost, check_reductions=False, monitor_after_s=None)
@@ -257,7 +257,8 @@ def scalar_loss(model: Any, batch: Any, loss_fn: LossFn) -> torch.Tensor:
     except DPCompileError:
         raise
     except Exception as error:
-        raise ModuleError(f"the forward of the model failed: {type(error).__name__}: {error}") from error
+        hint = " The meta device has no values: take on='cpu' (--on cpu)." if "meta tensor" in str(error) else ""
+        raise ModuleError(f"the forward of the model failed: {type(error).__name__}: {error}.{hint}") from error
     if not isinstance(loss, torch.Tensor) or loss.dim() != 0 or not loss.requires_grad:
         raise ModuleError(f"loss_fn must return a scalar that a backward can start from, got {_what_it_is(loss)}")
     return loss

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from weakref import WeakKeyDictionary
 
+from dp_compile.engine.calibration import calibrated
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
+from dp_compile.insight import first_steps
 from dp_compile.insight.step import MeasuredStep, Step
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import MEASURED
@@ -17,6 +19,11 @@ _measured: WeakKeyDictionary[Replica, MeasuredStep] = WeakKeyDictionary()
 def remember_measured(replica: Replica, step: MeasuredStep) -> None:
     """Keep what a measured backward of this rank was like, in the place of an earlier one."""
     _measured[replica] = step
+
+
+def measured_of(replica: Replica) -> MeasuredStep | None:
+    """What `measure()` or a profiler saw last, else the first steps, which are always timed."""
+    return _measured.get(replica) or first_steps.observer.seen(replica)
 
 
 def step_of_replica(replica: Replica) -> Step:
@@ -38,8 +45,9 @@ def step_of_replica(replica: Replica) -> Step:
         placements=latest.placements if latest else (),
         refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
         backwards=tuple(replica.backwards.items()),
-        measured=_measured.get(replica),
+        measured=measured_of(replica),
         deferred=latest is not None and latest.deferred,
+        why_deferred=latest.why_deferred if latest else "",
     )
 
 
@@ -52,4 +60,6 @@ def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
         return cost, "given in the config"
     if cost != nominal and replica.ready.basis == MEASURED:
         return cost, "measured on this group"
+    if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
+        return known, "measured by calibrate()"
     return cost, f"nominal for {group.backend}, not measured"

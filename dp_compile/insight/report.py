@@ -14,7 +14,8 @@ from dp_compile.plan.words import count
 class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
-    `promise`: what the plan was predicted to reach, if it was made from a cost. `divided_by`: what somebody said that
+    `promise`: what the plan was predicted to reach, if it was made from a cost. `measured`: how long the backward took,
+    if it was timed, as `explain` says too. `divided_by`: what somebody said that
     sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer
     has to call the comm hook, if it has to. `mixing`: with whom a decentralized module mixes its parameters.
     """
@@ -28,13 +29,18 @@ class Report:
     divided_by: float | None = None
     why_not_captured: str = ""
     mixing: str = ""
+    measured: str = ""
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """All of it. `verbose`: what each pass did to each graph, too."""
         ways = ", ".join(f"{count} {way}" for way, count in self.backwards.items()) or "none yet"
         lines = [f"mode: {self.mode}, {count(self.world_size, 'rank')}, backwards: {ways}"]
         lines[0] += "" if self.divided_by is None else f", gradients divided by {self.divided_by:g}"
-        lines += [text for text in (self.mixing, self.why_not_captured, self.promise) if text]
+        lines += [text for text in (self.mixing, self.why_not_captured, self.measured, self.promise) if text]
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
-            lines.append(f"captured backward {number}: {record}")
+            lines.append(f"captured backward {number}: {record.text(verbose=verbose)}")
         return "\n".join(lines)

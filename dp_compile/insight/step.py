@@ -111,6 +111,7 @@ class Step:
         backwards: how many backwards took which way.
         measured: what was measured, if anything was.
         deferred: all reductions stand at the end of the backward, as in `CaptureRecord`.
+        why_deferred: what is in the way, for people.
     """
 
     mode: str
@@ -128,6 +129,7 @@ class Step:
     backwards: tuple[tuple[str, int], ...] = ()
     measured: MeasuredStep | None = None
     deferred: bool = False
+    why_deferred: str = ""
 
     @property
     def communication_s(self) -> float:
@@ -223,6 +225,7 @@ def planned_buckets(step: Step) -> list[PlannedBucket]:
 
 def _plain(step: Step) -> dict[str, Any]:
     data = {name: getattr(step, name) for name in ("mode", "strategy", "world_size", "backend", "device", "deferred")}
+    data |= {"why_deferred": step.why_deferred}
     data |= {"plan": step.plan.to_dict(), "ready": json.loads(step.ready.to_json()), "cost": asdict(step.cost)}
     data |= {"cost_source": step.cost_source, "backwards": [list(each) for each in step.backwards]}
     data |= {"memory": None if step.memory is None else asdict(step.memory)}

@@ -231,7 +231,9 @@ def _check_devices(target: Selection, device: torch.device | None) -> None:
     first_name, first = next(iter(devices.items()))
     for name, found in devices.items():
         if device is not None and found != device:
-            raise ConfigError(f"{name} is on {found}, device_id says {device}. Call module.to('{device}').")
+            there = device.type == "cpu" or torch.accelerator.device_count() > (device.index or 0)
+            remedy = f"Call module.to('{device}')." if there else "There is no such device here: leave device_id out."
+            raise ConfigError(f"{name} is on {found}, device_id says {device}. {remedy}")
         if found != first:
             raise ModuleError(
                 f"parameters are on several devices: {first_name} on {first}, {name} on {found}. "

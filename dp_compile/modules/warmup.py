@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +29,8 @@ from dp_compile.engine.settling import table_of
 from dp_compile.errors import ConfigError
 from dp_compile.modules.replicated_module import no_sync, replica_of, unwrap
 from dp_compile.plan.words import count
+
+logger = logging.getLogger("dp_compile.warmup")
 
 BatchT = TypeVar("BatchT")
 MOST_ROUNDS: Final = 8
@@ -60,6 +65,7 @@ def warmup(
     *,
     accumulation: bool = True,
     gradients_kept: bool = True,
+    progress: Callable[[str], object] | None = None,
 ) -> WarmupRecord:
     """Compile forward and backward for these batches before training. Every rank has to call it.
 
@@ -75,6 +81,9 @@ def warmup(
             `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled anew.
         accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
         gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
+        progress: called on the group's first rank with a line after each backward that compiled something: how far it
+            is, and how long that took. If not given the line goes to stderr where that is a terminal, and everywhere to
+            the log.
 
     Raises:
         ModuleError: the module is not replicated.
@@ -89,6 +98,8 @@ def warmup(
     made = [_made()]
     with _without_a_trace(unwrap(module), replica):
         versions = _versions(module)
+        is_first = dist.get_rank(replica.group.process_group) == 0
+        teller = _Teller(len(examples) * len(kinds), (progress or _to_terminal) if is_first else None)
         while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
             for batch, (synced, kept) in itertools.product(examples, kinds):
                 _prepare(replica, kept=kept)
@@ -96,12 +107,42 @@ def warmup(
                     value = loss(batch)
                     _check_same(versions, _versions(module))
                     value.backward()
+                teller.tell()
             made.append(_made())
     done()
+    replica.is_warmed_up = True
     settled = made[-1] == made[-2]
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     backwards = (len(made) - 1) * len(examples) * len(kinds)
     return WarmupRecord(backwards, captures, graphs, settled)
+
+
+class _Teller:
+    """Says how far a warm-up is: it may take minutes."""
+
+    def __init__(self, backwards: int, say: Callable[[str], object] | None) -> None:
+        self._backwards, self._say = backwards, say
+        self._done, self._made, self._started = 0, _made(), time.monotonic()
+
+    def tell(self) -> None:
+        """A backward has ended."""
+        before, self._made = self._made, _made()
+        (turn, place), self._done = divmod(self._done, self._backwards), self._done + 1
+        if before == self._made:
+            return
+        graphs, seconds = self._made[1] - before[1], time.monotonic() - self._started
+        line = (
+            f"warm-up, round {turn + 1}: backward {place + 1} of {self._backwards} compiled {count(graphs, 'graph')}, "
+            f"{seconds:.1f} s so far"
+        )
+        logger.info("%s", line)
+        if self._say is not None:
+            self._say(line)
+
+
+def _to_terminal(line: str) -> None:
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(line, file=sys.stderr, flush=True)
 
 
 def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:

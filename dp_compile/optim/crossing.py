@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dp_compile._torch import compiler, optim
+from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import meeting, table_of
@@ -180,8 +180,14 @@ class _Left:
         parameters = self.parameters
         for address in self.addresses:
             in_flight.pop(address, None)
+        mine = [id(bucket) for bucket, _ in self.buckets]
+        numbers = [str(number) for number, bucket in enumerate(self.replica.plan.buckets) if id(bucket) in mine]
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that.
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with (
+            autograd.named_range(f"dp_compile::bucket {' and '.join(numbers)} update, in the next forward"),
+            torch.inference_mode(mode=False),
+            torch.no_grad(),
+        ):
             gradients = self._reduced()
             kept = [parameter.grad for parameter in parameters]
             with (

@@ -74,7 +74,7 @@ class PassRecord:
     def __str__(self) -> str:
         changes = count_changes(self.before, self.after)
         did = ", ".join(changes) if changes else "moved nodes" if self.result.changed else "nothing to do"
-        return f"{self.name}: {did} ({self.duration_ms:.1f} ms)"
+        return f"{self.name}: {did} ({self.duration_ms:.1f} ms of compilation)"
 
 
 @runtime_checkable

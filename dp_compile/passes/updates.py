@@ -23,6 +23,7 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
+from dp_compile._torch import autograd
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
@@ -96,7 +97,9 @@ def _update(
     bucket: int,
 ) -> None:
     _, optimizers = running(replica)
-    optimizers[optimizer].update(indices, written[: len(indices)], gradients)
+    of = f"module {replica} " if len(_running.optimizers) > 1 else ""
+    with autograd.named_range(f"dp_compile::{of}bucket {bucket} update"):
+        optimizers[optimizer].update(indices, written[: len(indices)], gradients)
 
 
 def _not_placed(*_: object) -> None:

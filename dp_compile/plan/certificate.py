@@ -61,17 +61,25 @@ class Certificate:
     def ratio(self) -> float:
         return self.makespan_s / self.bound_s if self.bound_s else 1.0
 
+    @property
+    def chosen(self) -> str:
+        """What the buckets are good for, for people."""
+        good = f"good even if network or compute are {max(self.band):g}x off"
+        return good if self.exact else f"{good}, the best that was tried: each has several stages"
+
+    @property
+    def promise(self) -> str:
+        """How far the end is from the best there can be, for people."""
+        return (
+            f"{percent_above(self.ratio)} the best any plan could do, at most {percent_above(self.worst_ratio)} with "
+            f"speeds off by {min(self.band):g}x to {max(self.band):g}x"
+        )
+
     def __str__(self) -> str:
         lines = [
-            f"{self.strategy}: {count(len(self.reasons), 'bucket')}, all-reduce = {self.cost}"
-            + (
-                ""
-                if self.exact
-                else "; several stages each: the best that was tried, not proven to be the best there is"
-            ),
-            f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}, bound {_ms(self.bound_s)}, "
-            f"ratio {self.ratio:.4f}, at most {self.worst_ratio:.4f} with speeds off by "
-            f"{min(self.band):g}x to {max(self.band):g}x",
+            f"{count(len(self.reasons), 'bucket')}, {self.chosen}; all-reduce = {self.cost}",
+            f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}:",
+            self.promise,
         ]
         return "\n".join([*lines, *(f"  {number:>3}  {reason}" for number, reason in enumerate(self.reasons))])
 
@@ -279,23 +287,18 @@ def _bounds(
 def _reasons(
     gradients: Sequence[ReadyGradient], buckets: Buckets, jobs: Sequence[Job], backward_s: float
 ) -> Iterator[str]:
-    """One sentence for each bucket, each a fact of the predicted timeline."""
+    """One sentence for each bucket, each a fact of the predicted timeline. Without times: those may be assumed."""
     released = release_times(gradients)
     following = _first_of_next(gradients, buckets)
-    idle_s = 0.0
     for bucket, launch in zip(buckets, launches(jobs, backward_s=backward_s), strict=True):
         then = following.get(bucket)
         then_s = 0.0 if then is None else released[then] + launch.ready_s - released[bucket[-1]]
         if then is None:
-            yield f"it holds the last gradient of its key, starts at {_ms(launch.start_s)}"
+            yield "the last bucket"
         elif then_s > launch.start_s:
-            yield (
-                f"closing later would start it at {_ms(then_s)} instead of {_ms(launch.start_s)}, "
-                f"when the network is idle since {_ms(idle_s)}"
-            )
+            yield "ends here: waiting for one more gradient would leave the network idle"
         else:
-            yield f"the network is busy until {_ms(idle_s)}: it would start no sooner if it closed earlier"
-        idle_s = launch.stages[0].finish_s
+            yield "ends here: the network is still busy with what is before, so with fewer it would start no sooner"
 
 
 def _first_of_next(gradients: Sequence[ReadyGradient], buckets: Buckets) -> dict[tuple[int, ...], int]:
@@ -308,6 +311,14 @@ def _first_of_next(gradients: Sequence[ReadyGradient], buckets: Buckets) -> dict
             following[previous[key]] = bucket[0]
         previous[key] = bucket
     return following
+
+
+def percent_above(ratio: float) -> str:
+    """A ratio to the best there can be, for people: `28% above`; `no more than 0.1% above` is what 1 is written as."""
+    above = ratio - 1
+    return (
+        f"{above:.0%} above" if above >= 0.0995 else f"{above:.1%} above" if above >= 0.0005 else "less than 0.1% above"
+    )
 
 
 def _ms(seconds: float) -> str:

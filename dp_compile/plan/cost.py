@@ -149,6 +149,12 @@ TREE: Final = Formula(
     "Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009: up and down, "
     "pipelined, each rank sends every byte twice",
 )
+EITHER: Final = Formula(
+    "ring or double binary tree all-reduce",
+    _alpha_0 + 2 * sympy.ceiling(log2(_n)) * _alpha_hop + 2 * (_n - 1) / _n * _nbytes / _busbw,
+    "as libraries choose by the size: the tree where latency counts, the ring where bytes do. A straight line that is "
+    "below both, by the most where they meet, and that no rank more makes faster: a choice by the ranks alone would",
+)
 
 
 @dataclass(frozen=True, slots=True)

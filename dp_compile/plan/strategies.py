@@ -39,7 +39,7 @@ from dp_compile.plan.buckets import (
     row_blocks,
 )
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, Cut, certify, robust_with_pieces
-from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula
+from dp_compile.plan.cost import EITHER, RING, AllReduceCost
 from dp_compile.plan.links import link, with_levels
 from dp_compile.plan.network import ReadyGradient, in_pieces, legs_of
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, in_ready_order, ready_gradients
@@ -397,16 +397,11 @@ def nominal_cost(backend: str, world_size: int, ranks_inside: int | None = None)
     """
     inside, between = map(link, ("nvlink4", "infiniband-ndr") if backend in LIKE_NCCL else ("loopback", "loopback"))
     if ranks_inside is not None:
-        whole = between.cost(world_size, formula=formula_for(world_size))
+        whole = between.cost(world_size, formula=EITHER if backend in LIKE_NCCL else RING)
         return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
     if backend not in LIKE_NCCL:
         return between.cost(world_size)
-    return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=formula_for(world_size))
-
-
-def formula_for(ranks: int) -> Formula:
-    """A ring up to the ranks of a node, a double binary tree beyond."""
-    return RING if ranks <= RANKS_OF_A_NODE else TREE
+    return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=EITHER)
 
 
 def plan_to_json(plan: BucketPlan) -> str:

@@ -21,12 +21,11 @@ from dp_compile.insight.prediction import LINK_INSIDE
 from dp_compile.insight.rehearsal import CPU, META, check_ranks, fake_group
 from dp_compile.passes.result import PeakMemory
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import EITHER, AllReduceCost
 from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
 from dp_compile.plan.devices import device as device_of
 from dp_compile.plan.links import link as link_of
 from dp_compile.plan.links import with_levels
-from dp_compile.plan.strategies import formula_for
 from dp_compile.plan.words import count
 from dp_compile.testing.generated_code import read_code
 from dp_compile.testing.recording import (
@@ -175,7 +174,7 @@ def backward_of(
 
 
 def _cost(link: str, ranks: int, link_inside: str, ranks_inside: int | None) -> AllReduceCost:
-    whole = link_of(link).cost(ranks, formula=formula_for(ranks))
+    whole = link_of(link).cost(ranks, formula=EITHER)
     if ranks_inside is None:
         return whole
     if not 1 < ranks_inside < ranks or ranks % ranks_inside:

@@ -97,6 +97,9 @@ def test_more_noise_hides_what_less_noise_shows() -> None:
     slower = FACTORS | {"ours": 1.08 * FACTORS["ours"]}
     assert compare.compare(run_of(1, noise=0.01), run_of(2, slower, noise=0.01)).regressions
     assert not compare.compare(run_of(1, noise=0.2), run_of(2, slower, noise=0.2)).regressions
+    lost_in_noise = compare.compare(run_of(1, noise=1.0), run_of(2, slower, noise=1.0))
+    assert {change.verdict for change in lost_in_noise.changes} == {"unclear"}
+    assert "too noisy to tell" in compare.text(lost_in_noise)
 
 
 def test_below_the_tolerance_nothing_is_a_regression() -> None:

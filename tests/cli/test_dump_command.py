@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -163,3 +164,10 @@ def test_a_missing_file(dumped: Path, capsys: pytest.CaptureFixture[str]) -> Non
     (dumped / "rank0/capture0/2-fuse.txt").unlink()
     assert main(["dump", str(dumped), "--stage", "fuse"]) == 2
     assert "cannot read" in capsys.readouterr().err
+
+
+def test_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"dp-compile {version('dp_compile')}, torch ")

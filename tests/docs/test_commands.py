@@ -67,6 +67,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "bench/test_bench_smoke.py::test_it_is_no_slower_than_itself",
         ),
     },
+    "clusters.md": {
+        "import os": ("docs/test_commands.py::test_the_start_on_a_cluster",),
+    },
     "decentralized.md": {
         "dp-compile whatif docs/guide/slow.json ...": (
             "docs/test_commands.py::test_the_prediction_for_topologies_is_that_of_today",
@@ -307,6 +310,14 @@ def mix_parameters(code: str) -> tuple[str, list[float], list[float]]:
         saved = torch.load("model.pt")
     own = nn.utils.parameters_to_vector(names["model"].parameters()).tolist()
     return str(dp_compile.report(names["model"])), own, nn.utils.parameters_to_vector(saved.values()).tolist()
+
+
+def test_the_start_on_a_cluster() -> None:
+    with mock.patch.object(dist, "init_process_group") as start, mock.patch.dict(os.environ, LOCAL_RANK="3"):
+        names: dict[str, Any] = {}
+        exec(python_of("clusters.md"), names)
+    assert names["local_rank"] == 3
+    assert start.call_args.kwargs["timeout"].total_seconds() == 1800
 
 
 def test_the_sharded_optimizer_that_is_shown(ranks2: Ranks, tmp_path: Path) -> None:

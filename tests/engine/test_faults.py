@@ -432,7 +432,7 @@ SAME = word(MINE)
         ),
         (
             word(Standing(6, 0, None), question=4),
-            "cut off or held up in native code; its last word came after 6",
+            "cut off or held up in native code. Look at its log first",
         ),
         (word(Standing(7, 0, None, "E: x")), "rank 1 left backward 8 with an error: E: x"),
         (word(Standing(7, 0, None, "E: x", True)), "rank 1 gave up in backward 8: E: x"),

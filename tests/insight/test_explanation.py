@@ -96,19 +96,20 @@ def test_a_communication_bound_step() -> None:
     assert_expected_inline(
         text,
         """\
-Communication-bound: all buckets in a row take 7.70 ms, the backward needs 4.00 ms (rule: the longer one).
+Communication-bound: communication would take 7.70 ms if nothing overlapped, the backward takes 4.00 ms.
   8 ranks, nccl on cuda, python hooks, fixed: 3 buckets, 4 gradients, 72.0 MiB; backwards: 5 captured
   backward: measured, the slowest rank's; ready times: measured, the slowest rank's
   link: an all-reduce takes 50 us + nbytes / (10 GB/s), measured on this group
 
-  times in ms                                       predicted
-  backward, compute alone                                4.00
-  communication, all buckets in a row                    7.70
-  exposed: compute stands still for communication        5.30
-  end of backward and communication                      9.30
-  bound: no plan ends earlier (release-time bound)       9.20
-  ratio of the end to the bound                         1.011
+  times in ms                                      predicted
+  backward, compute alone                               4.00
+  communication if nothing overlapped                   7.70
+  exposed: compute stands still for communication       5.30
+  end of backward and communication                     9.30
+  best possible end, whatever the buckets               9.20
+  end over the best possible end                       1.011
 
+Compute: 2.00 ms, 50% of the backward, lie between blocks.1.bias and blocks.0.weight, estimated.
 Exposed: 5.30 ms, 69% of the communication, lie behind the end of the backward (predicted).
   bucket 1, 3.41 ms: it could start at 3.60 ms, but the network carries earlier buckets until 5.01 ms (2
     gradients, 32.0 MiB, the largest blocks.0.weight).
@@ -126,7 +127,7 @@ Left alone by the passes: 1 node
   all_reduce_1: not a gradient
 
 What would help, each alone (predicted, of 9.30 ms until backward and communication are over)
-      3.55 ms   38%  twice the batch on each rank: gain for the same number of samples
+      3.55 ms   38%  double the batch on each rank: so much less time per sample
       3.50 ms   38%  reduce_dtype=torch.bfloat16, same buckets: fewer bytes, other rounding
       3.50 ms   38%  twice the bandwidth between ranks: a limit of the link
     0.0750 ms  0.8%  half the latency of a collective, 25 us instead of 50: a limit of the link
@@ -146,19 +147,20 @@ def test_a_compute_bound_step_that_was_measured() -> None:
     assert_expected_inline(
         text,
         """\
-Compute-bound: the backward needs 40.0 ms, all buckets in a row take 7.70 ms (rule: the longer one).
+Compute-bound: the backward takes 40.0 ms, communication would take 7.70 ms if nothing overlapped.
   8 ranks, nccl on cuda, python hooks, fixed: 3 buckets, 4 gradients, 72.0 MiB; backwards: 5 captured
   backward: measured, the slowest rank's; ready times: measured, the slowest rank's
   link: an all-reduce takes 50 us + nbytes / (10 GB/s), measured on this group
 
-  times in ms                                       predicted  measured
-  backward, compute alone                                40.0      41.0
-  communication, all buckets in a row                    7.70         -
-  exposed: compute stands still for communication       0.889      1.50
-  end of backward and communication                      40.9      42.5
-  bound: no plan ends earlier (release-time bound)       40.9         -
-  ratio of the end to the bound                         1.000     1.039
+  times in ms                                      predicted  measured
+  backward, compute alone                               40.0      41.0
+  communication if nothing overlapped                   7.70         -
+  exposed: compute stands still for communication      0.889      1.50
+  end of backward and communication                     40.9      42.5
+  best possible end, whatever the buckets               40.9         -
+  end over the best possible end                       1.000     1.039
 
+Compute: 9.76 ms, 24% of the backward, lie before blocks.1.weight is ready, measured on rank 1.
 Exposed: 0.889 ms, 12% of the communication, lie behind the end of the backward (predicted).
   bucket 2, 0.889 ms: it starts at 40.0 ms because token.weight is ready last (1 gradient, 8.0 MiB).
   No plan can hide 0.889 ms of it; 0 ms are due to where this plan's buckets end.
@@ -172,7 +174,7 @@ Left alone by the passes: 1 node
   all_reduce_1: not a gradient
 
 What would help, each alone (predicted, of 40.9 ms until backward and communication are over)
-    0.444 ms  1.1%  twice the batch on each rank: gain for the same number of samples
+    0.444 ms  1.1%  double the batch on each rank: so much less time per sample
     0.419 ms  1.0%  reduce_dtype=torch.bfloat16, same buckets: fewer bytes, other rounding
     0.419 ms  1.0%  twice the bandwidth between ranks: a limit of the link
 

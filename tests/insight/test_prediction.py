@@ -26,10 +26,10 @@ from dp_compile.insight.prediction import (
 )
 from dp_compile.insight.step import MeasuredStep, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import EITHER, AllReduceCost
 from dp_compile.plan.links import LINKS
 from dp_compile.plan.ready_times import MEASURED, Product, ReadyTimes
-from dp_compile.plan.strategies import formula_for, plan_optimal
+from dp_compile.plan.strategies import plan_optimal
 
 KEY = bucket_key("", "avg", "float32", "cuda")
 LAYOUT = Layout(64)
@@ -142,9 +142,17 @@ def test_a_longer_backward_hides_more(given_step: Step, scale: float) -> None:
 
 @given(st.sampled_from(LINKS), st.integers(2, 20_000), st.integers(2, 20_000))
 def test_extrapolation_finds_the_link_again(link: Any, known: int, wanted: int) -> None:
-    costs = [link.cost(ranks, formula=formula_for(ranks)) for ranks in (known, wanted)]
+    costs = [link.cost(ranks, formula=EITHER) for ranks in (known, wanted)]
     found = extrapolated(costs[0], from_ranks=known, to_ranks=wanted)
     assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
+
+
+@given(st.sampled_from(LINKS), st.integers(1, 5_000), st.integers(1, 5_000))
+def test_more_ranks_are_never_predicted_faster(link: Any, ranks: int, more: int) -> None:
+    """A choice of the algorithm by the ranks made 64 faster than 8."""
+    few, many = (link.cost(each, formula=EITHER) for each in (ranks, ranks + more))
+    assert (few.alpha_s, few.beta_s_per_byte) <= (many.alpha_s, many.beta_s_per_byte)
+    assert few.beta_s_per_byte <= many.beta_s_per_byte
 
 
 # --- one wish at a time ---------------------------------------------------------------------------------------------
@@ -208,8 +216,8 @@ def _members(plan: BucketPlan) -> list[Any]:
 def test_links_and_latencies() -> None:
     named = predict(STEP, Scenario(world_size=64, link="infiniband-ndr"))
     assert named.cost.alpha_s == pytest.approx((8.4 + 12 * 14) * 1e-6)  # a tree of 64: 6 up, 6 down
-    assert named.cost.beta_s_per_byte * 50e9 == pytest.approx(2)
-    assert named.basis.startswith("infiniband-ndr, nominal, not measured, as a ring up to 8 ranks and a double binary")
+    assert named.cost.beta_s_per_byte * 50e9 == pytest.approx(2 * 63 / 64)
+    assert named.basis.startswith("infiniband-ndr, nominal, not measured, as a ring or a double binary")
     late = predict(STEP, Scenario(world_size=64, link="infiniband-ndr", latency_us=5))
     assert (late.cost.alpha_s, late.cost.beta_s_per_byte) == (pytest.approx(5e-6), named.cost.beta_s_per_byte)
     wide = predict(STEP, Scenario(busbw_gb_s=100))
@@ -220,9 +228,9 @@ def test_links_and_latencies() -> None:
 
 
 def test_other_ranks_of_an_unknown_link() -> None:
-    """Of 20 us on 8 ranks 8.4 are the launch, the rest is 14 hops; on 4 ranks there are 6."""
+    """Of 20 us on 8 ranks 8.4 are the launch, the rest is 6 hops; on 4 ranks there are 4."""
     predicted = predict(STEP, Scenario(world_size=4))
-    assert predicted.cost.alpha_s == pytest.approx((8.4 + 11.6 * 6 / 14) * 1e-6)
+    assert predicted.cost.alpha_s == pytest.approx((8.4 + 11.6 * 4 / 6) * 1e-6)
     assert predicted.cost.beta_s_per_byte / 1e-10 == pytest.approx((2 * 3 / 4) / (2 * 7 / 8))
     assert predicted.basis.startswith("the step's cost on 8 ranks, stated, taken to other ranks as if it were a ring")
 

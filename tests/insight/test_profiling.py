@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -99,6 +100,29 @@ def test_of_several_modules_the_names_say_which(eager: bool) -> None:
         BACKWARD_RANGE,
         *(f"dp_compile::module {module} bucket 0 (bias .. +1) {kind}" for module in (0, 1) for kind in kinds),
     ]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_updates_and_the_wrapper_s_forward_have_names() -> None:
+    torch._dynamo.reset()
+    config = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0001)
+    inner = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+    model = dp_compile.DistributedDataParallel(inner, config=config)
+    optimizer = dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inner.compile(backend="aot_eager")
+    names: list[str] = []
+    for step in range(3):
+        profiles = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+        with profiles if step == 2 else contextlib.nullcontext():
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    names = [event.name for event in profiles.events()]
+    assert sorted(name for name in names if name.endswith(" update")) == [
+        "dp_compile::bucket 0 update",
+        "dp_compile::bucket 1 update",
+    ]
+    assert names.count("DistributedDataParallel.forward") == 1
 
 
 # --- a trace that was written down ----------------------------------------------------------------------------------

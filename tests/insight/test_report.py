@@ -39,19 +39,19 @@ def test_pass_records() -> None:
     assert_expected_inline(
         "\n".join(map(str, (BUCKETING, MOVED, IDLE))),
         """\
-bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms)
-schedule-collectives: moved nodes (0.1 ms)
-schedule-collectives: nothing to do (0.0 ms)""",
+bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms of compilation)
+schedule-collectives: moved nodes (0.1 ms of compilation)
+schedule-collectives: nothing to do (0.0 ms of compilation)""",
     )
 
 
 def test_capture_record() -> None:
     assert_expected_inline(
-        str(capture(passes=(BUCKETING, MOVED))),
+        capture(passes=(BUCKETING, MOVED)).text(verbose=True),
         """\
-4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
-  bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms)
-  schedule-collectives: moved nodes (0.1 ms)
+4 gradients + 1 flag word -> 2 collectives, 1 graph
+  bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms of compilation)
+  schedule-collectives: moved nodes (0.1 ms of compilation)
   refused reduce_grad_7: the gradient is not a node but 1.0""",
     )
 
@@ -66,7 +66,7 @@ def test_capture_record_with_placements() -> None:
     assert_expected_inline(
         str(capture(placements=placements)).replace(": aten", ":\n    aten"),
         """\
-4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
+4 gradients + 1 flag word -> 2 collectives, 1 graph
   computed in their buckets: 75.0% of 4.0 MiB
   copied 2 gradients, 1.0 MiB, conv_2.weight .. conv_1.weight:
     aten.convolution_backward.default allocates its result itself
@@ -85,7 +85,7 @@ def test_capture_record_with_members_apart() -> None:
     assert_expected_inline(
         "\n".join([str(capture(placements=placements)), *everything_apart]).replace(": aten", ":\n    aten"),
         """\
-4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
+4 gradients + 1 flag word -> 2 collectives, 1 graph
   computed in their buckets: 50.0% of 4.0 MiB
   computed in their own memory: 25.0% of 4.0 MiB
   copied 1 gradient, 1.0 MiB, conv_1.weight:
@@ -105,9 +105,7 @@ def test_capture_record_with_the_simulated_peak() -> None:
     assert_expected_inline(
         str(capture(passes=(large, small))),
         """\
-4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
-  schedule-collectives: moved nodes (0.1 ms)
-  schedule-collectives: moved nodes (0.1 ms)
+4 gradients + 1 flag word -> 2 collectives, 1 graph
   simulated peak memory: 3.0 MiB, as torch's DDP 5.0 MiB""",
     )
     assert capture(cached=True).memory is None
@@ -118,9 +116,9 @@ def test_capture_record_of_something_unusual() -> None:
     assert_expected_inline(
         str(record).replace("; ", ";\n"),
         """\
-1 hook fired, 1 reduction in, 1 collective planned, 3 graphs (2 completed with zeros;
+1 gradient -> 1 collective, 3 graphs (2 parameters without one completed with zeros;
 all reductions at the end of the backward;
-code from the compiler's cache)""",
+code from the compiler's cache, so collectives are counted in the plan)""",
     )
 
 
@@ -138,7 +136,7 @@ def test_report() -> None:
 mode: python hooks, 8 ranks, backwards: 12 captured, 1 eager hooks
 plan: 1 bucket, 1 gradient, 64 B
     0        64 B      1 gradient  bfloat16 cuda avg  head.weight  (no bucketing)
-captured backward 0: 4 hooks fired, 5 reductions in, 2 collectives out, 1 graph
+captured backward 0: 4 gradients + 1 flag word -> 2 collectives, 1 graph
 captured backward 1: without synchronisation, 1 graph""",
     )
 

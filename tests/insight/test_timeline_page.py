@@ -165,7 +165,7 @@ def test_lanes_colours_and_silence(driver: Any, tmp_path: Path, n_buckets: int, 
     step = step_of_buckets(n_buckets, measured=measured)
     opened(driver, tmp_path, step, scheme)
     lanes = [re.sub(", up to .*", "", text) for text in texts(driver, ".lane")]
-    assert lanes == ["compute", "waiting", "network"] * (1 + measured)
+    assert lanes == ["compute", "layers", "waiting", "network", *["compute", "waiting", "network"] * measured]
     assert [text.split()[0] for text in texts(driver, ".view")] == ["planned", "measured"][: 1 + measured]
     background = driver.execute_script("return getComputedStyle(document.body).backgroundColor")
     assert background == {"light": "rgb(255, 255, 255)", "dark": "rgb(21, 24, 28)"}[scheme]
@@ -176,7 +176,7 @@ def test_lanes_colours_and_silence(driver: Any, tmp_path: Path, n_buckets: int, 
     drawn = {"light": [[0, 103, 163], [191, 75, 0]], "dark": [[90, 179, 230], [245, 146, 74]]}[scheme]
     transfers = data["views"][0]["transfers"]
     for transfer, colour in ((transfers[0], drawn[0]), (transfers[-1], drawn[1])):
-        x, y = place_in_lane(driver, 2, transfer[3] + (transfer[4] - transfer[3]) * 0.1, data)
+        x, y = place_in_lane(driver, 3, transfer[3] + (transfer[4] - transfer[3]) * 0.1, data)
         assert pixel(driver, x, y - 8)[:3] == colour
 
 
@@ -185,7 +185,7 @@ def test_hover_shows_members_and_times(driver: Any, tmp_path: Path) -> None:
     opened(driver, tmp_path, step, "dark")
     data = data_of(timeline_page(step))
     transfer = data["views"][0]["transfers"][2]
-    point_at(driver, *place_in_lane(driver, 2, (transfer[3] + transfer[4]) / 2, data))
+    point_at(driver, *place_in_lane(driver, 3, (transfer[3] + transfer[4]) / 2, data))
     (shown,) = texts(driver, "#tooltip")
     assert shown.startswith("bucket 2\n")
     assert "30.0 ms" in shown

@@ -168,8 +168,8 @@ def test_the_header() -> None:
         """\
 step: 2 ranks (gloo, cpu), strategy explicit; 3 buckets, 3 gradients, 2.9 MiB
 an all-reduce: 2000 us + nbytes / (0.3333 GB/s) (stated)
-planned: backward with communication 17.0 ms, 7.00 ms of it exposed (41.2%); 1.133 times the bound
-    of 15.0 ms (predicted; stated)""",
+planned: backward with communication 17.0 ms, 7.00 ms of it exposed (41.2%); 1.133 times the best
+    possible end, 15.0 ms (predicted; stated)""",
     )
 
 
@@ -353,88 +353,94 @@ def test_a_short_picture() -> None:
         "\n".join(lines),
         """\
 title Timeline of a step
-rect 0.5 0.5 999 415 #ffffff #d9dee3
+rect 0.5 0.5 999 451 #ffffff #d9dee3
 text 20.0 37.0 #59636e step
 text 114.0 37.0 #1b1f24 2 ranks (gloo, cpu), strategy explicit; 2 buckets, 2
 text 20.0 54.0 #59636e an all-reduce
 text 114.0 54.0 #1b1f24 2000 us + nbytes / (0.3333 GB/s) (stated)
 text 20.0 71.0 #59636e planned
 text 114.0 71.0 #1b1f24 backward with communication 16.0 ms, 6.00 ms of it exposed
-rect 20.0 85.0 20.0 11.0 #5c6670
-text 46.0 94.0 #1b1f24 compute
-rect 106.2 85.0 20.0 11.0 #e4e9ee #8b96a1
-text 132.2 94.0 #1b1f24 waiting for the network
-rect 298.0 85.0 20.0 11.0 #0067a3
-text 324.0 94.0 #1b1f24 on the network, hidden
-rect 483.2 85.0 20.0 11.0 #bf4b00
-text 509.2 94.0 #1b1f24 exposed: compute waits
-rect 668.4 89.0 20.0 3.0 #1b1f24
-text 694.4 94.0 #1b1f24 critical path
-line 794.2 82.0 794.2 98.0 #1b1f24
-text 802.2 94.0 #1b1f24 end of the backward
-text 150.0 122.0 #59636e 0 ms
-text 253.2 122.0 #59636e 2 ms
-text 356.5 122.0 #59636e 4 ms
-text 459.8 122.0 #59636e 6 ms
-text 563.0 122.0 #59636e 8 ms
-text 666.2 122.0 #59636e 10 ms
-text 769.5 122.0 #59636e 12 ms
-text 872.8 122.0 #59636e 14 ms
-text 976.0 122.0 #59636e 16 ms
-text 20.0 146.0 #1b1f24 planned
-text 90.0 146.0 #59636e critical path: compute until two.weight (6.00 ms), then
-rect 666.2 154.0 309.8 97.0 #f8ebe3
-text 821.1 166.0 #bf4b00 6.00 ms exposed
-line 150.0 170.0 150.0 251.0 #d9dee3
-line 253.2 170.0 253.2 251.0 #d9dee3
-line 356.5 170.0 356.5 251.0 #d9dee3
-line 459.8 170.0 459.8 251.0 #d9dee3
-line 563.0 170.0 563.0 251.0 #d9dee3
-line 666.2 170.0 666.2 251.0 #d9dee3
-line 769.5 170.0 769.5 251.0 #d9dee3
-line 872.8 170.0 872.8 251.0 #d9dee3
-line 976.0 170.0 976.0 251.0 #d9dee3
-line 666.2 165.0 666.2 251.0 #1b1f24
-text 20.0 186.0 #59636e compute
-rect 150.0 170.0 515.2 24.0 #5c6670
-text 407.6 186.0 #ffffff backward 10.0 ms
-line 459.8 194.0 459.8 199.0 #59636e
-line 666.2 194.0 666.2 199.0 #59636e
-text 20.0 213.0 #59636e waiting
-rect 666.2 202.0 51.6 11.0 #e4e9ee #8b96a1
-text 692.1 211.0 #1b1f24 1
-text 20.0 238.0 #59636e network
-rect 459.8 222.0 205.5 24.0 #0067a3
-text 562.5 238.0 #ffffff 0: 976.6 KiB, 5.00 ms
-rect 666.2 222.0 50.6 24.0 #bf4b00
-rect 717.9 222.0 257.1 24.0 #bf4b00
-text 846.4 238.0 #ffffff 1: 976.6 KiB, 5.00 ms
-rect 150.0 193.0 309.8 3.0 #1b1f24
-rect 458.2 193.0 3.0 30.0 #1b1f24
-rect 459.8 220.0 258.1 3.0 #1b1f24
-rect 717.9 220.0 258.1 3.0 #1b1f24
-text 235.0 281.0 #1b1f24 planned
-text 60.0 298.0 #59636e bucket
-text 135.0 298.0 #59636e bytes
-text 235.0 298.0 #59636e ready
-text 323.0 298.0 #59636e start
-text 411.0 298.0 #59636e end
-text 499.0 298.0 #59636e exposed
-text 60.0 319.0 #1b1f24 0
-text 135.0 319.0 #1b1f24 976.6 KiB
-text 235.0 319.0 #1b1f24 6.00 ms
-text 323.0 319.0 #1b1f24 6.00 ms
-text 411.0 319.0 #1b1f24 11.0 ms
-text 499.0 319.0 #1b1f24 1.000 ms
-text 76.0 334.0 #59636e two.weight (1 member); as given
-text 60.0 356.0 #1b1f24 1
-text 135.0 356.0 #1b1f24 976.6 KiB
-text 235.0 356.0 #1b1f24 10.0 ms
-text 323.0 356.0 #1b1f24 11.0 ms
-text 411.0 356.0 #1b1f24 16.0 ms
-text 499.0 356.0 #1b1f24 5.00 ms
-text 76.0 371.0 #59636e one.weight (1 member); as given
-text 20.0 397.0 #59636e A tick under compute: the last gradient of a bucket is""",
+text 114.0 88.0 #1b1f24 stated)
+rect 20.0 102.0 20.0 11.0 #5c6670
+text 46.0 111.0 #1b1f24 compute
+rect 106.2 102.0 20.0 11.0 #e4e9ee #8b96a1
+text 132.2 111.0 #1b1f24 waiting for the network
+rect 298.0 102.0 20.0 11.0 #0067a3
+text 324.0 111.0 #1b1f24 on the network, hidden
+rect 483.2 102.0 20.0 11.0 #bf4b00
+text 509.2 111.0 #1b1f24 exposed: compute waits
+rect 668.4 106.0 20.0 3.0 #1b1f24
+text 694.4 111.0 #1b1f24 critical path
+line 794.2 99.0 794.2 115.0 #1b1f24
+text 802.2 111.0 #1b1f24 end of the backward
+text 150.0 139.0 #59636e 0 ms
+text 253.2 139.0 #59636e 2 ms
+text 356.5 139.0 #59636e 4 ms
+text 459.8 139.0 #59636e 6 ms
+text 563.0 139.0 #59636e 8 ms
+text 666.2 139.0 #59636e 10 ms
+text 769.5 139.0 #59636e 12 ms
+text 872.8 139.0 #59636e 14 ms
+text 976.0 139.0 #59636e 16 ms
+text 20.0 163.0 #1b1f24 planned
+text 90.0 163.0 #59636e critical path: compute until two.weight (6.00 ms), then
+rect 666.2 171.0 309.8 116.0 #f8ebe3
+text 821.1 183.0 #bf4b00 6.00 ms exposed
+line 150.0 187.0 150.0 287.0 #d9dee3
+line 253.2 187.0 253.2 287.0 #d9dee3
+line 356.5 187.0 356.5 287.0 #d9dee3
+line 459.8 187.0 459.8 287.0 #d9dee3
+line 563.0 187.0 563.0 287.0 #d9dee3
+line 666.2 187.0 666.2 287.0 #d9dee3
+line 769.5 187.0 769.5 287.0 #d9dee3
+line 872.8 187.0 872.8 287.0 #d9dee3
+line 976.0 187.0 976.0 287.0 #d9dee3
+line 666.2 182.0 666.2 287.0 #1b1f24
+text 20.0 203.0 #59636e compute
+rect 150.0 187.0 515.2 24.0 #5c6670
+text 407.6 203.0 #ffffff backward 10.0 ms
+line 459.8 211.0 459.8 216.0 #59636e
+line 666.2 211.0 666.2 216.0 #59636e
+text 20.0 229.5 #59636e layers
+rect 150.0 219.0 309.8 13.0 #d9dee3
+text 304.9 229.0 #1b1f24 two 6.00 ms
+rect 459.8 219.0 206.5 13.0 #e4e9ee
+text 563.0 229.0 #1b1f24 one 4.00 ms
+text 20.0 249.0 #59636e waiting
+rect 666.2 238.0 51.6 11.0 #e4e9ee #8b96a1
+text 692.1 247.0 #1b1f24 1
+text 20.0 274.0 #59636e network
+rect 459.8 258.0 205.5 24.0 #0067a3
+text 562.5 274.0 #ffffff 0: 976.6 KiB, 5.00 ms
+rect 666.2 258.0 50.6 24.0 #bf4b00
+rect 717.9 258.0 257.1 24.0 #bf4b00
+text 846.4 274.0 #ffffff 1: 976.6 KiB, 5.00 ms
+rect 150.0 210.0 309.8 3.0 #1b1f24
+rect 458.2 210.0 3.0 49.0 #1b1f24
+rect 459.8 256.0 258.1 3.0 #1b1f24
+rect 717.9 256.0 258.1 3.0 #1b1f24
+text 235.0 317.0 #1b1f24 planned
+text 60.0 334.0 #59636e bucket
+text 135.0 334.0 #59636e bytes
+text 235.0 334.0 #59636e ready
+text 323.0 334.0 #59636e start
+text 411.0 334.0 #59636e end
+text 499.0 334.0 #59636e exposed
+text 60.0 355.0 #1b1f24 0
+text 135.0 355.0 #1b1f24 976.6 KiB
+text 235.0 355.0 #1b1f24 6.00 ms
+text 323.0 355.0 #1b1f24 6.00 ms
+text 411.0 355.0 #1b1f24 11.0 ms
+text 499.0 355.0 #1b1f24 1.000 ms
+text 76.0 370.0 #59636e two.weight (1 member); as given
+text 60.0 392.0 #1b1f24 1
+text 135.0 392.0 #1b1f24 976.6 KiB
+text 235.0 392.0 #1b1f24 10.0 ms
+text 323.0 392.0 #1b1f24 11.0 ms
+text 411.0 392.0 #1b1f24 16.0 ms
+text 499.0 392.0 #1b1f24 5.00 ms
+text 76.0 407.0 #59636e one.weight (1 member); as given
+text 20.0 433.0 #59636e A tick under compute: the last gradient of a bucket is""",
     )
 
 

@@ -153,7 +153,7 @@ class TestLocal:
             ({"device_id": "cuda:0"}, "device_id must be the number of a GPU or a torch.device, got 'cuda:0'"),
             ({"device_id": True}, "device_id must be the number of a GPU or a torch.device, got True"),
             ({"device_id": -1}, "device_id must be the number of a GPU or a torch.device, got -1"),
-            ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0. Call module.to\('cuda:0'\)"),
+            ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0. There is no such device"),
             ({"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
             ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
             ({"config": {"timeout_s": 3}}, "config must be a ReplicateConfig, got dict"),

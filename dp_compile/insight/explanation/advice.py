@@ -88,7 +88,8 @@ def _other_buckets(step: Step, now: Prediction) -> Iterator[Advice]:
     scenarios = [Scenario(bucket_cap_mb=cap_mb) for cap_mb in CAPS_MB]
     scenarios += [Scenario(strategy="optimal")]
     best = min((predict(step, scenario) for scenario in scenarios), key=_end)
-    buckets = f"{count(len(best.plan.buckets), 'bucket')} instead of {len(now.plan.buckets)}"
+    before, after = len(now.plan.buckets), len(best.plan.buckets)
+    buckets = f"{count(after, 'bucket')} instead of {before}" if before != after else "as many, with other boundaries"
     price = "; no longer the bits of torch's DDP" if step.strategy == "ddp" else ""
     yield _advice(f"{_option(step, best.scenario)}: {buckets}{price}", _end(now), _end(best))
 
@@ -173,4 +174,4 @@ def _us(seconds: float) -> str:
 
 def _more_compute(step: Step, now: Prediction) -> Iterator[Advice]:
     after = predict(step, Scenario(compute_scale=2.0))
-    yield _advice("twice the batch on each rank: gain for the same number of samples", _end(now), _end(after) / 2)
+    yield _advice("double the batch on each rank: so much less time per sample", _end(now), _end(after) / 2)

@@ -12,8 +12,10 @@ from dp_compile.insight.explanation.advice import Advice, advice_for, wire_that_
 from dp_compile.insight.explanation.exposure import (
     SHORTEST_S,
     ExplainedBucket,
+    SlowPart,
     explained_buckets,
     last_run,
+    slowest_part,
     with_measured_backward,
 )
 from dp_compile.insight.explanation.facts import (
@@ -31,6 +33,7 @@ from dp_compile.insight.explanation.facts import (
     ready_from,
 )
 from dp_compile.insight.explanation.text import (
+    Times,
     bucket_table,
     digits_ms,
     exposed_s,
@@ -83,6 +86,7 @@ class Explanation:
         refusals: what passes left alone.
         backwards: how many backwards took which way.
         notes: what else has to be known to read the figures.
+        slowest: where most of the compute is, if it is more in one place than elsewhere.
     """
 
     bound_by: str
@@ -111,6 +115,12 @@ class Explanation:
     refusals: tuple[Refusal, ...]
     backwards: tuple[tuple[str, int], ...]
     notes: tuple[str, ...]
+    slowest: SlowPart | None = None
+
+    @property
+    def times(self) -> Times:
+        """How times are said: where nobody has timed the backward, as shares of it, for they are no milliseconds."""
+        return Times(self.backward_s if self.backward_from.startswith("assumed") else None)
 
     @property
     def ratio(self) -> float | None:
@@ -152,11 +162,12 @@ class Explanation:
         """One screen, then the buckets. `verbose`: all of them, with their members and why they end where they end."""
         word = "assumed" if self.backward_from.startswith("assumed") else "predicted"
         sections: list[Iterable[str]] = [_verdict(self), _figures(self, word)]
-        sections += [[*_exposure(self, word), *_measured_exposure(self)]]
+        sections += [[*_slowest(self), *_exposure(self, word), *_measured_exposure(self)]]
         sections += [[*_memory_and_copies(self), *_left_alone(self)]]
         if self.end_s is not None:
-            sections += [lines_of_advice(self.advice, word, self.end_s)]
-        sections += [bucket_table(self.buckets, at_most=None if verbose else SHOWN_BUCKETS, word=word)]
+            sections += [lines_of_advice(self.advice, word, self.end_s, self.times)]
+        shown = None if verbose else SHOWN_BUCKETS
+        sections += [bucket_table(self.buckets, at_most=shown, word=word, times=self.times)]
         sections += [members_of_buckets(self.buckets)] if verbose else []
         texts = ["\n".join(section) for section in sections]
         return "\n\n".join(text for text in texts if text)
@@ -199,12 +210,13 @@ def explanation_of(step: Step) -> Explanation:
         buckets=buckets,
         measured=measured_figures(step),
         copies=copies_of(step.placements),
-        placed_nbytes=sum(placement.nbytes for placement in step.placements),
+        placed_nbytes=sum(each.nbytes for each in step.placements if each.gradient != UNUSED_FLAGS),
         memory=step.memory,
         advice=advice_for(step) if planned else (),
         refusals=step.refusals,
         backwards=step.backwards,
         notes=(*notes_of(step), *(wire_that_does_not_pay(step) if planned else ())),
+        slowest=slowest_part(step),
     )
 
 
@@ -220,6 +232,7 @@ def _records(data: dict[str, Any]) -> dict[str, Any]:
         "refusals": tuple(Refusal(**each) for each in data["refusals"]),
         "backwards": tuple((str(way), int(times)) for way, times in data["backwards"]),
         "notes": tuple(map(str, data["notes"])),
+        "slowest": None if data.get("slowest") is None else SlowPart(**data["slowest"]),
     }
 
 
@@ -239,14 +252,14 @@ def _bucket(data: dict[str, Any]) -> ExplainedBucket:
 
 
 def _verdict(this: Explanation) -> Iterator[str]:
-    computes = f"the backward needs {format_ms(this.backward_s)}"
-    together = f"all buckets in a row take {format_ms(this.communication_s)}"
+    computes = f"the backward takes {format_ms(this.backward_s)}"
+    together = f"communication would take {format_ms(this.communication_s)} if nothing overlapped"
     yield from wrapped(
         {
-            COMMUNICATION: f"Communication-bound: {together}, {computes} (rule: the longer one).",
-            COMPUTE: f"Compute-bound: {computes}, {together} (rule: the longer one).",
-            NOT_KNOWN: f"Communication- or compute-bound: not known, nobody has timed the backward; {together}. It is "
-            "communication-bound if the backward needs less.",
+            COMMUNICATION: f"Communication-bound: {together}, {computes}.",
+            COMPUTE: f"Compute-bound: {computes}, {together}.",
+            NOT_KNOWN: "Communication- or compute-bound: not known, nobody has timed the backward. It is "
+            f"communication-bound if the backward takes less than that: {together}.",
             ONE_RANK: "One rank: there is nobody to communicate with.",
         }[this.bound_by]
     )
@@ -269,20 +282,32 @@ def _figures(this: Explanation, word: str) -> list[str]:
         return []
     rows = [
         ("backward, compute alone", this.backward_s, seen.compute_s if seen else None),
-        ("communication, all buckets in a row", this.communication_s, None),
+        ("communication if nothing overlapped", this.communication_s, None),
         ("exposed: compute stands still for communication", this.exposed_s, seen.exposed_s if seen else None),
         ("end of backward and communication", this.end_s, seen.end_s if seen else None),
-        ("bound: no plan ends earlier (release-time bound)", this.bound_s, None),
+        ("best possible end, whatever the buckets", this.bound_s, None),
     ]
-    cells = [(name, digits_ms(planned), digits_ms(measured)) for name, planned, measured in rows]
+    cells = [(name, this.times.cell(planned), digits_ms(measured)) for name, planned, measured in rows]
+    if this.backward_from.startswith("measured on rank"):
+        cells[0] = (cells[0][0], "(taken)", cells[0][2])  # the same figure twice would look like a good prediction
     ratios = [None if end_s is None or not this.bound_s else end_s / this.bound_s for end_s in _ends(this)]
     first, second = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
-    cells.append(("ratio of the end to the bound", first, second))
-    return figures_table(cells, word, "measured" if seen else None)
+    cells.append(("end over the best possible end", first, second))
+    return figures_table(cells, word, "measured" if seen else None, this.times)
 
 
 def _ends(this: Explanation) -> tuple[float | None, float | None]:
     return this.end_s, this.measured.end_s if this.measured else None
+
+
+def _slowest(this: Explanation) -> Iterator[str]:
+    part = this.slowest
+    if part is None:
+        return
+    length = "" if this.times.whole_s else f"{format_ms(part.share * this.backward_s)}, "
+    where = f"between {part.after} and {part.before}" if part.after else f"before {part.before} is ready"
+    measured = f", measured on rank {this.measured.rank}" if part.measured and this.measured else ", estimated"
+    yield from wrapped(f"Compute: {length}{percent(part.share)} of the backward, lie {where}{measured}.")
 
 
 def _exposure(this: Explanation, word: str) -> Iterator[str]:
@@ -293,44 +318,42 @@ def _exposure(this: Explanation, word: str) -> Iterator[str]:
         return
     share = percent(this.exposed_s / this.communication_s)
     yield (
-        f"Exposed: {format_ms(this.exposed_s)}, {share} of the communication, lie behind the end of the backward "
+        f"Exposed: {this.times.said(this.exposed_s)}, {share} of the communication, lie behind the end of the backward "
         f"({word})."
     )
     exposed = sorted((bucket for bucket in this.buckets if exposed_s(bucket) >= SHORTEST_S), key=exposed_s)[::-1]
     for bucket in exposed[:SHOWN_EXPOSED]:
-        yield from wrapped(_why_exposed(bucket), 2)
+        yield from wrapped(_why_exposed(bucket, this.times), 2)
     if rest := exposed[SHOWN_EXPOSED:]:
-        yield f"  {count(len(rest), 'more bucket')}: {format_ms(sum(map(exposed_s, rest)))}"
+        yield f"  {count(len(rest), 'more bucket')}: {this.times.said(sum(map(exposed_s, rest)))}"
     yield from _last_run(this)
     cause = "due to where this plan's buckets end" if exposed[0].released_by else "due to the late start and the plan"
     hidden_by_none_s = max(0.0, this.bound_s - this.backward_s)
     yield from wrapped(
-        f"No plan can hide {format_ms(hidden_by_none_s)} of it; {format_ms(max(0.0, this.end_s - this.bound_s))} are "
-        f"{cause}.",
+        f"No plan can hide {this.times.said(hidden_by_none_s)} of it; "
+        f"{this.times.said(max(0.0, this.end_s - this.bound_s))} are {cause}.",
         2,
     )
 
 
-def _why_exposed(bucket: ExplainedBucket) -> str:
+def _why_exposed(bucket: ExplainedBucket, times: Times) -> str:
     planned = bucket.planned
     assert planned is not None
+    starts = times.said(planned.start_s)
     if planned.start_s > planned.ready_s + SHORTEST_S:
-        why = (
-            f"could start at {format_ms(planned.ready_s)}, but the network carries earlier buckets until "
-            f"{format_ms(planned.start_s)}"
-        )
+        why = f"could start at {times.said(planned.ready_s)}, but the network carries earlier buckets until {starts}"
     elif not bucket.released_by:
-        why = f"starts at {format_ms(planned.start_s)}, when the backward ends, as all reductions do"
+        why = f"starts at {starts}, when the backward ends, as all reductions do"
     elif bucket.released_in != bucket.number:
         why = (
-            f"starts at {format_ms(planned.start_s)} because bucket {bucket.released_in}, which is launched before "
-            f"it, has to wait for {bucket.released_by}"
+            f"starts at {starts} because bucket {bucket.released_in}, which is launched before it, has to wait for "
+            f"{bucket.released_by}"
         )
     else:
-        why = f"starts at {format_ms(planned.start_s)} because {bucket.released_by} is ready last"
+        why = f"starts at {starts} because {bucket.released_by} is ready last"
     holds = f"{count(bucket.gradients, 'gradient')}, {format_bytes(bucket.nbytes)}"
     largest = f", the largest {bucket.largest}" if bucket.gradients > 1 else ""
-    return f"bucket {bucket.number}, {format_ms(planned.exposed_s)}: it {why} ({holds}{largest})."
+    return f"bucket {bucket.number}, {times.said(planned.exposed_s)}: it {why} ({holds}{largest})."
 
 
 def _last_run(this: Explanation) -> Iterator[str]:
@@ -340,7 +363,8 @@ def _last_run(this: Explanation) -> Iterator[str]:
         since = f", when {run[0].released_by} is ready" if run[0].released_by else ""
         yield from wrapped(
             f"The network does not rest from bucket {run[0].number} on: {count(len(run), 'bucket')}, "
-            f"{format_bytes(sum(bucket.nbytes for bucket in run))}, from {format_ms(run[0].planned.start_s)}{since}.",
+            f"{format_bytes(sum(bucket.nbytes for bucket in run))}, from "
+            f"{this.times.said(run[0].planned.start_s)}{since}.",
             2,
         )
 

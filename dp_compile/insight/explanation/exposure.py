@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from dp_compile.errors import ConfigError
 from dp_compile.insight.step import MeasuredBucket, PlannedBucket, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
+from dp_compile.plan.ready_times import Launches, ReadyTimes, measured_times
 
 SHORTEST_S = 1e-9
 """What is shorter is rounding."""
@@ -44,6 +47,53 @@ class ExplainedBucket:
     released_in: int
     planned: PlannedBucket | None = None
     measured: MeasuredBucket | None = None
+
+
+MOST: Final = 0.2
+"""Of the backward: compute between two gradients that is worth a line."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowPart:
+    """Where a large part of the compute is: behind the gradient `after` (none: from the start) until `before` is ready.
+
+    `share`: of the backward. `measured`: between the launches of two buckets, else as the ready times are believed.
+    """
+
+    share: float
+    after: str
+    before: str
+    measured: bool
+
+
+def slowest_part(step: Step) -> SlowPart | None:
+    """The longest stretch of compute without a new gradient; `None` if none takes `MOST` of the backward."""
+    seen = _times_as_launched(step)
+    times = step.ready if seen is None else seen
+    gradients = {each.name: each for each in step.plan.gradients if each.name != UNUSED_FLAGS}
+    longest, before, last = SlowPart(0.0, "", "", False), 0.0, ""
+    for name, share in sorted(((name, times.of(each)) for name, each in gradients.items()), key=lambda each: each[1]):
+        if share - before > longest.share:
+            longest = SlowPart(share - before, last, name, seen is not None)
+        before, last = share, name
+    return longest if longest.share >= MOST and len(gradients) > 1 else None
+
+
+def _times_as_launched(step: Step) -> ReadyTimes | None:
+    """Ready times that fit the launches that were measured; `None` if there are none, or all came at the end."""
+    measured = step.measured
+    if measured is None or step.deferred or len(measured.buckets) != len(step.plan.buckets) or not measured.buckets:
+        return None
+    compute_s = measured.backward_s - measured.exposed_s
+    launches = [0.0]
+    for number, each in enumerate(measured.buckets):
+        waited_s = sum(
+            other.waited_s for other in measured.buckets[:number] if (other.wait_s or math.inf) < each.launch_s
+        )
+        launches.append(max(launches[-1], each.launch_s - waited_s))
+    if compute_s <= 0:
+        return None
+    return measured_times(step.plan, Launches(tuple(launches[1:]), compute_s), step.ready)
 
 
 def with_measured_backward(step: Step) -> Step:

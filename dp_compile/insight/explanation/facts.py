@@ -9,6 +9,7 @@ from typing import Final
 from dp_compile.engine.record import Placement
 from dp_compile.insight.explanation.exposure import why_no_timeline
 from dp_compile.insight.step import Step
+from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, MEASURED
 from dp_compile.plan.words import count
 
@@ -75,10 +76,10 @@ def measured_figures(step: Step) -> MeasuredFigures | None:
 
 
 def copies_of(placements: Sequence[Placement]) -> tuple[Copies, ...]:
-    """What is copied, by reason, the most bytes first."""
+    """What is copied, by reason, the most bytes first; not the flags, a few bytes of bookkeeping."""
     by_reason: dict[str, list[Placement]] = {}
     for placement in placements:
-        if placement.copied is not None:
+        if placement.copied is not None and placement.gradient != UNUSED_FLAGS:
             by_reason.setdefault(placement.copied, []).append(placement)
     found = [
         Copies(reason, sum(each.nbytes for each in group), tuple(each.gradient for each in group))
@@ -92,10 +93,8 @@ def notes_of(step: Step) -> Iterator[str]:
     if (why := why_no_timeline(step)) is not None:
         yield f"No timeline: {why}."
     if step.deferred:
-        yield (
-            "All reductions stand at the end of the backward: it broke into several graphs, or no pass makes buckets. "
-            "report(model) tells which."
-        )
+        why = step.why_deferred or "it broke into several graphs, or no pass makes buckets"
+        yield f"All reductions stand at the end of the backward: {why}."
     ways = dict(step.backwards)
     if eager := ways.get("eager hooks", 0):
         all_of_them = sum(times for way, times in ways.items() if "without sync" not in way)

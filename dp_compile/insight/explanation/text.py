@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from dp_compile.insight.explanation.advice import Advice
@@ -14,6 +15,26 @@ WIDTH: Final = 110
 NAME_WIDTH: Final = 40
 SHORT_NAME_WIDTH: Final = 24
 UNKNOWN: Final = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How times are said: in milliseconds, or in percent of `whole_s`, where that is assumed."""
+
+    whole_s: float | None
+
+    @property
+    def unit(self) -> str:
+        return "times in ms" if self.whole_s is None else "in % of the backward"
+
+    def cell(self, seconds: float | None) -> str:
+        """Without the unit, `-` if not known."""
+        if seconds is None or self.whole_s is None:
+            return digits_ms(seconds)
+        return f"{100 * seconds / self.whole_s:.1f}" if self.whole_s else "0"
+
+    def said(self, seconds: float) -> str:
+        return format_ms(seconds) if self.whole_s is None else f"{self.cell(seconds)}%"
 
 
 def format_ms(seconds: float) -> str:
@@ -65,33 +86,39 @@ def columns(rows: Sequence[Sequence[str]], left: Iterable[int] = ()) -> list[str
     ]
 
 
-def figures_table(rows: Sequence[tuple[str, str, str]], predicted: str, measured: str | None) -> list[str]:
+def figures_table(
+    rows: Sequence[tuple[str, str, str]], predicted: str, measured: str | None, times: Times
+) -> list[str]:
     """Predicted beside measured figures, the second column only if something was measured."""
-    head = ("times in ms", predicted, measured or "")
+    head = (times.unit, predicted, measured or "")
     kept = [row if measured else row[:2] for row in (head, *rows)]
     return [f"  {line}" for line in columns(kept, left=(0,))]
 
 
-def lines_of_advice(advice: Sequence[Advice], word: str, end_s: float) -> Iterator[str]:
+def lines_of_advice(advice: Sequence[Advice], word: str, end_s: float, times: Times) -> Iterator[str]:
     """What would help, with the gains. `end_s`: what they are shares of; `word`: what times are, as `predicted`."""
     if not advice:
         yield "What would help: of what was tried, nothing gains more than the model can tell (0.5%)."
         return
-    yield f"What would help, each alone ({word}, of {format_ms(end_s)} until backward and communication are over)"
+    of = "the time" if times.whole_s is not None else format_ms(end_s)
+    yield f"What would help, each alone ({word}, of {of} until backward and communication are over)"
     gains = [("up to" if each.at_most else "", format_ms(each.gain_s), percent(each.share)) for each in advice]
+    if times.whole_s is not None:
+        gains = [(most, share) for most, _, share in gains]  # type: ignore[misc]
     for gain, each in zip(columns(gains), advice, strict=True):
         first, *more = textwrap.wrap(each.change, WIDTH - len(gain) - 4)
         yield f"  {gain}  {first}"
         yield from (" " * (len(gain) + 4) + line for line in more)
 
 
-def bucket_table(buckets: Sequence[ExplainedBucket], *, at_most: int | None, word: str) -> Iterator[str]:
+def bucket_table(buckets: Sequence[ExplainedBucket], *, at_most: int | None, word: str, times: Times) -> Iterator[str]:
     """One line for each bucket, times in ms; of very many those that say most, the exposed and the outermost ones.
 
     Args:
         buckets: in the plan's order.
         at_most: how many to show; `None`: all.
         word: what planned times are: `predicted`, `assumed`.
+        times: how planned ones are said.
     """
     shown = _telling(buckets, at_most)
     keys = list(dict.fromkeys(bucket.key for bucket in buckets))
@@ -101,8 +128,8 @@ def bucket_table(buckets: Sequence[ExplainedBucket], *, at_most: int | None, wor
     head += ["launch", "finish", "waited"] if measured else []
     width = SHORT_NAME_WIDTH if measured else NAME_WIDTH
     rows = [[*head, "ready last" if timed else "largest"]]
-    rows += [_row(buckets[number], len(keys) > 1, timed, measured, width) for number in shown]
-    yield _bucket_title(buckets, keys, word if timed else "", "measured" if measured else "")
+    rows += [_row(buckets[number], len(keys) > 1, timed, measured, width, times) for number in shown]
+    yield _bucket_title(buckets, keys, [word] * timed + ["measured"] * measured, times)
     lines = columns(rows, left={len(rows[0]) - 1} | ({3} if len(keys) > 1 else set()))
     yield f"  {lines[0]}"
     for before, number, line in zip([-1, *shown], shown, lines[1:], strict=False):
@@ -124,21 +151,21 @@ def exposed_s(bucket: ExplainedBucket) -> float:
     return bucket.planned.exposed_s if bucket.planned is not None else 0.0
 
 
-def _bucket_title(buckets: Sequence[ExplainedBucket], keys: Sequence[str], word: str, measured: str) -> str:
+def _bucket_title(buckets: Sequence[ExplainedBucket], keys: Sequence[str], words: Sequence[str], times: Times) -> str:
     facts = [f"all {keys[0]}"] if len(keys) == 1 else []
-    if times := ", then ".join(filter(None, (word, measured))):
-        facts.append(f"times in ms, {times}")
+    if words:
+        facts.append(f"{times.unit}, {', then '.join(words)}")
     return "Buckets in launch order" + (f" ({'; '.join(facts)})" if facts else "")
 
 
-def _row(bucket: ExplainedBucket, with_key: bool, timed: bool, measured: bool, width: int) -> list[str]:
+def _row(bucket: ExplainedBucket, with_key: bool, timed: bool, measured: bool, width: int, times: Times) -> list[str]:
     row = [str(bucket.number), format_bytes(bucket.nbytes), str(bucket.gradients), *([bucket.key] if with_key else [])]
     if timed:
         planned = bucket.planned
         row += [
-            digits_ms(time_s) for time_s in ((planned.ready_s, planned.start_s, planned.finish_s) if planned else ())
+            times.cell(time_s) for time_s in ((planned.ready_s, planned.start_s, planned.finish_s) if planned else ())
         ]
-        row += ["hidden" if exposed_s(bucket) < SHORTEST_S else digits_ms(exposed_s(bucket))]
+        row += ["hidden" if exposed_s(bucket) < SHORTEST_S else times.cell(exposed_s(bucket))]
     if measured:
         seen = bucket.measured
         row += [digits_ms(time_s) for time_s in ((seen.launch_s, seen.finish_s, seen.waited_s) if seen else ())]

@@ -9,9 +9,10 @@ its lane. Compute is taken to stand still up to the end of the bucket that it wa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from itertools import groupby
 from typing import Final, NamedTuple
 
 from dp_compile.errors import ConfigError
@@ -24,6 +25,7 @@ from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE
 from dp_compile.plan.words import count, format_bytes
 
 LINK_NAMES: Final = {INSIDE: "network inside", BETWEEN: "network between"}
+MOST_LAYERS: Final = 16
 PLANNED: Final = "planned"
 MEASURED: Final = "measured"
 
@@ -70,6 +72,15 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Layer:
+    """A part of the model in the compute of a planned view: from when to when its gradients become ready."""
+
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """The step as planned, or as measured.
 
@@ -83,6 +94,8 @@ class View:
             decides, or the times do not tell.
         forward_s: how long the forward before it took, `None` if not known.
         optimizer_s: the same of the optimizer after it.
+        layers: what the backward computes, in order, as far as ready times tell.
+        assumed_s: how long the backward was taken to be, if nobody has timed it: times are then said in percent of it.
     """
 
     name: str
@@ -93,6 +106,14 @@ class View:
     critical_member: str | None = None
     forward_s: float | None = None
     optimizer_s: float | None = None
+    layers: tuple[Layer, ...] = ()
+    assumed_s: float | None = None
+
+    def said(self, seconds: float) -> str:
+        """A time for people."""
+        if self.assumed_s is None:
+            return format_time(seconds)
+        return f"{100 * seconds / self.assumed_s if self.assumed_s else 0.0:.3g}%"
 
     @property
     def boxes(self) -> list[Transfer]:
@@ -139,6 +160,11 @@ class Timeline:
     step: Step
     lanes: tuple[str, ...]
     views: tuple[View, ...]
+
+    @property
+    def assumed_s(self) -> float | None:
+        """As in the planned view. There is no other one then."""
+        return self.views[0].assumed_s
 
     @property
     def start_s(self) -> float:
@@ -196,13 +222,46 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
         on_lanes = [(stage, lanes) for stage in each.stages for lanes in _lanes_of(stage, lane, several)]
         stages = [Transfer(number, at, each.ready_s, *one[1:]) for one, at in on_lanes]
         transfers.append(Transfer(number, lane, *times, stages=tuple(stages) if len(stages) > 1 else ()))
-    view = View(PLANNED, f"predicted; {_basis(step)}", step.backward_s, tuple(_in_rows(transfers)))
+    assumed_s = step.backward_s if step.ready.backward_s is None else None
+    source = _basis(step) if assumed_s is not None else f"predicted; {_basis(step)}"
+    view = View(PLANNED, source, step.backward_s, tuple(_in_rows(transfers)), assumed_s=assumed_s)
     for stall in view.exposed:  # compute ends later by what it stood still for before
         if stall.start_s < view.backward_s:
             view = replace(view, backward_s=view.backward_s + stall.end_s - stall.start_s)
+    view = replace(view, layers=tuple(_layers(step, view)))
     if any(each.stages for each in transfers):
         return _with_critical_stages(view, step)
     return _with_critical_path(view, step, [None, *range(len(transfers) - 1)])
+
+
+def _layers(step: Step, view: View) -> Iterator[Layer]:
+    """Modules in the order in which their gradients become ready, as deep as `MOST_LAYERS` allow; neighbours as one."""
+    gradients = [each for each in step.plan.gradients if each.name != UNUSED_FLAGS]
+    ready = sorted(((step.ready.of(each), each.name.split(".")[:-1]) for each in gradients), key=lambda each: each[0])
+    runs: list[tuple[str, float]] = []
+    for depth in range(max((len(path) for _, path in ready), default=0), 0, -1):
+        found = [(name, [*run][-1][0]) for name, run in groupby(ready, key=lambda each: ".".join(each[1][:depth]))]
+        if len(found) == 1 and runs:
+            break
+        runs = found
+        if len(runs) <= MOST_LAYERS:
+            break
+    start_s, together = 0.0, -(-len(runs) // MOST_LAYERS)
+    for first in range(0, len(runs), together or 1):
+        names = [name or "the module itself" for name, _ in runs[first : first + together]]
+        end_s = _with_stalls(runs[min(first + together, len(runs)) - 1][1] * step.backward_s, view)
+        if end_s > start_s:
+            yield Layer(" .. ".join(dict.fromkeys((names[0], names[-1]))), start_s, end_s)
+        start_s = end_s
+
+
+def _with_stalls(compute_s: float, view: View) -> float:
+    """When so much is computed: compute stands still in between."""
+    at_s = compute_s
+    for stall in view.exposed:
+        if stall.start_s < min(at_s, view.backward_s):
+            at_s += stall.end_s - stall.start_s
+    return at_s
 
 
 def _lanes_of(stage: Carried, lane: int, several: bool) -> Sequence[int]:
@@ -413,7 +472,7 @@ def critical_path_text(view: View) -> str:
         numbers = f"{buckets[0]} to {buckets[-1]}, {len(buckets)} of them"
     noun = "bucket" if len(buckets) == 1 else "buckets"
     assert view.critical is not None
-    return f"compute until {view.critical_member} ({format_time(view.critical.end_s)}), then {noun} {numbers}"
+    return f"compute until {view.critical_member} ({view.said(view.critical.end_s)}), then {noun} {numbers}"
 
 
 def facts(timeline: Timeline) -> tuple[Fact, ...]:
@@ -435,12 +494,14 @@ def _view_fact(timeline: Timeline, view: View) -> Fact:
     text = summary(view)
     bound_s = timeline.step.bound_s()
     if view.name == PLANNED and bound_s:
-        text += f"; {view.end_s / bound_s:.3f} times the bound of {format_time(bound_s)}"
+        text += f"; {view.end_s / bound_s:.3f} times the best possible end, {view.said(bound_s)}"
     return Fact(view.name, f"{text} ({view.source})")
 
 
 def summary(view: View) -> str:
     """How long it takes, and how much of that is exposed."""
     share = view.exposed_s / view.end_s if view.end_s else 0.0
-    exposed = f"{format_time(view.exposed_s)} of it exposed ({share:.1%})"
-    return f"backward with communication {format_time(view.end_s)}, {exposed}"
+    if view.assumed_s is not None:
+        return f"{share:.1%} of backward and communication exposed, if the backward lasts as long as was assumed"
+    exposed = f"{view.said(view.exposed_s)} of it exposed ({share:.1%})"
+    return f"backward with communication {view.said(view.end_s)}, {exposed}"

@@ -1,5 +1,6 @@
 "use strict";
-// Draws the data of the page: times in ms after the start of the backward. A transfer is a row of numbers:
+// Draws the data of the page: times in ms after the start of the backward, or in percent of a backward that nobody has
+// timed (`assumed`); then everything is hatched. A transfer is a row of numbers:
 // [bucket, lane, launch, start, finish or null, exposed, row, critical]. A box is what is drawn in a network lane, in the
 // order of the starts: a transfer, or a stage of one as another such row.
 (() => {
@@ -19,6 +20,7 @@
   // --- words ---
 
   const time = (ms) => {
+    if (data.assumed) return `${Number(ms.toPrecision(3))}%`;
     if (!ms) return "0 ms";
     const digits = Math.min(Math.max(0, 2 - Math.floor(Math.log10(Math.abs(ms)))), 9);
     return `${ms.toLocaleString("en-US", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ms`;
@@ -84,6 +86,11 @@
       band.compute = y;
       label(y, BAR, "compute", "lane");
       y += BAR + TICKS;
+      band.layers = view.layers.length ? y : null;
+      if (view.layers.length) {
+        label(y, ROW_HIGH, "layers", "lane");
+        y += ROW_HIGH + GAP;
+      }
       if (view.rows) {
         const crowded = view.rows > MOST_ROWS;
         band.queue = { top: y, high: crowded ? DEPTH : ROW_HIGH * view.rows, crowded };
@@ -159,7 +166,7 @@
       context.fillRect(px, AXIS - 5, 1, 5);
       for (const band of bands) context.fillRect(px, band.compute - 6, 1, band.bottom - band.compute + 6);
       context.fillStyle = colours.dim;
-      context.fillText(`${(tick * step).toFixed(digits)} ms`, px, AXIS / 2);
+      context.fillText(`${(tick * step).toFixed(digits)}${data.assumed ? "%" : " ms"}`, px, AXIS / 2);
     }
   }
 
@@ -173,11 +180,44 @@
     context.fillStyle = fill;
     context.fillRect(left, top, right - left, high);
     const wide = right - left;
+    if (data.assumed) hatch(left, top, wide, high);
     const fits = text && wide > 14 ? text().find((each) => context.measureText(each).width < wide - 8) : null;
     if (!fits) return;
     context.fillStyle = on;
     context.textAlign = "center";
     context.fillText(fits, left + wide / 2, top + high / 2 + 1);
+  }
+
+  function hatch(left, top, wide, high) {
+    context.save();
+    context.beginPath();
+    context.rect(left, top, wide, high);
+    context.clip();
+    context.strokeStyle = colours.paper;
+    context.globalAlpha = 0.45;
+    context.beginPath();
+    for (let px = Math.floor((left - high) / 8) * 8; px < left + wide; px += 8) {
+      context.moveTo(px, top + high);
+      context.lineTo(px + high, top);
+    }
+    context.stroke();
+    context.restore();
+  }
+
+  function drawLayers({ view, layers }) {
+    if (layers === null) return;
+    view.layers.forEach(([name, from, to], i) => {
+      const left = Math.max(x(from), GUTTER - 2), right = Math.min(x(to), width);
+      if (right <= left) return;
+      context.fillStyle = i % 2 ? colours.waiting : colours.rule;
+      context.fillRect(left, layers, right - left, ROW_HIGH);
+      const fits = [`${name} ${time(to - from)}`, name, name.split(".").pop()]
+        .find((each) => context.measureText(each).width < right - left - 6);
+      if (!fits) return;
+      context.fillStyle = colours.ink;
+      context.textAlign = "center";
+      context.fillText(fits, (left + right) / 2, layers + ROW_HIGH / 2 + 1);
+    });
   }
 
   function drawCompute(band) {
@@ -361,6 +401,7 @@
     for (const band of bands) {
       drawExposed(band);
       drawCompute(band);
+      drawLayers(band);
       drawQueue(band);
       drawNetwork(band);
       drawCritical(band);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +20,6 @@ from dp_compile.insight.timelines.events import (
     View,
     critical_path_text,
     facts,
-    format_time,
     summary,
 )
 from dp_compile.plan.buckets import Bucket, BucketKey
@@ -35,6 +35,7 @@ _LEGEND: Final = (
     ("end", "end of the backward"),
 )
 _UNSEEN: Final = ("unseen", "launched, its end was not seen")
+_ASSUMED: Final = ("assumed", "assumed: nobody has timed the backward, times are shares of it")
 _BUTTONS: Final = (
     '<div class="controls"><button type="button" id="closer" aria-label="zoom in">+</button>'
     '<button type="button" id="farther" aria-label="zoom out">&minus;</button>'
@@ -83,7 +84,7 @@ def _facts(timeline: Timeline) -> str:
 
 def _legend(timeline: Timeline) -> str:
     unseen = any(each.finish_s is None for view in timeline.views for each in view.transfers)
-    entries = [*_LEGEND, *((_UNSEEN,) if unseen else ())]
+    entries = [*_LEGEND, *((_UNSEEN,) if unseen else ()), *((_ASSUMED,) if timeline.assumed_s is not None else ())]
     lines = [f'<li><span class="swatch {name}"></span>{escape(text)}</li>' for name, text in entries]
     return f'<ul class="legend">{"".join(lines)}</ul>'
 
@@ -98,20 +99,24 @@ def _chart(timeline: Timeline) -> str:
 
 
 def _json(timeline: Timeline) -> str:
-    """Times in ms. No `<` is left, so that no name can end the script element."""
+    """Times in ms, or in percent of a backward that nobody has timed.
+
+    No `<` is left, so that no name can end the script element.
+    """
     data = {
         "lanes": timeline.lanes,
-        "start": _ms(timeline.start_s),
-        "end": _ms(timeline.end_s),
+        "assumed": timeline.assumed_s is not None,
+        "start": _scaled(timeline.views[0], timeline.start_s),
+        "end": _scaled(timeline.views[0], timeline.end_s),
         "buckets": [_bucket(bucket) for bucket in timeline.step.plan.buckets],
         "views": [_view(view) for view in timeline.views],
     }
     return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _ms(seconds: float) -> float:
-    """Milliseconds, to the nanosecond: shorter in the file, finer than any clock."""
-    return round(seconds * 1e3, 6)
+def _scaled(view: View, seconds: float) -> float:
+    """Milliseconds, to the nanosecond: shorter in the file, finer than any clock. Or percent of what is assumed."""
+    return round(seconds * (1e3 if view.assumed_s is None else 100 / (view.assumed_s or 1.0)), 6)
 
 
 def _bucket(bucket: Bucket) -> dict[str, Any]:
@@ -129,26 +134,28 @@ def key_text(key: BucketKey) -> str:
 
 
 def _view(view: View) -> dict[str, Any]:
+    scaled = partial(_scaled, view)
     return {
         "name": view.name,
         "backward_name": view.backward_name,
         "summary": f"critical path: {critical_path_text(view)}",
-        "forward": _ms(view.forward_s or 0.0),
-        "backward": _ms(view.backward_s),
-        "optimizer": _ms(view.optimizer_s or 0.0),
-        "end": _ms(view.end_s),
+        "forward": scaled(view.forward_s or 0.0),
+        "backward": scaled(view.backward_s),
+        "optimizer": scaled(view.optimizer_s or 0.0),
+        "end": scaled(view.end_s),
         "rows": view.rows,
-        "critical": None if view.critical is None else [_ms(each) for each in view.critical],
-        "stalls": [[_ms(each) for each in interval] for interval in view.exposed],
-        "transfers": [_transfer(each) for each in view.transfers],
-        "boxes": [_transfer(each) for each in view.boxes],
+        "layers": [[each.name, scaled(each.start_s), scaled(each.end_s)] for each in view.layers],
+        "critical": None if view.critical is None else [scaled(each) for each in view.critical],
+        "stalls": [[scaled(each) for each in interval] for interval in view.exposed],
+        "transfers": [_transfer(view, each) for each in view.transfers],
+        "boxes": [_transfer(view, each) for each in view.boxes],
     }
 
 
-def _transfer(each: Transfer) -> list[float | None]:
+def _transfer(view: View, each: Transfer) -> list[float | None]:
     """In the order of the names in page.js."""
-    finish = None if each.finish_s is None else _ms(each.finish_s)
-    times = [_ms(each.launch_s), _ms(each.start_s), finish, _ms(each.exposed_s)]
+    finish = None if each.finish_s is None else _scaled(view, each.finish_s)
+    times = [_scaled(view, each.launch_s), _scaled(view, each.start_s), finish, _scaled(view, each.exposed_s)]
     return [each.bucket, each.lane, *times, each.row, int(each.critical)]
 
 
@@ -175,14 +182,14 @@ def _table(timeline: Timeline) -> str:
 def _row(timeline: Timeline, number: int, bucket: Bucket) -> str:
     cells = [_cell(str(number), "n"), _cell(format_bytes(bucket.nbytes), "n"), _cell(key_text(bucket.key))]
     for view in timeline.views:
-        cells += _times(view.transfers[number]) if number < len(view.transfers) else [_cell("")] * 5
+        cells += _times(view, view.transfers[number]) if number < len(view.transfers) else [_cell("")] * 5
     cells += [_cell(", ".join(_labels(bucket))), _cell(bucket.reason)]
     return f"<tr>{''.join(cells)}</tr>"
 
 
-def _times(each: Transfer) -> list[str]:
-    finish = "not seen" if each.finish_s is None else format_time(each.finish_s)
-    times = [format_time(each.launch_s), format_time(each.start_s), finish, format_time(each.exposed_s)]
+def _times(view: View, each: Transfer) -> list[str]:
+    finish = "not seen" if each.finish_s is None else view.said(each.finish_s)
+    times = [view.said(each.launch_s), view.said(each.start_s), finish, view.said(each.exposed_s)]
     return [*(_cell(text, "n") for text in times), _cell("yes" if each.critical else "")]
 
 

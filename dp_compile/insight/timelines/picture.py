@@ -19,7 +19,6 @@ from dp_compile.insight.timelines.events import (
     View,
     critical_path_text,
     facts,
-    format_time,
     span_of_members,
 )
 from dp_compile.plan.buckets import Bucket
@@ -60,24 +59,26 @@ class _Axis:
 
     start_s: float
     end_s: float
+    assumed_s: float | None = None
 
     def x(self, seconds: float) -> float:
         return _LEFT + (seconds - self.start_s) / ((self.end_s - self.start_s) or 1.0) * (_RIGHT - _LEFT)
 
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Round times with their labels, about eight."""
-        span_ms = (self.end_s - self.start_s) * 1e3 or 1.0
+        whole, unit = (1e-3, " ms") if self.assumed_s is None else ((self.assumed_s or 1.0) / 100, "%")
+        span_ms = (self.end_s - self.start_s) / whole or 1.0
         power = 10 ** math.floor(math.log10(span_ms / 8))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= span_ms / 8)
         digits = max(0, -math.floor(math.log10(step) + 1e-9))
-        first = math.ceil(self.start_s * 1e3 / step - 1e-9)
-        for number in range(first, math.floor(self.end_s * 1e3 / step + 1e-9) + 1):
-            yield number * step * 1e-3, f"{number * step:.{digits}f} ms"
+        first = math.ceil(self.start_s / whole / step - 1e-9)
+        for number in range(first, math.floor(self.end_s / whole / step + 1e-9) + 1):
+            yield number * step * whole, f"{number * step:.{digits}f}{unit}"
 
 
 def picture(timeline: Timeline) -> str:
     """The whole SVG document."""
-    axis = _Axis(timeline.start_s, timeline.end_s)
+    axis = _Axis(timeline.start_s, timeline.end_s, timeline.assumed_s)
     y = _MARGIN + _LINE
     parts: list[str] = []
     for fact in facts(timeline):
@@ -85,7 +86,7 @@ def picture(timeline: Timeline) -> str:
         parts.append(svg.text(_MARGIN, y, fact.label, colour=_DIM))
         parts += [svg.text(_LEFT - 36, y + _LINE * number, line) for number, line in enumerate(lines)]
         y += _LINE * len(lines)
-    parts += _legend(y + 6)
+    parts += _legend(y + 6, timeline.assumed_s is not None)
     y += 34
     parts += [svg.text(axis.x(at_s), y, label, colour=_DIM, anchor="middle") for at_s, label in axis.ticks()]
     for view in timeline.views:
@@ -95,12 +96,20 @@ def picture(timeline: Timeline) -> str:
     return _document([*parts, *listed], y)
 
 
+_HATCH: Final = (
+    '<defs><pattern id="assumed" width="7" height="7" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    f'<rect width="2.5" height="7" fill="{_PAPER}" fill-opacity="0.45"/></pattern></defs>'
+)
+"""Over what nobody has measured."""
+
+
 def _document(parts: Sequence[str], height: float) -> str:
+    hatch = [_HATCH] if any("url(#assumed)" in part for part in parts) else []
     size = f'width="{_WIDTH:.0f}" height="{height:.0f}" viewBox="0 0 {_WIDTH:.0f} {height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="{_FONT}" font-size="12" role="img">'
     card = f'<rect x="0.5" y="0.5" width="{_WIDTH - 1:.0f}" height="{height - 1:.0f}" rx="6" '
     card += f'fill="{_PAPER}" stroke="{_RULE}"/>'
-    return "\n".join([head, "<title>Timeline of a step</title>", card, *parts, "</svg>", ""])
+    return "\n".join([head, "<title>Timeline of a step</title>", *hatch, card, *parts, "</svg>", ""])
 
 
 # --- one view ---------------------------------------------------------------------------------------------------
@@ -111,20 +120,22 @@ def _view(timeline: Timeline, view: View, axis: _Axis, top: float) -> tuple[list
     parts = [svg.text(_MARGIN, top + 12, view.name, bold=True)]
     parts.append(svg.text(_MARGIN + 70, top + 12, _clipped(f"critical path: {critical_path_text(view)}"), colour=_DIM))
     compute = top + 36
-    queue = compute + _BAR + 8
+    layers = compute + _BAR + 8
+    queue = layers + (_ROW + 6 if view.layers else 0)
     depth = _ROW * min(view.rows, _MOST_ROWS)
     networks = [queue + depth + (7 if depth else 0) + (_BAR + 7) * lane for lane in range(len(timeline.lanes))]
     bottom = (networks[-1] if networks else queue) + _BAR + 5
     parts += _background(view, axis, compute - 16, compute, bottom)
     parts += _lane_name(compute, "compute")
-    parts += _boxes(_compute_boxes(view, axis), compute)
+    parts += _boxes(_compute_boxes(view, axis), compute, view)
     parts += _ticks(view, axis, compute + _BAR)
+    parts += _layer_boxes(view, axis, layers)
     if view.rows:
         parts += _lane_name(queue - 5, "waiting" if view.rows <= _MOST_ROWS else f"waiting, up to {view.rows}")
         parts += _queue(view, axis, queue, depth)
     for lane, (name, y) in enumerate(zip(timeline.lanes, networks, strict=True)):
         parts += _lane_name(y, name)
-        parts += _boxes(_joined(_network_boxes(timeline, view, axis, lane)), y)
+        parts += _boxes(_joined(_network_boxes(timeline, view, axis, lane)), y, view)
         parts += _unseen(view, axis, lane, y)
     parts += _critical(view, axis, compute + _BAR, networks)
     return parts, bottom + 14
@@ -140,7 +151,7 @@ def _background(view: View, axis: _Axis, top: float, compute: float, bottom: flo
     for each in view.exposed:
         left, right = axis.x(each.start_s), axis.x(each.end_s)
         parts.append(svg.rect(left, top, right - left, bottom - top, _BAND))
-        text = f"{format_time(each.end_s - each.start_s)} exposed"
+        text = f"{view.said(each.end_s - each.start_s)} exposed"
         half = len(text) * _CHARACTER / 2
         if len(view.exposed) == 1 or 2 * half < right - left:
             middle = min((left + right) / 2, _RIGHT - half)
@@ -152,7 +163,7 @@ def _background(view: View, axis: _Axis, top: float, compute: float, bottom: flo
 
 def _compute_boxes(view: View, axis: _Axis) -> Iterator[_Box]:
     def box(start_s: float, end_s: float, colour: str, name: str, seconds: float) -> _Box:
-        texts = (f"{name} {format_time(seconds)}", name) if name else ()
+        texts = (f"{name} {view.said(seconds)}", name) if name else ()
         return _Box(axis.x(start_s), axis.x(end_s), colour, texts)
 
     if view.forward_s:
@@ -169,6 +180,19 @@ def _compute_boxes(view: View, axis: _Axis) -> Iterator[_Box]:
         yield box(*stall, _EXPOSED, "waits", stall.end_s - stall.start_s)
     if view.optimizer_s:
         yield box(view.end_s, view.end_s + view.optimizer_s, _COMPUTE, "optimizer", view.optimizer_s)
+
+
+def _layer_boxes(view: View, axis: _Axis, top: float) -> Iterator[str]:
+    """What compute is of, in two shades in turns; a name where there is room."""
+    if view.layers:
+        yield svg.text(_MARGIN, top + _ROW / 2 + 4, "layers", colour=_DIM)
+    for number, each in enumerate(view.layers):
+        left, right = axis.x(each.start_s), axis.x(each.end_s)
+        yield svg.rect(left, top, max(right - left, 0.8), _ROW, (_RULE, _WAITING)[number % 2])
+        texts = (f"{each.name} {view.said(each.end_s - each.start_s)}", each.name, each.name.rpartition(".")[2])
+        text = next((text for text in texts if len(text) * _CHARACTER < right - left - 4), None)
+        if text:
+            yield svg.text((left + right) / 2, top + _ROW - 3, text, anchor="middle", size=10)
 
 
 def _ticks(view: View, axis: _Axis, top: float) -> Iterator[str]:
@@ -212,7 +236,7 @@ def _network_boxes(timeline: Timeline, view: View, axis: _Axis, lane: int) -> It
             continue
         nbytes = format_bytes(timeline.step.plan.buckets[each.bucket].nbytes)
         short = f"{each.bucket}: {nbytes}"
-        texts: tuple[str, ...] = (f"{short}, {format_time(each.finish_s - each.start_s)}", short, str(each.bucket))
+        texts: tuple[str, ...] = (f"{short}, {view.said(each.finish_s - each.start_s)}", short, str(each.bucket))
         if any(each.start_s < mark_s < each.finish_s for mark_s in marks):
             texts = ()  # A triangle would lie on it.
         turn = each.finish_s if each.exposed is None else max(each.start_s, each.exposed.start_s)
@@ -238,10 +262,12 @@ def _joined(boxes: Iterator[_Box]) -> Iterator[_Box]:
         yield held
 
 
-def _boxes(boxes: Iterator[_Box], top: float) -> Iterator[str]:
+def _boxes(boxes: Iterator[_Box], top: float, view: View) -> Iterator[str]:
     for left, right, colour, texts in boxes:
         wide = max(right - left - (1 if right - left > 4 else 0), 0.8)
         yield svg.rect(left, top, wide, _BAR, colour)
+        if view.assumed_s is not None:
+            yield svg.rect(left, top, wide, _BAR, "url(#assumed)")
         text = next((text for text in texts if len(text) * _CHARACTER < wide - 6), None)
         if text:
             yield svg.text(left + wide / 2, top + _BAR / 2 + 4, text, colour=_PAPER, anchor="middle")
@@ -272,7 +298,7 @@ def _critical(view: View, axis: _Axis, compute_bottom: float, networks: Sequence
 # --- legend and list --------------------------------------------------------------------------------------------
 
 
-def _legend(top: float) -> Iterator[str]:
+def _legend(top: float, is_assumed: bool) -> Iterator[str]:
     x = _MARGIN
     entries = (
         (_COMPUTE, "compute"),
@@ -289,6 +315,10 @@ def _legend(top: float) -> Iterator[str]:
     x += 26 + 13 * _CHARACTER + 14
     yield svg.line(x, top - 12, x, top + 4, svg.INK, dashed=True)
     yield svg.text(x + 8, top, "end of the backward")
+    if is_assumed:
+        for colour in (_COMPUTE, "url(#assumed)"):
+            yield svg.rect(_MARGIN, top + 6, 20, 11, colour)
+        yield svg.text(_MARGIN + 26, top + 15, "assumed: nobody has timed the backward, times are shares of it")
 
 
 def _list(timeline: Timeline, top: float) -> tuple[list[str], float]:
@@ -330,7 +360,7 @@ def _list_entry(timeline: Timeline, number: int, y: float) -> Iterator[str]:
     bucket = timeline.step.plan.buckets[number]
     cells = [str(number), format_bytes(bucket.nbytes)]
     for view in timeline.views:
-        cells += _times(view.transfers[number]) if number < len(view.transfers) else [""] * len(_TIMES)
+        cells += _times(view, view.transfers[number]) if number < len(view.transfers) else [""] * len(_TIMES)
     for x, cell in zip(_columns(timeline), cells, strict=True):
         yield svg.text(x, y, cell, anchor="end")
 
@@ -342,9 +372,9 @@ def _about(bucket: Bucket) -> list[str]:
     return [*lines[:1], *(_clipped(" ".join(lines[1:])) for _ in lines[1:2])]
 
 
-def _times(each: Transfer) -> list[str]:
-    finish = "not seen" if each.finish_s is None else format_time(each.finish_s)
-    return [format_time(each.launch_s), format_time(each.start_s), finish, format_time(each.exposed_s)]
+def _times(view: View, each: Transfer) -> list[str]:
+    finish = "not seen" if each.finish_s is None else view.said(each.finish_s)
+    return [view.said(each.launch_s), view.said(each.start_s), finish, view.said(each.exposed_s)]
 
 
 def _clipped(content: str) -> str:

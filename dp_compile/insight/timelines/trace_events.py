@@ -94,7 +94,14 @@ def _view(timeline: Timeline, number: int, zero_us: float) -> Iterator[Event]:
 def _names(timeline: Timeline, view: View, pid: int) -> Iterator[Event]:
     threads = {_COMPUTE: "compute", _EXPOSED: "exposed", _CRITICAL: "critical path"}
     threads |= {_NETWORK + lane: name for lane, name in enumerate(timeline.lanes)}
-    yield {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": f"dp_compile {view.name}"}}
+    assumed = "" if view.assumed_s is None else ", times assumed"
+    yield {
+        "name": "process_name",
+        "ph": "M",
+        "pid": pid,
+        "tid": 0,
+        "args": {"name": f"dp_compile {view.name}{assumed}"},
+    }
     yield {"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
     for tid, name in threads.items():
         yield {"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,79 @@
+"""What the package offers, from its docstrings: `python docs/tables.py docs` writes api.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import dp_compile
+from dp_compile import optim
+from dp_compile.config import ReplicateConfig
+from dp_compile.errors import DPCompileError
+
+HEAD = """\
+# What the package offers
+
+Made from docstrings by `python docs/tables.py docs`; a test compares. `help(dp_compile.replicate)` says all of it:
+arguments, errors, and what to know. Names that are not here may change without notice.
+"""
+
+
+def document() -> str:
+    """The whole page."""
+    names = [name for name in dp_compile.__all__ if not inspect.ismodule(getattr(dp_compile, name))]
+    values = {name: getattr(dp_compile, name) for name in names}
+    errors = {name: value for name, value in values.items() if _is_error(value)}
+    classes = {name: value for name, value in values.items() if inspect.isclass(value) and name not in errors}
+    functions = {name: value for name, value in values.items() if name not in errors | classes}
+    in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
+    parts = [HEAD, "## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
+    parts += ["\n## Errors\n", *_rows(errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
+    parts += ["\n## Options: `ReplicateConfig`\n", *_options()]
+    return "\n".join(parts) + "\n"
+
+
+def _is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, DPCompileError)
+
+
+def _rows(values: dict[str, Any]) -> Iterator[str]:
+    yield "| name | what |\n|---|---|"
+    for name, value in values.items():
+        yield f"| `{_signature(name, value)}` | {_in_a_cell(_first_paragraph(value))} |"
+
+
+def _signature(name: str, value: Any) -> str:
+    """The name, of a function with those of its arguments."""
+    if inspect.isclass(value):
+        return name
+    arguments = []
+    for each in inspect.signature(value).parameters.values():
+        if each.kind is each.KEYWORD_ONLY and "*" not in arguments:
+            arguments.append("*")
+        arguments.append(each.name if each.default is each.empty else f"{each.name}=")
+    return f"{name}({', '.join(arguments)})"
+
+
+def _first_paragraph(value: Any) -> str:
+    return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+
+
+def _in_a_cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def options() -> dict[str, str]:
+    """Each option with what its class says of it."""
+    text = (inspect.getdoc(ReplicateConfig) or "").split("Args:\n")[1].split("\n\nRaises:")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", text, re.MULTILINE)
+    return {name: " ".join(said.split()) for name, said in found}
+
+
+def _options() -> Iterator[str]:
+    said = options()
+    yield "| option | type, default, meaning |\n|---|---|"
+    for field in dataclasses.fields(ReplicateConfig):
+        yield f"| `{field.name}` | {_in_a_cell(said[field.name])} |"

@@ -1,0 +1,251 @@
+"""One truth of a step: what is timed unasked, what `calibrate` found, and that nothing assumed looks measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from steps import step_of_buckets
+from torch import nn
+
+import dp_compile
+from dp_compile.engine import calibration
+from dp_compile.engine.calibration import calibrated
+from dp_compile.insight.explanation import explanation_of
+from dp_compile.insight.explanation.exposure import slowest_part
+from dp_compile.insight.first_steps import FIRST, observer
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
+from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
+from dp_compile.insight.timelines.events import MOST_LAYERS, timeline_of
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes
+
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    return dp_compile.replicate(model, config=CONFIG)
+
+
+def train(model: nn.Module, times: int, run: Any = None, batch: int = 4) -> None:
+    run = run or torch.compile(model, backend="aot_eager")
+    for _ in range(times):
+        model.zero_grad()
+        run(torch.ones(batch, 8)).sum().backward()
+
+
+# --- timed unasked ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_report_and_explain_say_the_same_backward() -> None:
+    model = mlp()
+    train(model, 1)
+    assert "not known, nobody has timed the backward" in str(dp_compile.explain(model))
+    assert " ms" not in str(dp_compile.report(model))
+    train(model, 3)
+    step, report = dp_compile.step_of(model), str(dp_compile.report(model))
+    assert step.measured is not None
+    assert "measured in the first steps, median of" in step.measured.source
+    (said,) = re.findall(r"^backward: (\S+) ms", report, re.MULTILINE)
+    assert float(said) == pytest.approx(step.measured.backward_s * 1e3, rel=0.01)
+    text = str(dp_compile.explain(model))
+    assert text.count("(taken)") == 1
+    assert "Compute-bound" in text or "Communication-bound" in text
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_only_the_first_ones_and_none_that_compiles() -> None:
+    model = mlp()
+    run = torch.compile(model, backend="aot_eager")
+    train(model, FIRST, run)  # the first one compiles
+    replica = replica_of(model)
+    assert len(observer._timed[replica].clocks) == FIRST - 1
+    train(model, 5, run)
+    assert len(observer._timed[replica].clocks) == FIRST
+    with dp_compile.measure(model):
+        train(model, 2, run)
+    measured = dp_compile.step_of(model).measured
+    assert measured is not None
+    assert measured.source.startswith("measured by dp_compile.measure()")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_new_plan_starts_anew() -> None:
+    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
+    model = dp_compile.replicate(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), config=config)
+    run = torch.compile(model, backend="aot_eager")
+    train(model, 3, run)
+    before = list(observer._timed[replica_of(model)].clocks)
+    train(model, 3, run)
+    assert before
+    assert not set(map(id, before)) & set(map(id, observer._timed[replica_of(model)].clocks))
+
+
+class Breaks(nn.Module):
+    """Its backward breaks: a hook on an activation looks at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        if y.requires_grad:
+            y.register_hook(look_at_it)
+        return self.two(y)
+
+
+def look_at_it(grad: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_backward_in_pieces_is_measured_and_says_what_broke_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = dp_compile.replicate(Breaks(), config=CONFIG)
+    train(model, 1)
+    assert dp_compile.step_of(model).measured is None  # it was compiled in it
+    train(model, 3)
+    step = dp_compile.step_of(model)
+    assert step.deferred
+    assert step.measured is not None
+    assert len(step.measured.buckets) == len(step.plan.buckets)
+    (said,) = [each.message for each in caplog.records if "cannot be captured as one graph" in each.message]
+    for text in (said, step.why_deferred, str(dp_compile.report(model)), str(dp_compile.explain(model))):
+        assert "look_at_it" in " ".join(text.split())
+    with dp_compile.measure(model) as measurement:
+        train(model, 2)
+    assert measurement.step is not None
+
+
+# --- what an all-reduce costs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def known() -> Iterator[AllReduceCost]:
+    cost = AllReduceCost(1e-3, 2e-9)
+    assert dist.group.WORLD is not None
+    calibration._known[dist.group.WORLD] = {"cpu": cost}
+    yield cost
+    calibration._known.clear()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_what_calibrate_found_is_said_and_not_planned_with(known: AllReduceCost) -> None:
+    assert dist.group.WORLD is not None
+    model = mlp()
+    train(model, 1)
+    step = dp_compile.step_of(model)
+    assert (step.cost, step.cost_source) == (known, "measured by calibrate()")
+    replica = replica_of(model)
+    assert replica.certificate is not None
+    assert replica.certificate.cost != known
+    assert calibrated(dist.group.WORLD, torch.device("cuda"), with_levels=False) is None
+    assert calibrated(dist.group.WORLD, torch.device("cpu"), with_levels=True) is None
+
+
+# --- what is assumed, and what is slow ------------------------------------------------------------------------------
+
+
+def assumed(step: Step) -> Step:
+    return dataclasses.replace(step, ready=dataclasses.replace(step.ready, backward_s=None, basis=ESTIMATED))
+
+
+def test_an_assumed_timeline_has_no_milliseconds_and_is_hatched() -> None:
+    step = assumed(step_of_buckets(5))
+    page, picture = timeline_page(step), timeline_picture(step)
+    assert not re.search(r"\d ms\b", page.split("<script>")[0])
+    assert not re.search(r"\d ms\b", picture)
+    assert "url(#assumed)" in picture
+    assert '"assumed":true' in page
+    assert "url(#assumed)" not in timeline_picture(step_of_buckets(5))
+    assert "times assumed" in str(timeline_trace(step)["traceEvents"])
+    text = str(explanation_of(step))
+    assert not re.search(r"\d ms\b", text.split("Exposed")[1])
+    assert "in % of the backward" in text
+
+
+def test_layers_fill_the_compute_and_are_few() -> None:
+    step = step_of_buckets(40, per_bucket=5)
+    (view,) = timeline_of(step).views
+    assert 1 < len(view.layers) <= MOST_LAYERS
+    assert view.layers[0].start_s == 0
+    assert view.layers[-1].end_s == pytest.approx(view.backward_s)
+    assert all(one.end_s == other.start_s for one, other in zip(view.layers, view.layers[1:], strict=False))
+    assert view.layers[0].name == "blocks.39 .. blocks.37"
+    few = timeline_of(step_of_buckets(2)).views[0].layers
+    assert [each.name for each in few] == [
+        "blocks.1.attention.out", "blocks.1.attention.qkv", "blocks.0.mlp.shrink", "blocks.0.mlp.expand",
+        "blocks.0.attention.out", "blocks.0.attention.qkv",
+    ]  # fmt: skip
+
+
+def test_the_slow_part_is_named_from_launches_if_they_were_measured() -> None:
+    step = dataclasses.replace(step_of_buckets(4, per_bucket=1), measured=None)
+    even = dataclasses.replace(step, ready=ReadyTimes({index: 1 - index / 4 for index in range(4)}, 0.1, "stated"))
+    names = [bucket.members[0].gradient.name for bucket in even.plan.buckets]
+    slow = slowest_part(dataclasses.replace(even, ready=ReadyTimes({3: 0.1, 2: 0.8, 1: 0.9, 0: 1.0}, 0.1, "stated")))
+    assert slow is not None
+    assert (slow.after, slow.before, slow.measured) == (names[0], names[1], False)
+    assert slow.share == pytest.approx(0.7)
+    launched = [MeasuredBucket(at_s, None, 0.0) for at_s in (0.01, 0.02, 0.09, 0.1)]
+    seen = slowest_part(dataclasses.replace(even, measured=MeasuredStep(0.1, tuple(launched), "stated", 3)))
+    assert seen is not None
+    assert (seen.after, seen.before, seen.measured) == (names[1], names[2], True)
+    assert seen.share == pytest.approx(0.7)
+    text = str(explanation_of(dataclasses.replace(even, measured=MeasuredStep(0.1, tuple(launched), "stated", 3))))
+    line = " ".join(text.split())
+    assert f"Compute: 70.0 ms, 70% of the backward, lie between {names[1]} and {names[2]}, measured on rank 3." in line
+
+
+# --- what was silent ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_warm_up_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    model, said = mlp(), []
+    run = torch.compile(model, backend="aot_eager")
+    batches = [torch.ones(4, 8)]
+    with caplog.at_level(logging.INFO, "dp_compile.warmup"):
+        record = dp_compile.warmup(run, batches, lambda x: run(x).sum(), gradients_kept=False, progress=said.append)
+    assert said == [each.message for each in caplog.records if each.name == "dp_compile.warmup"]
+    assert said[0].startswith("warm-up, round 1: backward 1 of ")
+    assert sum(int(re.findall(r"compiled (\d+) graph", line)[0]) for line in said) == record.graphs
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_late_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    run = torch.compile(model, backend="aot_eager")
+    train(model, 12, run)
+    assert not [each for each in caplog.records if "compiled anew" in each.message]
+    train(model, 1, run, batch=6)
+    (said,) = [each.message for each in caplog.records if "compiled anew" in each.message]
+    assert said.startswith("synchronised backward 13 was compiled anew: the step took ")
+    train(model, 2, run, batch=6)
+    assert sum("compiled anew" in each.message for each in caplog.records) == 1
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_after_a_warm_up_every_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    run = torch.compile(model, backend="aot_eager")
+    dp_compile.warmup(run, [torch.ones(4, 8)], lambda x: run(x).sum(), accumulation=False, gradients_kept=False)
+    train(model, 2, run)
+    assert not [each for each in caplog.records if "compiled anew" in each.message]
+    train(model, 1, run, batch=6)
+    assert [each for each in caplog.records if "synchronised backward 3 was compiled anew" in each.message]
