@@ -77,20 +77,25 @@ def groups_that_shard(tensor: torch.Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def layout_of(tensor: torch.Tensor) -> str:
-    """For people, and to compare: how a DTensor is laid out over its mesh; empty for any other tensor."""
+    """For people, and to compare: how a DTensor is laid out over its mesh, and which part this rank holds.
+
+    Empty for any other tensor.
+    """
     if not is_dtensor(tensor):
         return ""
     mesh: Any = tensor.device_mesh  # type: ignore[attr-defined]
     names = mesh.mesh_dim_names or tuple(range(mesh.ndim))
     placements: Iterable[Any] = tensor.placements  # type: ignore[attr-defined]
-    return ", ".join(f"{placement} over {name}" for placement, name in zip(placements, names, strict=True))
+    layout = ", ".join(f"{placement} over {name}" for placement, name in zip(placements, names, strict=True))
+    return f"{layout}, part {list(mesh.get_coordinate())} of {list(mesh.shape)}"
 
 
 def is_partial(tensor: Any) -> bool:
     """Whether the values of a DTensor are what its ranks' parts add up to."""
-    return any(placement.is_partial() for placement in tensor.placements)
+    return any(bool(placement.is_partial()) for placement in tensor.placements)
 
 
 def _waited_for(part: Any) -> torch.Tensor:
     """A part that a collective may still be on its way to."""
-    return part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()
+    found: torch.Tensor = part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()
+    return found

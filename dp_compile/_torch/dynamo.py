@@ -30,7 +30,7 @@ with named():
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
 
-    _set_compiler: Callable[..., tuple[Any, bool]] = torch._C._dynamo.compiled_autograd.set_autograd_compiler  # type: ignore[attr-defined]
+    _set_compiler: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_autograd_compiler
     _Capture: Any = _compiled_autograd.AutogradCompilerInstance
     _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]
     # `size_hint` in torch 2.11.

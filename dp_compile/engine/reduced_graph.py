@@ -342,8 +342,8 @@ def _accumulated(parameter: nn.Parameter) -> torch.Tensor:
 
 def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
     options: dict[str, Any] = {"dtype": parameter.dtype.to_real(), "device": parameter.device}
-    parameter = own_part(parameter)
-    shape = [*parameter.shape, 2] if parameter.is_complex() else list(parameter.shape)
+    part = own_part(parameter)
+    shape = [*part.shape, 2] if part.is_complex() else list(part.shape)
     return graph.call_function(torch.zeros, (shape,), options)
 
 

@@ -57,7 +57,7 @@ def clip_grad_norm_(
             parts.setdefault(dtensors.groups_that_shard(each.grad), []).append(dtensors.own_part(each.grad))
     everything = [part for some in parts.values() for part in some]
     norms = [_norm(some, order, groups, foreach) for groups, some in parts.items()]
-    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {order} of the gradients is {float(norm)}, so they cannot be clipped. "
@@ -75,16 +75,18 @@ def _norm(
     """The norm of parts, with those that the other ranks of some groups hold; float64, as powers of it are sent."""
     device = parts[0].device
     own = [part for part in parts if part.numel()]  # a rank may hold nothing of a short dimension
-    norm = torch.zeros((), dtype=torch.float64, device=device)
+    norm: torch.Tensor = torch.zeros((), dtype=torch.float64, device=device)
     if own:
         norm = torch.nn.utils.get_total_norm(own, order, foreach=foreach).to(device, torch.float64)
     for group in groups:
         if math.isinf(order):
-            both = torch.stack([norm.nan_to_num(nan=0.0), norm.isnan().double()])  # no rank's NaN may get lost
+            both = torch.stack(
+                [norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().double()]
+            )  # no rank's NaN may get lost
             dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
             norm = torch.where(both[1] > 0, math.nan, both[0])
         else:
-            power = norm**order
+            power = norm.pow(order)
             dist.all_reduce(power, group=group)
-            norm = power ** (1 / order)
+            norm = power.pow(1 / order)
     return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dp_compile
+from dp_compile import averaging
 from dp_compile._torch import distributed
 from dp_compile.testing.ranks import Ranks
 
@@ -43,8 +45,17 @@ TOKENS, STEPS = 12, 4
 
 
 @functools.cache
-def mesh_of(shape: tuple[int, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES)
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES if len(shape) == 2 else ("between", "inside", "tp"))
+
+
+def dp_of(mesh: DeviceMesh) -> tuple[DeviceMesh, int, int]:
+    """What to replicate over, how many ranks that are, and the place of this one among them."""
+    dp = mesh["dp"] if mesh.ndim == 2 else mesh["between", "inside"]
+    places = list(itertools.product(*map(range, dp.shape)))
+    coordinate = dp.get_coordinate()
+    assert coordinate is not None
+    return dp, dp.size(), places.index(tuple(coordinate))
 
 
 def keep_groups() -> None:
@@ -134,7 +145,7 @@ def full(tensor: Any) -> torch.Tensor:
     return result.detach()
 
 
-def models(plan: str, shape: tuple[int, int], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
+def models(plan: str, shape: tuple[int, ...], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
     """One that is parallel, and what it is when it is not. All ranks but the first of `dp` begin with wrong values."""
     torch._dynamo.reset()
     mesh = mesh_of(shape)
@@ -146,7 +157,7 @@ def models(plan: str, shape: tuple[int, int], *, tied: bool, **options: Any) -> 
     PLANS[plan](model, mesh["tp"])
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(mesh["dp"].get_local_rank())  # replicate() has to undo this
+            parameter.add_(dp_of(mesh)[2])  # replicate() has to undo this
     return model, alone, mesh
 
 
@@ -182,7 +193,7 @@ def compare(model: nn.Module, alone: nn.Module, when: str, *, tolerance: float =
 def train(
     plan: str,
     way: str,
-    shape: tuple[int, int] = (2, 2),
+    shape: tuple[int, ...] = (2, 2),
     config: dp_compile.ReplicateConfig = AOT,
     *,
     set_to_none: bool = True,
@@ -192,13 +203,13 @@ def train(
 ) -> dict[str, int]:
     """Some steps beside one process with the joint batch. Returns which way the backwards went."""
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
-    dp_compile.replicate(model, device_mesh=mesh["dp"], config=config)
+    dp, ranks, here = dp_of(mesh)
+    dp_compile.replicate(model, device_mesh=dp, config=config)
     if hook is not None:
         model.register_comm_hook(mesh["dp"].get_group(), hook)
     before = facts_of(model)
     run = model if way == "eager" else torch.compile(model, backend=config.backend)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, alone)]
-    ranks, here = mesh["dp"].size(), mesh["dp"].get_local_rank()
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
@@ -235,7 +246,7 @@ NIGHTLY = pytest.mark.nightly
         pytest.param("everything", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "captured", (2, 2), {"set_to_none": False}, "captured", marks=NIGHTLY),
         pytest.param("colwise", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
-        pytest.param("everything", "hooks", (2, 2), {}, "eager hooks", marks=NIGHTLY),
+        pytest.param("everything", "hooks", (2, 2), {"accumulate": False}, "eager hooks", marks=NIGHTLY),
         pytest.param("everything", "captured", (1, 4), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "captured", (4, 1), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "eager", (4, 1), {}, "eager hooks", marks=NIGHTLY),
@@ -261,6 +272,17 @@ def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]
 def test_equals_one_process_with_inductor(meshed: Ranks, plan: str) -> None:
     for backwards in meshed.run(train, plan, "captured", (2, 2), dp_compile.ReplicateConfig()):
         assert backwards == {"captured": STEPS, "captured without sync": STEPS // 2}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["eager", "captured"])
+def test_two_levels_beside_it(way: str) -> None:
+    """Eight ranks: two nodes, two ranks inside that hold the same parts, two that hold others."""
+    eight = Ranks(8, "forkserver")
+    try:
+        eight.run(train, "everything", way, (2, 2, 2))
+    finally:
+        eight.stop()
 
 
 # --- beside other options --------------------------------------------------------------------------------------
@@ -339,6 +361,10 @@ def clipped() -> None:
         assert type(norm) is torch.Tensor
         torch.testing.assert_close(norm, expected)
         compare(model, alone, "clipped")
+        for odd, is_odd in ((math.inf, math.isinf), (math.nan, math.isnan)):  # in a part that one rank holds
+            if mesh["tp"].get_local_rank() == 0:
+                model.up.weight.grad.to_local()[0, 0] = odd
+            assert is_odd(dp_compile.optim.clip_grad_norm_(model.parameters(), 0.1, order))
 
 
 def test_clipping(meshed: Ranks) -> None:
@@ -469,7 +495,11 @@ def refusals() -> dict[str, str]:
     note("whole group", lambda: dp_compile.replicate(parallel()))
     note("same dimension", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["tp"]))
     note("torch's reducer", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["dp"], ddp_python_hook=False))
+    crossed = [dist.new_group(each) for each in ([0, 3], [1, 2])][dist.get_rank() in (1, 2)]
+    note("other parts", lambda: dp_compile.replicate(parallel(), process_group=crossed))
     model = parallel()
+    averager = averaging.PeriodicModelAverager(1, process_group=mesh["dp"].get_group())
+    note("averaging", lambda: averager.average_parameters(model.parameters()))
     dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
     note("in_backward", lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1)))
     note(
@@ -491,6 +521,8 @@ def test_refusals(meshed: Ranks) -> None:
         "whole group": "device_mesh=mesh['dp']",
         "same dimension": "device_mesh=mesh['dp']",
         "torch's reducer": "knows no DTensors",
+        "other parts": "part [1] of [2]",
+        "averaging": "which has no average",
         "in_backward": "does not know DTensor parameters",
         "shard": "does not know DTensor parameters",
         "comm hook": "would see parts of gradients",
