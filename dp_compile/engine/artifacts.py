@@ -30,6 +30,7 @@ from dp_compile._torch.artifacts import NotKept as NotKept
 from dp_compile._torch.artifacts import Taken
 from dp_compile.config import has_address
 from dp_compile.engine.artifact_files import GRAPH, Key, Miss, read, write
+from dp_compile.engine.binding import Binding
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce
 from dp_compile.engine.replica import Replica
 from dp_compile.fx.canonical import NoText, digest, name_of_function, text_of
@@ -160,12 +161,39 @@ def places_of(
     return tuple(places)
 
 
+def remembered(key: Key, compute: Callable[[], Any]) -> Any:
+    """Something small that follows from a key: found, or computed and kept."""
+    with contextlib.suppress(Exception):  # a miss, of whatever kind
+        return pickle.loads(read(directory(), key))
+    value = compute()
+    with contextlib.suppress(OSError):
+        write(directory(), key, pickle.dumps(value))
+    return value
+
+
+def key_of_estimates(graph: fx.Graph, binding: Binding, inputs: Sequence[Any], rest: Sequence[Any]) -> Key:
+    """All that a captured graph's estimates of ready times depend on.
+
+    Raises:
+        NotKept: it has no text.
+    """
+    return Key(
+        {
+            GRAPH: digest("estimates", text_of_captured(graph)),
+            "inputs": digest(*map(_text_of_input, inputs), repr(rest)),
+            "binding": digest(repr(binding)),
+            "dp_compile": inductor.source_hash(SOURCES),
+            "torch": f"{torch.__version__} {torch.version.git_version}",
+            "Python": sys.version,
+        }
+    )
+
+
 # --- the key ------------------------------------------------------------------------------------------------------
 
 
 def key_of(
     captured: CapturedGraph,
-    module: fx.GraphModule,
     replicas: Sequence[Replica],
     wanted: ToReduce,
     inputs: Sequence[Any],
@@ -174,8 +202,7 @@ def key_of(
     """All that the code of a backward depends on.
 
     Args:
-        captured: the graph of compiled autograd.
-        module: the same with our reductions.
+        captured: the graph of compiled autograd. What `with_reductions` makes of it follows from the rest.
         replicas: the modules in it.
         wanted: what is reduced.
         inputs: of this backward, with ours.
@@ -186,19 +213,18 @@ def key_of(
     """
     if any(captured.binding.into_existing) or captured.binding.kept or captured.sites.unhooked:
         raise NotKept("gradients are added to those of before")
+    if None in captured.binding.hooked:
+        raise NotKept("a hook of the user's runs in it")
     if wanted.updates or any(replica.scattered or replica.is_mixed for replica in replicas):
         raise NotKept("an optimizer takes part in it")
+    if any(replica.dtensors for replica in replicas):
+        raise NotKept("a DTensor takes part in it")
     if any(replica.comm_hook is not None for replica in replicas):
         raise NotKept("a comm hook takes part in it")
     passes = graph_pass.uuid()
     if passes is None:
         raise NotKept("the source of a pass is not known")
-    _check_inputs(module.graph)
-    check_ops(module.graph)
-    try:
-        graph = text_of(module.graph, _name_of)
-    except NoText as error:
-        raise NotKept(f"it has {error}") from error
+    graph = text_of_captured(captured.graph_module.graph)
     devices = sorted({each.device for each in inputs if isinstance(each, torch.Tensor)}, key=str)
     surroundings = artifacts.surroundings(inductor.patches_of(graph_pass), devices)
     return Key(
@@ -208,7 +234,8 @@ def key_of(
             "ranks": ", ".join(str(replica.group.world_size) for replica in replicas),
             "plans": digest(*(repr(replica.plan.for_code()) for replica in replicas)),
             "options": digest(*map(_options_of, replicas)),
-            "what is reduced": repr((wanted.synced, sorted(wanted.unused.items()), wanted.deferred)),
+            "what is reduced": repr((wanted.synced, wanted.deferred)),
+            "what is unused": digest(*_texts_of_unused(replicas, wanted)),
             "binding": digest(repr(captured.binding.hooked), str(captured.input_count)),
             "passes": digest(repr(passes)),
             "dp_compile": inductor.source_hash(SOURCES),
@@ -217,6 +244,27 @@ def key_of(
             **surroundings,
         }
     )
+
+
+def text_of_captured(graph: fx.Graph) -> str:
+    """A text of a captured graph, in which calls of hooks behind an accumulation stand for whatever these do.
+
+    Raises:
+        NotKept: it has none, or runs code of the user's in it.
+    """
+    _check_inputs(graph)
+    _check_ops(graph)
+    try:
+        return text_of(graph, _name_of)
+    except NoText as error:
+        raise NotKept(f"it has {error}") from error
+
+
+def _texts_of_unused(replicas: Sequence[Replica], wanted: ToReduce) -> Iterator[str]:
+    for ordinal, indices in sorted(wanted.unused.items()):
+        for index in indices:
+            parameter = replicas[ordinal].parameters[index]
+            yield repr((ordinal, index, tuple(parameter.shape), parameter.dtype, parameter.device))
 
 
 def _options_of(replica: Replica) -> str:
@@ -247,6 +295,8 @@ def _name_of(node: fx.Node) -> str | None:
             return f"prologue {artifacts.text_of_prologue(node)}"
         except NotKept as error:
             raise NoText(str(error)) from error
+    if _is_hook_behind(node):
+        return "hook"
     named = artifacts.name_of_op(node.target)
     if named is not None:
         return named
@@ -258,12 +308,19 @@ def _name_of(node: fx.Node) -> str | None:
 
 def _check_inputs(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
-        users = [user for user in node.users if user.users or user.target is not operator.getitem]
-        if node.target != "inputs" and users:
+        reads = [user for user in node.users if user.users or user.target is not operator.getitem]
+        if node.target == "hooks":
+            reads = [read for read in reads if not all(map(_is_hook_behind, read.users))]
+        if node.target != "inputs" and reads:
             raise NotKept(f"it takes {node.target}, beside tensors")
 
 
-def check_ops(graph: fx.Graph) -> None:
+def _is_hook_behind(node: fx.Node) -> bool:
+    """Whether a call is of a hook behind an accumulation: ours, which are taken out, or one that the binding tells."""
+    return node.target is dynamo.call_hook and node.kwargs.get("hook_type") == "post_acc_grad_hook"
+
+
+def _check_ops(graph: fx.Graph) -> None:
     """Refuse ops that are not torch's own, or ours: what they do may change, and their names do not.
 
     Raises:

@@ -15,8 +15,9 @@ import torch
 from torch import fx
 
 from dp_compile._torch import distributed, dynamo
+from dp_compile.config import keeps_compiled
 from dp_compile.engine import window
-from dp_compile.engine.binding import Binder, Binding, find_sites
+from dp_compile.engine.binding import Binder, Binding, Place, find_sites
 from dp_compile.engine.compilation import CompiledBackward, NotTraced, OtherMemory, first_line
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.logs import warn_once
@@ -87,7 +88,7 @@ class CapturedBackward:
         assumed = [each for each in synced if each.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
-        estimates = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
+        estimates = self._estimates(binding, inputs, rest)
         shares: dict[Replica, dict[int, Estimate]] = {}
         for (ordinal, index), estimate in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = estimate
@@ -96,6 +97,26 @@ class CapturedBackward:
             if replica.ready.basis == ASSUMED and replica in shares:  # its plan needs none; they tell people more
                 replica.ready = estimated_times(shares[replica])
         return bool(awaited)
+
+    def _estimates(self, binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> dict[Place, Estimate]:
+        """When gradients are ready, from the graph; found again where backwards are kept, as it takes a while."""
+
+        def compute() -> dict[Place, Estimate]:
+            return estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
+
+        if not keeps_compiled():
+            return compute()
+        try:
+            from dp_compile.engine import artifacts
+
+            if artifacts.why_off("inductor"):
+                return compute()
+            key = artifacts.key_of_estimates(self._graph_module.graph, binding, inputs, rest[:2])
+        except Exception as error:  # this torch, or this graph
+            logger.debug("estimates are not kept: %s", error)
+            return compute()
+        found: dict[Place, Estimate] = artifacts.remembered(key, compute)
+        return found
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""

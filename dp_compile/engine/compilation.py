@@ -81,6 +81,7 @@ class _Keeping:
     parameters: Mapping[int, torch.Tensor] = field(default_factory=dict)
     taken: Any = None
     outputs: tuple[Any, ...] = ()
+    is_found: bool = False
 
 
 class CompiledBackward:
@@ -140,6 +141,7 @@ class CompiledBackward:
                 outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
+                if self._log.graphs and not self._keeping.is_found:
                     _say_if_late(replicas, time.monotonic() - started)
                 if self._keeping.key is not None:
                     self._keep(outputs, reduced)
@@ -233,27 +235,29 @@ class CompiledBackward:
     # --- making the graph
 
     def _make(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
-        wanted = ToReduce(self._synced, self._unused, self._deferred, self._updates)
-        module = with_reductions(self._captured, replicas, wanted)
-        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        anew = torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
         if not keeps_compiled():
-            return anew
+            return self._compile(replicas)
         try:
-            return self._kept(module, replicas, wanted, inputs) or anew
+            return self._kept(replicas, inputs) or self._compile(replicas)
         except UnsupportedTorchError as error:
             self._keeping = _Keeping(f"off: {first_line(error)}")
         except Exception as error:
             # It needs much of torch that has no public name, and a training does not need it.
             self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
             logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
-        return anew
+        return self._compile(replicas)
+
+    def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
+        module = with_reductions(self._captured, replicas, self._to_reduce())
+        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
+        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
+
+    def _to_reduce(self) -> ToReduce:
+        return ToReduce(self._synced, self._unused, self._deferred, self._updates)
 
     # --- keeping it for later processes
 
-    def _kept(
-        self, module: fx.GraphModule, replicas: tuple[Replica, ...], wanted: ToReduce, inputs: list[Any]
-    ) -> Callable[..., Any] | None:
+    def _kept(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any] | None:
         """The code of this backward that an earlier process, or an earlier form of this one, has kept.
 
         Raises:
@@ -269,7 +273,7 @@ class CompiledBackward:
             return None
         try:
             pipeline = self._pipeline(inputs)
-            key = artifacts.key_of(self._captured, module, replicas, wanted, inputs, pipeline)
+            key = artifacts.key_of(self._captured, replicas, self._to_reduce(), inputs, pipeline)
         except artifacts.NotKept as error:
             self._keeping = _Keeping(f"not kept: {error}")
             return None
@@ -282,12 +286,12 @@ class CompiledBackward:
             return None
         for replica in self._settling:
             check_not_moved(replica)
-        self._keeping = _Keeping(f"hit, {found.seconds:.2f} s")
+        self._keeping = _Keeping(f"hit, {found.seconds:.2f} s", is_found=True)
         self._log = found.log
         logger.debug("a backward is not compiled, it was kept: loaded in %.2f s", found.seconds)
-        return self._running(found, module)
+        return self._running(found)
 
-    def _running(self, found: Any, module: fx.GraphModule) -> Callable[..., Any]:
+    def _running(self, found: Any) -> Callable[..., Any]:
         """Kept code, and around it what Dynamo's bytecode does. If it does not fit the inputs, it is compiled anew."""
         code = self._telling(found.run, ())
 
@@ -296,7 +300,7 @@ class CompiledBackward:
                 logger.debug("a kept backward does not fit its inputs any more, and is compiled")
                 self._keeping, self._has_code = _Keeping("miss: sizes changed since it was found"), False
                 self._log = CompileLog()
-                self._run = torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
+                self._run = self._compile(self._replicas)
                 return self._run(inputs, *rest)
             parameters = {place: inputs[place] for place in found.places if place >= 0}
             return [], found.put(parameters, code(inputs))
