@@ -21,6 +21,9 @@ from dp_compile.plan.flags import is_mixed, is_moved_by_some, is_stepped, more_e
 
 MAX_UNREAD: Final = 2
 
+FEW_PARAMETERS: Final = 2_000
+"""Up to here one look at all flags as numbers costs less than the four calls of torch that look at parts of them."""
+
 _settled: Final[Counter[str]] = Counter()
 """How many flags were reduced on each group, by its name: the same number on every rank."""
 
@@ -77,7 +80,11 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
 
 def _judge(replica: Replica, unread: UnreadFlags) -> None:
     flags, n_parameters = unread.read(), len(replica.parameters)
-    more = flags[n_parameters:].tolist()
+    if n_parameters <= FEW_PARAMETERS:
+        values = flags.tolist()
+        more, any_unused = values[n_parameters:], any(values[:n_parameters])
+    else:
+        more, any_unused = flags[n_parameters:].tolist(), bool(flags[:n_parameters].any())
     try:
         if is_mixed(more):
             raise DesyncError(_who_reduced_what(replica, unread.number))
@@ -85,7 +92,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
             raise ReductionError(stepped_message(replica, unread.stepped))
         if is_moved_by_some(more):
             raise ReductionError(_moved_message(replica, here=unread.moved))
-        if replica.config.unused == "error" and (unread.unused or bool(flags[:n_parameters].any())):
+        if replica.config.unused == "error" and (unread.unused or any_unused):
             raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
     except (DesyncError, ReductionError):
         replica.flags_unread.clear()
