@@ -195,7 +195,7 @@ def taking() -> Iterator[Taken]:
             taken.content = _AOTAutogradCache._pickle_entry(entry, False) or b""
             taken.why_not = "" if taken.content else "AOTAutograd's entry cannot be written"
 
-    _AOTAutogradCache.save = staticmethod(take)  # type: ignore[method-assign, assignment]
+    _AOTAutogradCache.save = staticmethod(take)  # type: ignore[method-assign]
     try:
         # A graph that has no key gets a random one, and AOTAutograd goes on as if it had one.
         with _functorch_config.patch(bypass_autograd_cache_key=True):

@@ -45,7 +45,7 @@ class KeptGraph(fx.GraphModule):
 
     content: bytes
 
-    def __reduce__(self) -> tuple[Callable[[bytes], fx.GraphModule], tuple[bytes]]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[Callable[[bytes], fx.GraphModule], tuple[bytes]]:
         return graph_of, (self.content,)
 
 

@@ -29,7 +29,8 @@ from dp_compile._torch import artifacts, dynamo, inductor
 from dp_compile._torch.artifacts import NotKept as NotKept
 from dp_compile._torch.artifacts import Taken
 from dp_compile.config import has_address
-from dp_compile.engine.artifact_files import GRAPH, Key, Miss, read, write
+from dp_compile.engine.artifact_files import GRAPH, Key, read, write
+from dp_compile.engine.artifact_files import Miss as Miss
 from dp_compile.engine.binding import Binding
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce
 from dp_compile.engine.replica import Replica
@@ -164,10 +165,13 @@ def places_of(
 def remembered(key: Key, compute: Callable[[], Any]) -> Any:
     """Something small that follows from a key: found, or computed and kept."""
     with contextlib.suppress(Exception):  # a miss, of whatever kind
-        return pickle.loads(read(directory(), key))
+        value = pickle.loads(read(directory(), key))
+        used.add(key.file().as_posix())
+        return value
     value = compute()
     with contextlib.suppress(OSError):
         write(directory(), key, pickle.dumps(value))
+        used.add(key.file().as_posix())
     return value
 
 

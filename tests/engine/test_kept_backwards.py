@@ -21,7 +21,7 @@ from torch import fx, nn
 import dp_compile
 from dp_compile._torch import artifacts as torch_artifacts
 from dp_compile._torch import inductor
-from dp_compile.engine import artifacts
+from dp_compile.engine import artifacts, cache_blob
 from dp_compile.engine.artifact_files import GRAPH, Key, Miss, packed, read, write
 from dp_compile.engine.compilation import CompiledBackward
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce
@@ -646,6 +646,33 @@ def test_a_process_without_us_finds_the_forward_and_trains_right(fake_group: dis
     asked = torch.autograd.grad(compiled(torch.randn(4, 6)).square().mean(), list(expected.parameters()))
     for one, two in zip(asked, wanted, strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("keeping")
+def test_one_blob_holds_all_that_was_compiled(fake_group: dist.ProcessGroup) -> None:
+    model = fresh()
+    first = gradients_of(model, torch.compile(model))
+    saved = dp_compile.save_cache_artifacts()
+    assert saved is not None
+    with inductor.empty_cache():
+        info = dp_compile.load_cache_artifacts(saved[0])
+        assert len(info.artifacts["dp_compile"]) == 2  # the backward, and when its gradients are ready
+        model = fresh()
+        assert all(map(torch.equal, gradients_of(model, torch.compile(model)), first))
+        assert dp_compile.report(model).captures[-1].kept.startswith("hit, ")
+        assert aot_counters() == {"total": 1, "ok": 1, "autograd_cache_hit": 1}
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "0" * 32 + "/../" + "0" * 32])
+def test_a_blob_writes_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr(cache_blob, "write_file", lambda path, _: written.append(path))
+    monkeypatch.setattr(artifacts, "directory", lambda: tmp_path)
+    cache_blob._write(name, b"")
+    assert not written
+    cache_blob._write("0" * 32 + "/" + "f" * 32, b"")
+    assert written == [tmp_path / ("0" * 32) / ("f" * 32)]
 
 
 def trained(cache: str, batches: list[int]) -> tuple[list[torch.Tensor], str]:
