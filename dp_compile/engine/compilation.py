@@ -298,7 +298,7 @@ class CompiledBackward:
         def run(inputs: list[Any], *rest: Any) -> Any:
             if not found.fits(inputs):
                 logger.debug("a kept backward does not fit its inputs any more, and is compiled")
-                self._keeping, self._has_code = _Keeping("miss: sizes changed since it was found"), False
+                self._keeping, self._has_code = _Keeping("miss: inputs or settings changed since it was found"), False
                 self._log = CompileLog()
                 self._run = self._compile(self._replicas)
                 return self._run(inputs, *rest)

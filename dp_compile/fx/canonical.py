@@ -86,12 +86,13 @@ def name_of_function(function: Any) -> str | None:
     """`module:name` of a function that is found there, so that the name says which one it is; else `None`."""
     if not isinstance(function, (FunctionType, BuiltinFunctionType)):
         return None
-    if getattr(torch, function.__name__, None) is function:  # `torch.zeros` has the name of a class of its own
-        return f"torch:{function.__name__}"
-    found: Any = sys.modules.get(str(function.__module__))
-    for part in function.__qualname__.split("."):
+    name, module, path = function.__name__, str(function.__module__), function.__qualname__
+    if getattr(torch, name, None) is function:  # `torch.zeros` has the path of a class of its own
+        return f"torch:{name}"
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
         found = getattr(found, part, None)
-    return f"{function.__module__}:{function.__qualname__}" if found is function else None
+    return f"{module}:{path}" if found is function else None
 
 
 def _text(value: Any, numbers: Mapping[fx.Node, int]) -> str:

@@ -602,7 +602,21 @@ def test_other_sizes_than_those_that_were_kept(fake_group: dist.ProcessGroup) ->
         ours, wanted = gradients_of(model, compiled, batch), gradients_of(expected, expected, batch)
         for one, two in zip(ours, wanted, strict=True):
             torch.testing.assert_close(one * dist.get_world_size(), two)
-    assert dp_compile.report(model).captures[-1].kept == "miss: sizes changed since it was found"
+    assert not dp_compile.report(model).captures[-1].kept.startswith("hit")
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("keeping")
+def test_what_does_not_fit_any_more_is_compiled(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fresh()
+    first = gradients_of(model, torch.compile(model))
+    model = fresh()
+    compiled = torch.compile(model)
+    gradients_of(model, compiled)
+    monkeypatch.setattr(torch_artifacts.Fits, "__call__", lambda *_: False)
+    for _ in range(2):
+        assert all(map(torch.equal, gradients_of(model, compiled), first))
+    assert dp_compile.report(model).captures[-1].kept == "miss: inputs or settings changed since it was found"
 
 
 def test_what_fits_is_what_dynamo_would_guard_on() -> None:
