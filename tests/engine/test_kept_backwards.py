@@ -717,6 +717,7 @@ def one_finds_and_one_compiles(directory: str) -> list[Any]:
         return [first, second, material_of(Model, step).key().fields]
 
 
+@pytest.mark.nightly
 def test_one_rank_finds_and_one_compiles(ranks2: Ranks, tmp_path: Path) -> None:
     (first, found, key), (_, compiled, other_key) = ranks2.run(one_finds_and_one_compiles, str(tmp_path))
     assert key == other_key  # the rank is not in it
