@@ -42,7 +42,7 @@ BASE = text_of(graph())
         graph(constant=torch.float32),
         graph(rest=(("alpha", 1),)),
     ],
-    ids=lambda made: text_of(made).splitlines()[2],
+    ids=["op", "overload", "integer", "truth", "sign", "text", "nothing", "list", "dtype", "keyword"],
 )
 def test_what_is_called_and_with_what_is_said(other: fx.Graph) -> None:
     assert text_of(other) != BASE
