@@ -8,15 +8,15 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from torch import nn
+from torch import fx, nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import (
@@ -37,6 +37,9 @@ from torch.distributed.tensor.parallel import (
 import dp_compile
 from dp_compile import averaging
 from dp_compile._torch import distributed
+from dp_compile.fx.collectives import is_collective
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.result import PassResult
 from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -200,11 +203,12 @@ def train(
     accumulate: bool = True,
     hook: Any = None,
     tolerance: float = 1e-5,
+    passes: tuple[Any, ...] | None = None,
 ) -> dict[str, int]:
     """Some steps beside one process with the joint batch. Returns which way the backwards went."""
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
     dp, ranks, here = dp_of(mesh)
-    dp_compile.replicate(model, device_mesh=dp, config=config)
+    dp_compile.replicate(model, device_mesh=dp, config=config, passes=passes)
     if hook is not None:
         model.register_comm_hook(mesh["dp"].get_group(), hook)
     before = facts_of(model)
@@ -255,16 +259,57 @@ NIGHTLY = pytest.mark.nightly
 def test_equals_one_process(
     meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, bool], found: str
 ) -> None:
-    for backwards in meshed.run(_train, plan, way, shape, options):
+    results = meshed.run(_train, plan, way, shape, options)
+    for place in range(len(results[0][1])):
+        check_orders([orders[place] for _, orders in results])
+    assert bool(results[0][1]) == (way == "captured")
+    for backwards, _ in results:
         without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
         local = {without: STEPS // 2} if options.get("accumulate", True) else {}
         assert backwards == {found: STEPS} | local
 
 
-def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]) -> dict[str, int]:
+def _train(
+    plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]
+) -> tuple[dict[str, int], list[dict[Group, list[str]]]]:
+    Reads.found.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # anomaly mode says that it is on
-        return train(plan, way, shape, **options)
+        backwards = train(plan, way, shape, passes=(Reads(), *DEFAULT_PASSES, Reads(last=True)), **options)
+    return backwards, list(Reads.found)
+
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A pass that changes nothing and reads the order of collectives, by the ranks of their group."""
+
+    last: bool = False
+    name: ClassVar[str] = "reads"
+    realises_plan: ClassVar[bool] = False
+    found: ClassVar[list[dict[Group, list[str]]]] = []
+
+    def __call__(self, graph: fx.Graph, plans: Any) -> PassResult:
+        orders: dict[Group, list[str]] = {}
+        for node in filter(is_collective, graph.nodes):
+            group = tuple(dist.get_process_group_ranks(distributed.group_of_name(str(node.args[-1]))))
+            said = f"{node.target} of {list(node.args[0].meta['val'].shape)}"
+            orders.setdefault(group, []).append(said)
+        if self.last:
+            before = self.found.pop()
+            for group, order in before.items():  # no bucket is there yet: all of tensor parallel
+                assert orders[group] == order
+        self.found.append(orders)
+        return PassResult(changed=False)
+
+
+def check_orders(orders: list[dict[Group, list[str]]]) -> None:
+    """Of one backward: the ranks of each group have its collectives in the same order."""
+    for order in orders:
+        for group, own in order.items():
+            assert all(orders[other][group] == own for other in group)
 
 
 @pytest.mark.nightly
