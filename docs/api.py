@@ -1,4 +1,4 @@
-"""What the package offers, from its docstrings: `python docs/tables.py docs` writes api.md."""
+"""What the package offers, from its docstrings: `python docs/api.py` writes api.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import dp_compile
@@ -16,7 +17,7 @@ from dp_compile.errors import DPCompileError
 HEAD = """\
 # What the package offers
 
-Made from docstrings by `python docs/tables.py docs`; a test compares. `help(dp_compile.replicate)` says all of it:
+Made from docstrings by `python docs/api.py`; a test compares. `help(dp_compile.replicate)` says all of it:
 arguments, errors, and what to know. Names that are not here may change without notice.
 """
 
@@ -33,6 +34,11 @@ def document() -> str:
     parts += ["\n## Errors\n", *_rows(errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
     parts += ["\n## Options: `ReplicateConfig`\n", *_options()]
     return "\n".join(parts) + "\n"
+
+
+def main() -> None:
+    """Write the page: the other tables take minutes."""
+    (Path(__file__).parent / "api.md").write_text(document())
 
 
 def _is_error(value: object) -> bool:
@@ -77,3 +83,7 @@ def _options() -> Iterator[str]:
     yield "| option | type, default, meaning |\n|---|---|"
     for field in dataclasses.fields(ReplicateConfig):
         yield f"| `{field.name}` | {_in_a_cell(said[field.name])} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -45,7 +45,7 @@ def _promise(replica: Replica, certificate: Certificate) -> str:
     """What the plan was made for; no milliseconds where the backward was not timed, for they look measured."""
     believed_s = replica.ready.backward_s
     made_for = "the backward was taken to last as long as the communication, work is " + (
-        "as the parameters' elements" if replica.ready.basis == ASSUMED else "estimated from its graph"
+        "as the parameters' elements" if replica.ready.basis == ASSUMED else "estimated from the captured graph"
     )
     if believed_s is not None:
         made_for = f"for a backward of {format_ms(believed_s)}, {replica.ready.basis}"

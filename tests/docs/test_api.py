@@ -18,7 +18,7 @@ FUNCTIONS = [name for name in dp_compile.__all__ if inspect.isfunction(getattr(d
 
 
 def test_the_page_is_that_of_today() -> None:
-    assert PAGE.read_text() == api.document(), "run python docs/tables.py, or api.document() alone"
+    assert PAGE.read_text() == api.document(), "run python docs/api.py"
 
 
 def test_every_option_is_explained() -> None:

