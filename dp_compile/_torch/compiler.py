@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 
+_NOTES: Final = "_dp_compile_notes"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -47,13 +48,41 @@ def constant(function: FunctionT) -> FunctionT:
 
 def traces_for(backend: str) -> bool:
     """Whether Dynamo, which is at work in this thread, makes code for a backend of this name."""
-    translator = _attribute("torch._dynamo.symbolic_convert", "InstructionTranslator")
-    compiler_fn = translator.current_tx().output.compiler_fn
+    compiler_fn = _output().compiler_fn
     while compiler_fn is not None:
         if getattr(compiler_fn, "compiler_name", None) == backend:
             return True
         compiler_fn = getattr(compiler_fn, "_torchdynamo_orig_backend", None)
     return False
+
+
+def note_in_trace(word: str) -> None:
+    """Note something of the code that Dynamo makes in this thread at the moment, of one frame and one attempt."""
+    vars(_output()).setdefault(_NOTES, set()).add(word)
+
+
+def is_noted_in_trace(word: str) -> bool:
+    """Whether that was noted of the code which is being compiled now."""
+    try:
+        return word in vars(_output()).get(_NOTES, ())
+    except AttributeError:  # somebody calls the backend by himself
+        return False
+
+
+def is_frame_of(function: Callable[..., Any]) -> bool:
+    """Whether what is being compiled now starts with the first line of a function, or of one that it is around."""
+    frame = _attribute("torch._dynamo.symbolic_convert", "tls")
+    tx = getattr(frame, "current_tx", None)
+    while tx is not None and function is not None:
+        if getattr(function, "__code__", None) is tx.output.root_tx.f_code:
+            return True
+        function = getattr(function, "__func__", getattr(function, "__wrapped__", None))
+    return False
+
+
+def _output() -> Any:
+    translator = _attribute("torch._dynamo.symbolic_convert", "InstructionTranslator")
+    return translator.current_tx().output
 
 
 def _attribute(module: str, *names: str) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from dp_compile.cli.parsing import Subparsers, add_command
 from dp_compile.errors import ConfigError
-from dp_compile.insight.prediction import AS_PLANNED, DTYPES, LINK_INSIDE
+from dp_compile.insight.prediction import AS_PLANNED, DTYPES, LINK_INSIDE, OPTIMIZERS
 from dp_compile.insight.rehearsal import CPU, META, Rehearsal, load_subject, rehearse
 from dp_compile.insight.step import Step
 from dp_compile.insight.what_if import WhatIf, format_ms, what_if
@@ -42,6 +42,8 @@ examples:
       with a measured link (calibrate().to_json()), and a curve over 1 to 16,384 ranks
   dp-compile whatif --model package.module:make --ranks 8,64,512 --device h100-sxm
       a model that has never run, without a GPU and without its memory
+  dp-compile whatif step.json --ranks 8 --link ethernet-25 --optimizer plain,in-backward,sharded --overlap-forward
+      where the optimizer updates, and what may end under the next forward
   dp-compile whatif step.json --ranks 64,16384 --link ethernet-25 --topology ring,one-peer-exp
       with parameters mixed with neighbours in place of reduced gradients; how fast ranks agree
   dp-compile whatif step.json --ranks 64 --strategy optimal --save-plan plan.json
@@ -78,6 +80,12 @@ def add(subparsers: Subparsers) -> None:
     )
     wishes.add_argument(
         "--strategy", metavar="NAME,..", help="as planned, optimal, coalesced, fixed, fixed:MIB (as planned,optimal)"
+    )
+    wishes.add_argument("--optimizer", metavar="NAME,..", help=f"where the optimizer updates: {', '.join(OPTIMIZERS)}")
+    wishes.add_argument(
+        "--overlap-forward",
+        action="store_true",
+        help="these optimizers also with what may end under the next forward (plain,in-backward)",
     )
     wishes.add_argument("--latency-us", metavar="X,..", help="latency of one collective in microseconds")
     wishes.add_argument(
@@ -128,6 +136,8 @@ def _run(args: argparse.Namespace) -> int:
         compute_scales=_numbers(args.compute_scale, "--compute-scale", float) or (1.0,),
         ranks_inside=_numbers(args.two_level, "--two-level", int),
         link_inside=args.link_inside,
+        optimizers=_words(args.optimizer),
+        overlap_forward=args.overlap_forward,
         cost=None if fit is None else fit.cost,
         curve=args.curve,
         topologies=_words(args.topology),

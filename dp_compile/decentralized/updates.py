@@ -146,6 +146,9 @@ class MixingUpdates:
             handle.remove()
         self.mixer.close()
 
+    def record(self) -> None:
+        """What ranks mix is no optimizer's affair."""
+
     def describe(self) -> str:
         return (
             f"{self.mixer.topology.describe()}: buckets are of parameters, which are mixed in each step; "

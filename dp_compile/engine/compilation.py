@@ -426,6 +426,7 @@ class CompiledBackward:
             world_size=self._world_size,
             backend=self._backend,
             dump_dir=self._dump_dir,
+            behind=(PlaceUpdates.name,) if self._updates else (),
         )
 
     def _telling(self, compiled: Callable[..., Any], shares: tuple[int, ...]) -> Callable[..., Any]:

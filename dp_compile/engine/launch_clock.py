@@ -32,7 +32,8 @@ class TimedBucket(NamedTuple):
 
 
 class LaunchClock(BackwardListener):
-    """Notes when each bucket is launched and waited for, on the device's own clock. Listens to one backward.
+    """Notes when each bucket is launched and waited for, on the device's own clock. Listens to one backward, and to
+    what follows it.
 
     Args:
         device: whose clock.
@@ -48,6 +49,7 @@ class LaunchClock(BackwardListener):
         self._then = then
         self._launches: list[Stamp] = []
         self._waits: list[_Wait] = []
+        self._follows: list[tuple[str, Stamp, Stamp]] = []
         self._done: Stamp | None = None
         self._end: Stamp | None = None
         self._start = Stamp(device)
@@ -69,6 +71,12 @@ class LaunchClock(BackwardListener):
         self._done = self._done or begin
         yield
         self._waits.append(_Wait(bucket, begin, Stamp(self._device)))
+
+    @contextlib.contextmanager
+    def follow(self, module: int, what: str) -> Iterator[None]:
+        begin = Stamp(self._device)
+        yield
+        self._follows.append((what, begin, Stamp(self._device)))
 
     def void(self, why: str) -> None:
         self.voided = why
@@ -93,6 +101,17 @@ class LaunchClock(BackwardListener):
         """From the start to the end of the block."""
         assert self._end is not None
         return self._end.seconds_after(self._start)
+
+    def follows(self) -> list[tuple[str, float, float]]:
+        """What followed the reductions, in the order in which it ended: what, from when to when."""
+        return [
+            (what, begin.seconds_after(self._start), end.seconds_after(self._start))
+            for what, begin, end in self._follows
+        ]
+
+    def launched(self) -> int:
+        """How many buckets were launched."""
+        return len(self._launches)
 
     def buckets(self, count: int) -> tuple[TimedBucket, ...] | None:
         """The buckets in the plan's order; `None` if not each of `count` was launched and waited for."""

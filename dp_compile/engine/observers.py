@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import fx
@@ -25,6 +25,11 @@ CAPTURED: Final = "captured"
 COMPILED_IN_IT: Final = "code was compiled in it"
 NO_BUCKETS: Final = "no pass makes buckets"
 TORCH_REDUCES: Final = "torch's C++ reducer reduces it: its forward was not compiled, or there is a comm hook"
+
+UPDATE: Final = "update"
+GATHER: Final = "gather"
+FORWARD: Final = "forward"
+"""What follows reductions: an optimizer updates parameters, they go round, a forward runs that waits for updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +48,8 @@ class Backward:
 class BackwardListener:
     """Listens to one backward, as a context from where it is entered to where everything has arrived.
 
-    Launches and waits are blocks, by the module's place in `Backward.replicas` and the bucket's in its plan.
+    Launches and waits are blocks, by the module's place in `Backward.replicas` and the bucket's in its plan. What an
+    optimizer has left for the next forward is waited for when the context has been left already.
     """
 
     def __enter__(self) -> object:
@@ -58,6 +64,10 @@ class BackwardListener:
     def wait(self, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
+    def follow(self, module: int, what: str) -> contextlib.AbstractContextManager[Any]:
+        """What runs inside follows reductions, `UPDATE`, `GATHER` or `FORWARD`, in the backward or behind its end."""
+        return contextlib.nullcontext()
+
     def void(self, why: str) -> None:
         """What was told of this backward means nothing: code was compiled in it, say."""
 
@@ -68,7 +78,7 @@ class Compilation:
 
     `replicas`: the modules that are reduced in it, in launch order. `plans`: one for each module in it, also of those
     without synchronisation. `inputs`: the parameter that each input is, `None` for others. `dump_dir`: where the user
-    wants to see what becomes of it.
+    wants to see what becomes of it. `behind`: the names of passes that run behind `passes`, for optimizers.
     """
 
     replicas: tuple[Replica, ...]
@@ -78,6 +88,7 @@ class Compilation:
     world_size: int
     backend: str
     dump_dir: str | None
+    behind: tuple[str, ...] = ()
 
 
 class CompilationListener(Protocol):
@@ -134,12 +145,37 @@ class Audience:
                 stack.enter_context(listener.wait(module, bucket))
             yield
 
+    @contextlib.contextmanager
+    def following(self, module: int, what: str) -> Iterator[None]:
+        """What runs inside follows reductions."""
+        with contextlib.ExitStack() as stack:
+            for listener in self.listeners:
+                stack.enter_context(listener.follow(module, what))
+            yield
+
     def void(self, why: str) -> None:
         for listener in self.listeners:
             listener.void(why)
 
 
 NOBODY: Final = Audience()
+
+
+class Told(NamedTuple):
+    """Who hears of a module's latest backward, and as which of its modules. Kept for what comes behind its end."""
+
+    audience: Audience = NOBODY
+    module: int = 0
+
+    def waiting(self, bucket: int) -> contextlib.AbstractContextManager[Any]:
+        return self.audience.waiting(self.module, bucket) if self.audience else contextlib.nullcontext()
+
+    def following(self, what: str) -> contextlib.AbstractContextManager[Any]:
+        return self.audience.following(self.module, what) if self.audience else contextlib.nullcontext()
+
+
+UNTOLD: Final = Told()
+"""Nobody hears of it."""
 
 _always: list[str | Observer] = []
 
@@ -166,11 +202,13 @@ def telling_of_backward(begun: Backward) -> Iterator[Audience]:
         yield NOBODY
         return
     asked = [observer.backward(begun) for observer in _observers(begun.replicas)]
-    listeners = tuple(listener for listener in asked if listener is not None)
+    audience = Audience(tuple(listener for listener in asked if listener is not None))
+    for module, replica in enumerate(begun.replicas):
+        replica.told = Told(audience, module)
     with contextlib.ExitStack() as stack:
-        for listener in listeners:
+        for listener in audience.listeners:
             stack.enter_context(listener)
-        yield Audience(listeners)
+        yield audience
 
 
 def tell_untold(begun: Backward) -> None:

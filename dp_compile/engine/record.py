@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from dp_compile.passes.result import PassRecord, PeakMemory
 from dp_compile.plan.buckets import UNUSED_FLAGS
@@ -21,6 +22,69 @@ class Placement:
     nbytes: int
     copied: str | None
     apart: bool = False
+
+
+IN_BACKWARD: Final = "in-backward"
+SHARDED: Final = "sharded"
+OVERLAP_FORWARD: Final = "overlap-forward"
+"""Where an optimizer updates: in the backward; there, each rank a part; under the next forward, what can be left."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRecord:
+    """An optimizer that updates in the backward, after the latest one. Sizes are computed from shapes, not measured.
+
+    Args:
+        name: its class.
+        way: `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`.
+        nbytes: of the parameters that it updates, and so of their gradients.
+        kept_nbytes: of these the gradients that were left to `step()`.
+        updates: how many updates were left for the next forward.
+        left: the numbers of their buckets.
+        left_nbytes: of what was on its way in them.
+        stayed: they were in flight behind `step()` too; `None`: that has not been called yet.
+        ranks: over how many ranks its state is cut; 1: each rank has all of it.
+        cuts: elements of buckets are cut over ranks; else whole parameters are dealt out.
+        elements: how many elements it updates, on all ranks.
+        own_elements: how many of these this rank updates.
+        state_nbytes: of its state on this rank.
+    """
+
+    name: str
+    way: str
+    nbytes: int
+    kept_nbytes: int = 0
+    updates: int = 0
+    left: tuple[int, ...] = ()
+    left_nbytes: int = 0
+    stayed: bool | None = None
+    ranks: int = 1
+    cuts: bool = False
+    elements: int = 0
+    own_elements: int = 0
+    state_nbytes: int = 0
+
+    def __str__(self) -> str:
+        if self.way == SHARDED:
+            return self._sharded()
+        kept = f"{format_bytes(self.kept_nbytes)} of {format_bytes(self.nbytes)} of gradients"
+        text = f"{self.name} updates in the backward: the last one kept {kept} for step()"
+        if self.way == OVERLAP_FORWARD:
+            waits = "step(): the forward is not one graph of this backend" if self.stayed is False else ""
+            text += f"; the last backward left {count(self.updates, 'update')} for {waits or 'the next forward'}"
+            text += f", {format_bytes(self.left_nbytes)} in flight until then" if self.left else ""
+        return f"{text} (computed from sizes)"
+
+    def _sharded(self) -> str:
+        how = "elements of buckets" if self.cuts else "whole parameters"
+        text = f"{self.name} is sharded over {count(self.ranks, 'rank')}: each updates {how}"
+        if not self.elements:
+            return text
+        text += f"; this one {self.own_elements:,} of {self.elements:,} elements"
+        if self.state_nbytes and self.own_elements:
+            whole = round(self.state_nbytes * self.elements / self.own_elements)
+            text += f", with {format_bytes(self.state_nbytes)} of state instead of {format_bytes(whole)}"
+        return f"{text} (computed from sizes)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
 from dp_compile.engine.group import Group
 from dp_compile.engine.local_gradients import LocalGradients
-from dp_compile.engine.observers import Observer
+from dp_compile.engine.observers import UNTOLD, Observer, Told
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
@@ -142,6 +142,8 @@ class Replica:
     """Whether hooks reduce, or torch's reducer; the same on every rank, not decided before the first backward."""
     observers: list[Observer] = field(default_factory=list)
     """Who is told of this module's backwards, beside those who hear of all."""
+    told: Told = UNTOLD
+    """Who hears of its latest backward."""
     said: set[str] = field(default_factory=set)
     """Warnings that are given once for each module, and were."""
     beside_shards: bool = False

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from dp_compile.engine.record import OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.passes.updates import Leaves, RunsUpdates
 
@@ -76,7 +77,10 @@ class Updates(RunsUpdates, Protocol):
         """The module is not replicated any more."""
 
     def describe(self) -> str:
-        """For people: what becomes of parameters beside their updates; empty if nothing."""
+        """For people: what becomes of parameters, and what that spares."""
+
+    def record(self) -> OptimizerRecord | None:
+        """The same of an optimizer as data; `None` where ranks mix parameters."""
 
 
 @dataclass(frozen=True, slots=True)

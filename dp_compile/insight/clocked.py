@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from dp_compile.engine.launch_clock import LaunchClock
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep
+from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
@@ -34,4 +34,5 @@ def _step(clock: LaunchClock, plan: BucketPlan, rank: int) -> MeasuredStep | Non
     if timed is None:
         return None
     buckets = tuple(MeasuredBucket(each.launch_s, each.finish_s, each.waited_s, wait_s=each.wait_s) for each in timed)
-    return MeasuredStep(clock.backward_s(), buckets, "", rank)
+    follows = tuple(Followed(*each) for each in clock.follows())
+    return MeasuredStep(clock.backward_s(), buckets, "", rank, follows=follows)

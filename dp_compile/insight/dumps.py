@@ -74,7 +74,9 @@ class Dumps(Observer):
     def compilation(self, begun: Compilation) -> Dump | None:
         if not dumps_wanted(begun.dump_dir):
             return None
-        dump = Dump(begun.dump_dir, begun.plans, begun.passes, begun.inputs, begun.world_size, begun.backend)
+        dump = Dump(
+            begun.dump_dir, begun.plans, begun.passes, begun.inputs, begun.world_size, begun.backend, begun.behind
+        )
         for replica in begun.replicas:
             self._directory.pop(replica, None)
             if dump.directory is not None:
@@ -102,9 +104,9 @@ class Dumps(Observer):
 observer: Final = Dumps()
 
 
-def all_stages(passes: Sequence[GraphPass]) -> tuple[str, ...]:
-    """The stages of a compilation, in their order."""
-    return (CAPTURED, ANALYSED, *(graph_pass.name for graph_pass in passes), TO_INDUCTOR, CODE_STAGE)
+def all_stages(passes: Sequence[GraphPass], behind: Sequence[str] = ()) -> tuple[str, ...]:
+    """The stages of a compilation, in their order. `behind`: the names of passes behind these."""
+    return (CAPTURED, ANALYSED, *(graph_pass.name for graph_pass in passes), *behind, TO_INDUCTOR, CODE_STAGE)
 
 
 @dataclass(slots=True)
@@ -118,6 +120,7 @@ class Dump:
         inputs: the parameter that each input is, as in `graph_names.node_names`.
         world_size: ranks of the group.
         backend: what compiles.
+        behind: the names of passes that run behind `passes`; the repro is without them.
     """
 
     root: str | None
@@ -126,6 +129,7 @@ class Dump:
     inputs: Sequence[str | None]
     world_size: int
     backend: str
+    behind: Sequence[str] = ()
     directory: Path | None = None
     """Where the files of this backward are, if they can be written."""
     _seen: DumpedCapture = field(init=False)
@@ -135,7 +139,7 @@ class Dump:
     def __post_init__(self) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         versions = f"dp_compile {version('dp_compile')}, torch {torch.__version__}"
-        self._seen = DumpedCapture(rank, self.world_size, self.backend, versions, all_stages(self.passes))
+        self._seen = DumpedCapture(rank, self.world_size, self.backend, versions, all_stages(self.passes, self.behind))
         if self.root is not None and self.root not in _given_up:
             with self._giving_up():
                 self.directory = _new_directory(Path(self.root) / f"rank{rank}")

@@ -5,6 +5,7 @@
     flat_bucket, all_reduce, wait_tensor        ->  bucket 2, launch 2, wait 2
     of two levels the second and third stage    ->  launch 2 between, wait 2 between; launch 2 gather, wait 2 gather
     as_strided of a bucket that came back       ->  reduced blocks.0.expand.weight
+    an optimizer's update, or what is in its place  ->  update of bucket 2; left for the next forward, bucket 2
 
 With several modules in one backward a bucket's number is `replica.bucket`, a parameter's name `replica:name`. Of a
 bucket with several tensors `/1` is the second.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +27,9 @@ from dp_compile.fx.printer import op_name, type_text
 from dp_compile.passes.analysis import MemberMark
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.bucketing import waits_before
+from dp_compile.passes.crossing import LEAVE
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
+from dp_compile.passes.updates import UPDATE, UPDATE_LATER
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, Member
 
 aten = torch.ops.aten
@@ -158,8 +162,16 @@ class _Naming:
             if isinstance(reduction, GradReduction):
                 self._name_gradient(reduction.grad, self._words.gradient(reduction))
                 self.names[node] = f"reduced {self._words.gradient(reduction)}"
+        elif node.target in (UPDATE_LATER, UPDATE):
+            self.names[node] = f"update of bucket {self._numbers(node.args[3], (node.args[5],))}"
+        elif node.target is LEAVE:
+            self.names[node] = f"left for the next forward, bucket {self._numbers(node.args[3], node.args[1])}"
         elif provenance is not None and self._words.bucket(provenance.unit) is not None:
             self._look_at_bucket(node, provenance)
+
+    def _numbers(self, replica: Any, buckets: Any) -> str:
+        """Buckets as they are called elsewhere."""
+        return ", ".join(self._words.unit(f"{replica}.{number}") for number in buckets)
 
     def _name_gradient(self, node: fx.Node, name: str) -> None:
         # The flags and gradients of unused parameters are inputs.

@@ -55,9 +55,18 @@ class Measurement:
         if self.step is None:
             return f"nothing was measured: {self.why_not}"
         left_out = f"; not measured: {self.why_not}" if self.why_not else ""
-        step, buckets = self.step, count(len(self.step.buckets), "bucket")
-        times = f"backward {step.backward_s * 1e3:.3g} ms, of which {step.exposed_s * 1e3:.3g} ms waited for {buckets}"
+        step = self.step
+        behind = sum(step.is_behind(bucket.wait_s) for bucket in step.buckets)
+        waited_s, buckets = step.exposed_s - step.exposed_later_s, count(len(step.buckets) - behind, "bucket")
+        times = f"backward {_ms(step.backward_s)}, of which {_ms(waited_s)} waited for {buckets}"
+        times += f" and {_ms(step.updates_s)} updates" if step.updates_s else ""
+        times += f"; behind it {_ms(step.exposed_later_s)} for {count(behind, 'bucket')}" if behind else ""
+        times += f"; parameters go round behind it in {_ms(step.gather_s)}" if step.gather_s else ""
         return f"{step.source}: {times}{left_out}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 @contextlib.contextmanager
@@ -67,7 +76,8 @@ def measure(module: nn.Module) -> Iterator[Measurement]:
     Before → after: `step_of(module).measured` is the one with the median backward. Times are the host's where
     parameters are on the CPU, the stream's on a GPU. Nothing is compiled anew and nothing is asked of other ranks, so
     one rank may measure alone. A backward is timed from where its captured code is called to where everything has
-    arrived: finding that code, for which torch walks the autograd graph, is not in it. Measured are backwards that are
+    arrived: finding that code, for which torch walks the autograd graph, is not in it. What an optimizer left for the
+    next forward is measured there, if that is in the block. Measured are backwards that are
     captured and compiled already, in pieces too, and those that hooks reduce eagerly; of a decentralized module all
     that compile nothing, with its exchanges. If none is measured that is a warning with the reason, and
     `step_of(module).measured` stays. Without it the first backwards on a CPU are kept there.
@@ -122,7 +132,10 @@ def _conclude(measurement: Measurement, replica: Replica, recording: _Recording)
     clocks = [clock for plan, clock in recording.clocks if plan.for_code() == replica.plan.for_code()]
     measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
     steps = measured_steps(clocks, replica.plan, SOURCE, dist.get_rank())
-    measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(clocks) - len(steps)
+    unseen = [clock for clock in clocks if clock.buckets(len(replica.plan.buckets)) is None]
+    in_flight = sum(clock.launched() == len(replica.plan.buckets) for clock in unseen)
+    measurement.not_measured["updates of it were in flight when the block ended"] += in_flight
+    measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(unseen) - in_flight
     _remember(measurement, replica, steps)
 
 

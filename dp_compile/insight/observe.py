@@ -37,7 +37,7 @@ def report(module: nn.Module) -> Report:
         measured=_measured(replica),
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
-        mixing="\n".join(filter(None, (each.describe() for each in replica.updates))),
+        mixing="\n".join(filter(None, (each.describe() for each in replica.updates if each.is_alive))),
     )
 
 

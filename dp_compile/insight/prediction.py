@@ -11,15 +11,28 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from dp_compile.config import ReplicateConfig
+from dp_compile.engine.observers import UPDATE
+from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, SHARDED, OptimizerRecord
 from dp_compile.errors import ConfigError
-from dp_compile.insight.step import PlannedBucket, Step, planned_buckets
+from dp_compile.insight.step import MeasuredStep, PlannedBucket, Step, planned_buckets
+from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
 from dp_compile.plan.cost import EITHER, AllReduceCost, check_number
+from dp_compile.plan.crossing import (
+    FORWARD_SHARE,
+    Arrival,
+    arrivals,
+    in_order_of_need,
+    plan_crossing,
+    why_not_left,
+    without_flags,
+)
+from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.links import LAUNCH_US, link, with_levels
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
-from dp_compile.plan.reduction import Levels, stages_of
-from dp_compile.plan.strategies import plan_coalesced, plan_fixed, plan_optimal
+from dp_compile.plan.reduction import Levels, Stage, scattering, stages_of
+from dp_compile.plan.strategies import Planned, plan_coalesced, plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
 AS_PLANNED: Final = "as planned"
@@ -31,9 +44,14 @@ _NOT_FROM_A_STEP: Final = {
     "per_module": "a policy needs the module",
     "explicit": "it needs a plan file; put that plan into the step and ask for 'as planned'",
 }
+PLAIN: Final = "plain"
+OPTIMIZERS: Final = (PLAIN, IN_BACKWARD, SHARDED)
+"""Where an optimizer can update in a prediction: in `step()`, in the backward, or there each rank a part."""
+
 DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 """What gradients can be predicted in, with the bytes of an element."""
 
+_BYTES: Final = {**DTYPES, "float64": 8, "complex64": 8, "complex128": 16}
 _FLOATING: Final = frozenset({*DTYPES, "float64"})
 LINK_INSIDE: Final = "nvlink4"
 LAUNCH_S: Final = LAUNCH_US * 1e-6
@@ -62,6 +80,9 @@ class Scenario:
         ranks_inside: ranks of a node: reductions have two levels, `link`, or what the step has, joins each rank to
             other nodes. 1: one level.
         link_inside: what joins the ranks of a node then; `nvlink4` if not given.
+        optimizer: where it updates, one of `OPTIMIZERS`; `sharded` is for one that goes element by element.
+        overlap_forward: what does not have to be over with the backward may end under the next forward: reductions, or
+            with `sharded` the all-gathers (which `in_backward` does not do yet).
         label: for people; without it the wishes.
 
     Raises:
@@ -79,6 +100,8 @@ class Scenario:
     compute_scale: float = 1.0
     ranks_inside: int | None = None
     link_inside: str | None = None
+    optimizer: str | None = None
+    overlap_forward: bool = False
     label: str = ""
 
     def __post_init__(self) -> None:
@@ -97,6 +120,20 @@ class Scenario:
         self._check_levels()
         self._check_cost()
         self._check_strategy()
+        self._check_optimizer()
+
+    def _check_optimizer(self) -> None:
+        if self.optimizer is not None and self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"Scenario.optimizer must be one of {', '.join(OPTIMIZERS)}, got {self.optimizer!r}.")
+        if not isinstance(self.overlap_forward, bool):
+            raise ConfigError(f"Scenario.overlap_forward must be True or False, got {self.overlap_forward!r}.")
+        if self.overlap_forward and self.optimizer == PLAIN:
+            raise ConfigError(
+                "Scenario.overlap_forward is for an optimizer that updates in the backward, but Scenario.optimizer is "
+                f"'{PLAIN}'. Give '{IN_BACKWARD}' or '{SHARDED}'."
+            )
+        if self.optimizer == SHARDED and self.has_levels:
+            raise ConfigError("a sharded optimizer reduces on one level of network. Leave Scenario.ranks_inside out.")
 
     def _check_levels(self) -> None:
         inside = self.ranks_inside
@@ -166,12 +203,16 @@ class Prediction:
         buckets: the timeline of each.
         backward_s: how long it computes.
         communication_s: how long the network carries the buckets.
-        makespan_s: when both are over.
-        bound_s: no plan can end earlier (`release_time_bound`).
+        makespan_s: when both are over; with parameters that go round. Where some of it may end under the next forward,
+            how long the backward takes with all that this forward waits.
+        bound_s: no plan can end earlier (`release_time_bound`). Where some may end under the next forward: what is left
+            of the longer of all compute and all communication, without that forward.
         gradient_nbytes: of all gradients.
         padding_nbytes: gaps in the buckets and the unused-parameter flags: what buckets need on top of the gradients,
             that are parts of them.
         step_s: forward and optimizer too; `None` if the step does not know how long they take.
+        forward_s: how long the next forward computes, if some of the communication may end under it; else 0.
+        forward_basis: where that is from; empty if nothing may.
     """
 
     scenario: Scenario
@@ -189,21 +230,24 @@ class Prediction:
     gradient_nbytes: int
     padding_nbytes: int
     step_s: float | None
+    forward_s: float = 0.0
+    forward_basis: str = ""
 
     @property
     def basis(self) -> str:
         """What the prediction rests on, for people."""
-        return f"{self.cost_basis}; {self.backward_basis}"
+        return "; ".join(filter(None, (self.cost_basis, self.backward_basis, self.forward_basis)))
 
     @property
     def exposed_s(self) -> float:
-        """How long the step stands still for communication behind the end of all compute."""
+        """How long the step stands still for communication."""
         return self.makespan_s - self.backward_s
 
     @property
     def ratio(self) -> float:
-        """Makespan over bound; 1 is the best that any plan can do."""
-        return self.makespan_s / self.bound_s if self.bound_s else 1.0
+        """Makespan over bound, both with the forward that something ends under; 1 is the best that any plan can do."""
+        bound_s = self.bound_s + self.forward_s
+        return (self.makespan_s + self.forward_s) / bound_s if bound_s else 1.0
 
 
 def predict(step: Step, scenario: Scenario) -> Prediction:
@@ -221,9 +265,18 @@ def predict(step: Step, scenario: Scenario) -> Prediction:
     ready = replace(step.ready, backward_s=backward_s)
     plan = _plan(step, scenario, cost, ready)
     world_size = scenario.world_size or step.world_size
-    other = replace(step, plan=plan, cost=cost, ready=ready, world_size=world_size)
+    optimizers = _optimizers(step, scenario, plan)
+    other = replace(step, plan=plan, cost=cost, ready=ready, world_size=world_size, optimizers=optimizers)
     buckets = tuple(planned_buckets(other))
-    makespan_s = max([backward_s, *(bucket.finish_s for bucket in buckets)])
+    reduced_s = max([backward_s, *(bucket.finish_s for bucket in buckets)])
+    makespan_s, bound_s = reduced_s + other.gather_s, other.bound_s()
+    crosses = bool(other.left)
+    if other.left:
+        makespan_s = backward_s + sum(bucket.exposed_s for bucket in buckets)
+    elif scenario.overlap_forward and other.gather_s:
+        crosses = True
+        makespan_s = reduced_s + sum(each.waited_s for each in _gathers_under_the_forward(other, reduced_s))
+        bound_s = max(backward_s, other.communication_s - other.forward_s)
     gradient_nbytes = sum(gradient.nbytes for gradient in plan.gradients if gradient.name != UNUSED_FLAGS)
     return Prediction(
         scenario=scenario,
@@ -237,10 +290,12 @@ def predict(step: Step, scenario: Scenario) -> Prediction:
         backward_s=backward_s,
         communication_s=other.communication_s,
         makespan_s=makespan_s,
-        bound_s=other.bound_s(),
+        bound_s=bound_s,
         gradient_nbytes=gradient_nbytes,
         padding_nbytes=sum(bucket.nbytes + bucket.padding_nbytes for bucket in plan.buckets) - gradient_nbytes,
-        step_s=_step_s(step, scenario, makespan_s),
+        step_s=_step_s(step, scenario, other, makespan_s),
+        forward_s=other.forward_s if crosses else 0.0,
+        forward_basis=_forward_basis(step) if crosses else "",
     )
 
 
@@ -372,13 +427,28 @@ def _units(ranks: int) -> AllReduceCost:
 
 
 def _plan(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes) -> BucketPlan:
+    plan = _plan_of_one_half(step, scenario, cost, ready)
+    if not _crosses(step, scenario) or (plan is step.plan and step.left):
+        return plan
+    strategy = scenario.chosen_strategy if scenario.chosen_strategy != AS_PLANNED else step.strategy
+    layout = Layout(ReplicateConfig().alignment_bytes) if strategy in ("optimal", "coalesced") else None
+    return plan_crossing(Planned(plan), ready, cost, layout, lanes=LANES.get(step.backend, 1)).plan
+
+
+def _plan_of_one_half(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes) -> BucketPlan:
+    """For reductions that end with the backward."""
     change = _changes(step, scenario)
     members = [member for bucket in step.plan.buckets for member in bucket.members]
     apart = frozenset(member.gradient.name for member in members if member.offset is None)
     layout = Layout(ReplicateConfig().alignment_bytes if step.plan.folds_scale else 1, apart)
     strategy = scenario.chosen_strategy
     if strategy == AS_PLANNED:
-        plan = replace(step.plan, buckets=tuple(_same_bucket(bucket, change, layout) for bucket in step.plan.buckets))
+        buckets: Sequence[Bucket] = step.plan.buckets
+        flags = [change(each) for each in step.plan.gradients if each.name == UNUSED_FLAGS]
+        keys = {change(each).key for each in step.plan.gradients if each.name != UNUSED_FLAGS}
+        if scenario.optimizer is not None and flags and flags[0].key not in keys:
+            buckets = [*without_flags(buckets), layout.bucket(flags[0].key, flags, "flags travel by themselves")]
+        plan = replace(step.plan, buckets=tuple(_same_bucket(bucket, change, layout) for bucket in buckets))
         return step.plan if plan.gradients == step.plan.gradients else plan
     gradients = [change(gradient) for gradient in in_plan_order(step.plan.gradients)]
     if strategy == "fixed":
@@ -407,6 +477,8 @@ def _changes(step: Step, scenario: Scenario) -> Callable[[GradientSpec], Gradien
     dtype, inside = scenario.gradient_dtype, scenario.ranks_inside
     ranks = tuple((0,) * inside for _ in range(2)) if inside is not None and scenario.has_levels else None
     levels = None if ranks is None else Levels("", "", ranks)
+    sharded = _way(step, scenario) == SHARDED
+    parts = scenario.world_size or step.world_size
 
     def change(gradient: GradientSpec) -> GradientSpec:
         reduction, itemsize = gradient.key.reduction, gradient.itemsize
@@ -416,6 +488,11 @@ def _changes(step: Step, scenario: Scenario) -> Callable[[GradientSpec], Gradien
         if inside is not None or (dtype is not None and reduction.hook is not None):
             reduce_op = reduction.stages[0].reduce_op or "sum"  # a hook may add up itself
             reduction = replace(reduction, stages=stages_of("", step.backend, levels, reduce_op), hook=None)
+        if scenario.optimizer is not None and gradient.name != UNUSED_FLAGS and reduction.is_scattered != sharded:
+            reduce_op = reduction.stages[0].reduce_op or "sum"
+            whole = stages_of("", step.backend, None, reduce_op)
+            stages = (Stage(scattering(step.backend), "", reduce_op, parts),) if sharded else whole
+            reduction = replace(reduction, stages=stages, hook=None)
         if reduction == gradient.key.reduction:
             return gradient
         return replace(gradient, itemsize=itemsize, key=gradient.key._replace(reduction=reduction), sent=())
@@ -442,8 +519,84 @@ def _backward_basis(step: Step, scenario: Scenario) -> str:
     return text if scenario.compute_scale == 1.0 else f"{text}, times {scenario.compute_scale:g}"
 
 
-def _step_s(step: Step, scenario: Scenario, makespan_s: float) -> float | None:
+def _forward_basis(step: Step) -> str:
+    if step.forward_share is None:
+        return f"the next forward {FORWARD_SHARE:g} of the backward, assumed"
+    return "the next forward as long beside its backward as it was"
+
+
+def _step_s(step: Step, scenario: Scenario, other: Step, makespan_s: float) -> float | None:
+    """With the updates behind all of it; those in a backward run while the last buckets travel."""
     measured = step.measured
-    if measured is None or measured.forward_s is None or measured.optimizer_s is None:
+    if measured is None or (updates_s := _updates_s(step, measured)) is None or step.forward_share is None:
         return None
-    return measured.forward_s * scenario.compute_scale + makespan_s + measured.optimizer_s
+    forward_s = step.forward_share * step.backward_s * scenario.compute_scale
+    if step.measured is not None and measured.forward_s is not None and not step.optimizers:
+        forward_s = measured.forward_s * scenario.compute_scale
+    way = _way(step, scenario)
+    if way == SHARDED:
+        updates_s /= other.world_size
+    elif way == IN_BACKWARD and not other.left:
+        return forward_s + _updated_in_backward(other, updates_s)
+    return forward_s + makespan_s + updates_s
+
+
+def _updates_s(step: Step, measured: MeasuredStep) -> float | None:
+    """How long all updates take one rank; `None` if nobody has seen them."""
+    if not step.optimizers:
+        return measured.optimizer_s
+    seen_s = measured.updates_s + measured.lasted(UPDATE, behind=True)
+    return seen_s * max((each.ranks for each in step.optimizers), default=1) or None
+
+
+def _updated_in_backward(step: Step, updates_s: float) -> float:
+    """When the last bucket is updated: one behind the other, when it has arrived and all is computed."""
+    clock_s, nbytes = step.backward_s, sum(bucket.nbytes for bucket in step.plan.buckets) or 1
+    for bucket, planned in zip(step.plan.buckets, planned_buckets(step), strict=True):
+        clock_s = max(clock_s, planned.finish_s) + updates_s * bucket.nbytes / nbytes
+    return clock_s
+
+
+# --- what optimizers do ---------------------------------------------------------------------------------------------
+
+
+def _way(step: Step, scenario: Scenario) -> str:
+    """Where an optimizer updates in a scenario: one of `OPTIMIZERS`."""
+    if scenario.optimizer is not None:
+        return scenario.optimizer
+    if any(each.way == SHARDED for each in step.optimizers):
+        return SHARDED
+    return IN_BACKWARD if step.optimizers or scenario.overlap_forward else PLAIN
+
+
+def _crosses(step: Step, scenario: Scenario) -> bool:
+    """Whether reductions may end under the next forward: as in the step, if nothing else is wished."""
+    if scenario.optimizer is None and not scenario.overlap_forward:
+        return bool(step.left)
+    return scenario.overlap_forward and _way(step, scenario) == IN_BACKWARD
+
+
+def _optimizers(step: Step, scenario: Scenario, plan: BucketPlan) -> tuple[OptimizerRecord, ...]:
+    way, crosses = _way(step, scenario), _crosses(step, scenario)
+    left = tuple(n for n, bucket in enumerate(plan.buckets) if not why_not_left(bucket)) if crosses else ()
+    if scenario.optimizer is None and not scenario.overlap_forward:
+        return step.optimizers if plan is step.plan else tuple(replace(each, left=left) for each in step.optimizers)
+    if way == PLAIN:
+        return ()
+    nbytes = sum(each.numel * _BYTES.get(each.key.dtype, 4) for each in plan.gradients if each.name != UNUSED_FLAGS)
+    ranks = scenario.world_size or step.world_size
+    if way == SHARDED:
+        return (OptimizerRecord("", SHARDED, nbytes, ranks=ranks, cuts=True),)
+    return (OptimizerRecord("", OVERLAP_FORWARD if crosses else IN_BACKWARD, nbytes, left=left),)
+
+
+def _gathers_under_the_forward(step: Step, from_s: float) -> tuple[Arrival, ...]:
+    """All-gathers that start when all is reduced and updated, those first that the next forward reads first."""
+    jobs = []
+    for bucket in step.plan.buckets:
+        if bucket.key.reduction.is_scattered:
+            nbytes = sum(member.numel * _BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
+            read = 1 - max(step.ready.of_member(member) for member in bucket.members)
+            needed_s = from_s + step.forward_s * read
+            jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))
+    return arrivals(in_order_of_need(jobs))

@@ -11,6 +11,10 @@ What is looked for in the trace (Chrome's format, as `export_chrome_trace` write
 | backward  | the range `dp_compile::backward`            | from the first kernel launched in it to the last's end  |
 | forward   | `Torch-Compiled Region` before the backward | kernels launched in them, first begin to last end       |
 | optimizer | `Optimizer.step#...` after it               | the same                                                |
+| follows   | ranges of updates, of parameters that go round, of a forward that waits   | the same                     |
+
+What is left for the next forward is waited for behind the backward: the waits of a bucket are those until it is
+launched the next time. They, and the updates between them, are no part of the forward that they are in.
 
 A kernel belongs to the range in which the host launched it (`correlation`). gloo takes collectives up in the order in
 which they were given to it, so the n-th launch has the n-th event.
@@ -29,9 +33,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
+from dp_compile.engine.observers import UPDATE
 from dp_compile.errors import ConfigError
-from dp_compile.insight.ranges import BACKWARD_RANGE, members_in_short, parse_range_name
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, typical_step
+from dp_compile.insight.ranges import BACKWARD_RANGE, FOLLOWING, members_in_short, parse_range_name
+from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
@@ -128,6 +133,8 @@ class _Timeline:
         ]
         self._called_us = [call.begin_us for call, _ in self._kernels]
         self.ranges = [(name, e) for e in events if (name := parse_range_name(e.name)) is not None]
+        kinds = {name: what for what, name in FOLLOWING.items()}
+        self.follows = [(kinds[e.name], e) for e in events if e.name in kinds]
         self.optimizer = _outermost(e for e in events if e.name.startswith("Optimizer.step#"))
         inside = [e for e in events if e.name.startswith("Torch-Compiled Region")]
         self.compiled = _outermost(e for e in inside if not any(each.holds(e) for each in self.optimizer))
@@ -143,6 +150,12 @@ class _Timeline:
         lengths = [self.limits(span) for span in spans]
         return sum(end - begin for begin, end in lengths) * _US if lengths else None
 
+    def between(self, spans: Sequence[_Event]) -> float:
+        """How long waits and updates inside of ranges took, in seconds."""
+        inner = [e for name, e in self.ranges if name.kind == "wait"] + [e for w, e in self.follows if w == UPDATE]
+        limits = [self.limits(each) for each in inner if any(span.holds(each) for span in spans)]
+        return sum(end_us - begin_us for begin_us, end_us in limits) * _US
+
     def limits(self, span: _Event) -> tuple[float, float]:
         kernels = self.kernels_in(span)
         if not kernels:
@@ -153,26 +166,34 @@ class _Timeline:
 def _step(timeline: _Timeline, window: _Window) -> MeasuredStep | None:
     """One backward; `None` if a bucket is missing, as at the edges of a trace."""
     backward = window.backward
-    inside: dict[tuple[int, str], list[_Event]] = defaultdict(list)
+    launches, waits = defaultdict[int, list[_Event]](list), defaultdict[int, list[_Event]](list)
     for name, event in timeline.ranges:
-        if backward.begin_us <= event.begin_us <= backward.end_us:
-            inside[name.bucket, name.kind].append(event)
+        if name.kind == "launch" and event.begin_us >= backward.begin_us:
+            launches[name.bucket].append(event)
+        elif name.kind == "wait" and event.begin_us >= backward.begin_us and len(launches[name.bucket]) == 1:
+            waits[name.bucket].append(event)
     buckets: list[MeasuredBucket] = []
     for number in range(len(timeline.plan.buckets)):
-        launch, waits = inside[number, "launch"], inside[number, "wait"]
-        if len(launch) != 1 or not waits:
+        launch = [event for event in launches[number] if event.begin_us <= backward.end_us]
+        if len(launch) != 1 or not waits[number]:
             return None
-        buckets.append(_bucket(timeline, backward, launch[0], waits))
+        buckets.append(_bucket(timeline, backward, launch[0], waits[number]))
     begin_us, end_us = timeline.limits(backward)
     forward = [e for e in timeline.compiled if window.since_us <= e.begin_us < backward.begin_us]
+    forward_s = timeline.seconds(forward)
     optimizer = [e for e in timeline.optimizer if backward.end_us <= e.begin_us < window.until_us]
     return MeasuredStep(
         backward_s=(end_us - begin_us) * _US,
         buckets=tuple(buckets),
         source="",
-        forward_s=timeline.seconds(forward),
+        forward_s=None if forward_s is None else forward_s - timeline.between(forward),
         optimizer_s=timeline.seconds(optimizer),
         step_s=None if window.until_us == float("inf") else (window.until_us - backward.begin_us) * _US,
+        follows=tuple(
+            Followed(what, *((each_us - begin_us) * _US for each_us in timeline.limits(event)))
+            for what, event in timeline.follows
+            if backward.begin_us <= event.begin_us < window.until_us
+        ),
     )
 
 

@@ -10,11 +10,18 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd
-from dp_compile.engine.observers import Backward, BackwardListener, Observer
+from dp_compile.engine.observers import FORWARD, GATHER, UPDATE, Backward, BackwardListener, Observer
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 
 BACKWARD_RANGE: Final = "dp_compile::backward"
 """The name of a synchronised backward in a trace, from where it is entered to where everything has arrived."""
+
+FOLLOWING: Final = {
+    UPDATE: "dp_compile::update",
+    GATHER: "dp_compile::parameters go round",
+    FORWARD: "dp_compile::forward that waits for updates",
+}
+"""The names of what follows reductions, in a backward and behind it."""
 
 _RANGE: Final = re.compile(r"dp_compile::(?:module (\d+) )?bucket (\d+) \((.*)\) (launch|wait)")
 
@@ -38,6 +45,9 @@ class BackwardRanges(BackwardListener):
 
     def wait(self, module: int, bucket: int) -> contextlib.AbstractContextManager[Any]:
         return torch.profiler.record_function(f"{self._name(module, bucket)} wait")
+
+    def follow(self, module: int, what: str) -> contextlib.AbstractContextManager[Any]:
+        return torch.profiler.record_function(FOLLOWING[what])
 
     def _name(self, module: int, bucket: int) -> str:
         return range_name(self._plans[module], bucket, module if len(self._plans) > 1 else None)

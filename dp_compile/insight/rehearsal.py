@@ -101,6 +101,7 @@ def rehearse(
         plan=_as_on(step.plan, device.type),
         cost_source=f"{link}, nominal, not measured",
         ready=replace(step.ready, backward_s=backward_s, basis=_basis(device, efficiency)),
+        forward_ratio=forward_s / backward_s if backward_s else None,
     )
     parameters = list(model.parameters())
     return Rehearsal(

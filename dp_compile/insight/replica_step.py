@@ -48,6 +48,7 @@ def step_of_replica(replica: Replica) -> Step:
         measured=measured_of(replica),
         deferred=latest is not None and latest.deferred,
         why_deferred=latest.why_deferred if latest else "",
+        optimizers=tuple(record for each in replica.updates if each.is_alive and (record := each.record()) is not None),
     )
 
 

@@ -17,7 +17,8 @@ class Report:
     `promise`: what the plan was predicted to reach, if it was made from a cost. `measured`: how long the backward took,
     if it was timed, as `explain` says too. `divided_by`: what somebody said that
     sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer
-    has to call the comm hook, if it has to. `mixing`: with whom a decentralized module mixes its parameters.
+    has to call the comm hook, if it has to. `mixing`: what optimizers do in the backward and what that spares, or with
+    whom a decentralized module mixes its parameters.
     """
 
     mode: str

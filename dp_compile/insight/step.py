@@ -11,13 +11,16 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from dp_compile.engine.record import Placement
+from dp_compile.engine.observers import FORWARD, GATHER, UPDATE
+from dp_compile.engine.record import SHARDED, OptimizerRecord, Placement
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
-from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.crossing import FORWARD_SHARE, arrivals
+from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
@@ -48,13 +51,30 @@ class MeasuredBucket:
     next_edge: tuple[int, ...] = ()
 
 
+class Followed(NamedTuple):
+    """What followed reductions, in a backward or behind it: `update`, `gather` or `forward` (`engine/observers.py`).
+
+    In seconds after the start of the backward.
+    """
+
+    what: str
+    start_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
     """What was measured of one rank's backward, in seconds; `buckets` in the order of the plan.
 
-    `backward_s`: until everything was there, waiting included. `source`: how it was measured, for people.
+    `backward_s`: until everything was there, waiting included; what was left for the next forward was not. `source`:
+    how it was measured, for people.
     `forward_s`, `optimizer_s`: `None` if the source does not show them. `step_s`: from the start of one backward to the
-    start of the next, all that the loop does included; `None` if fewer than two were measured.
+    start of the next, all that the loop does included; `None` if fewer than two were measured. `follows`: what
+    optimizers did in the backward and behind it, and the forward that waited for updates.
     """
 
     backward_s: float
@@ -64,11 +84,61 @@ class MeasuredStep:
     forward_s: float | None = None
     optimizer_s: float | None = None
     step_s: float | None = None
+    follows: tuple[Followed, ...] = ()
 
     @property
     def exposed_s(self) -> float:
-        """How long compute stood still for communication."""
+        """How long compute stood still for communication, in the next forward too."""
         return sum(bucket.waited_s for bucket in self.buckets)
+
+    @property
+    def exposed_later_s(self) -> float:
+        """How much of that was behind the backward."""
+        return sum(bucket.waited_s for bucket in self.buckets if self.is_behind(bucket.wait_s))
+
+    def is_behind(self, moment_s: float | None) -> bool:
+        """Whether a moment is behind the backward."""
+        return moment_s is not None and moment_s >= self.backward_s
+
+    def lasted(self, what: str, *, behind: bool) -> float:
+        """How long something that follows reductions took, in the backward or behind it."""
+        return sum(
+            each.seconds for each in self.follows if each.what == what and self.is_behind(each.start_s) == behind
+        )
+
+    @property
+    def updates_s(self) -> float:
+        """How long updates took in the backward."""
+        return self.lasted(UPDATE, behind=False)
+
+    @property
+    def gather_s(self) -> float:
+        """How long parameters went round behind the backward."""
+        return self.lasted(GATHER, behind=True)
+
+    @property
+    def compute_s(self) -> float:
+        """How long the backward computed gradients."""
+        return max(0.0, self.backward_s - (self.exposed_s - self.exposed_later_s) - self.updates_s)
+
+    @property
+    def next_forward(self) -> Followed | None:
+        """The first forward behind the backward that waited for updates by itself, if it was seen."""
+        return next((each for each in self.follows if each.what == FORWARD and self.is_behind(each.start_s)), None)
+
+    @property
+    def next_forward_s(self) -> float | None:
+        """How long that computed: without waits, and without updates."""
+        forward = self.next_forward
+        if forward is None:
+            return None
+        inside = [each.seconds for each in self.follows if each.what == UPDATE and _is_in(each.start_s, forward)]
+        waited = [each.waited_s for each in self.buckets if each.wait_s is not None and _is_in(each.wait_s, forward)]
+        return max(0.0, forward.seconds - sum(inside) - sum(waited))
+
+
+def _is_in(moment_s: float, span: Followed) -> bool:
+    return span.start_s <= moment_s <= span.end_s
 
 
 def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
@@ -112,6 +182,9 @@ class Step:
         measured: what was measured, if anything was.
         deferred: all reductions stand at the end of the backward, as in `CaptureRecord`.
         why_deferred: what is in the way, for people.
+        optimizers: those that update in the backward.
+        forward_ratio: how long a forward computes, as a share of its backward, where that is known without a
+            measurement.
     """
 
     mode: str
@@ -130,11 +203,54 @@ class Step:
     measured: MeasuredStep | None = None
     deferred: bool = False
     why_deferred: str = ""
+    optimizers: tuple[OptimizerRecord, ...] = ()
+    forward_ratio: float | None = None
 
     @property
     def communication_s(self) -> float:
-        """How long the stages of the plan's buckets take, one after the other."""
-        return sum(job.seconds for job in self.jobs())
+        """How long the stages of the plan's buckets take, one after the other, and parameters that go round."""
+        return sum(job.seconds for job in self.jobs()) + self.gather_s
+
+    @property
+    def left(self) -> frozenset[int]:
+        """The numbers of the buckets whose reductions may end under the next forward."""
+        buckets = len(self.plan.buckets)
+        found = {number for each in self.optimizers if each.stayed is not False for number in each.left}
+        return frozenset(number for number in found if number < buckets)
+
+    @property
+    def forward_s(self) -> float:
+        """How long the next forward computes: as measured beside the backward, else a share of it that is assumed."""
+        return self.backward_s * (FORWARD_SHARE if self.forward_share is None else self.forward_share)
+
+    @property
+    def forward_share(self) -> float | None:
+        """How long a forward computes as a share of its backward; `None` if nobody knows."""
+        seen = self.measured
+        forward_s = None
+        if seen is not None and seen.compute_s:
+            forward_s = seen.forward_s if seen.next_forward_s is None else seen.next_forward_s
+        if seen is None or forward_s is None:
+            return self.forward_ratio
+        return forward_s / seen.compute_s
+
+    @property
+    def gather_s(self) -> float:
+        """How long parameters go round behind the backward, where each rank updates a part of them."""
+        return sum(self._gather_s(each, self._gathers(each)) for each in self._sharded())
+
+    def _sharded(self) -> list[OptimizerRecord]:
+        return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
+
+    def _gathers(self, optimizer: OptimizerRecord) -> int:
+        """How many collectives that is: an all-gather for each bucket, or each rank sends what it has updated."""
+        if not optimizer.cuts:
+            return self.world_size
+        return sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets)
+
+    def _gather_s(self, optimizer: OptimizerRecord, collectives: int) -> float:
+        """One phase of the two of an all-reduce."""
+        return (collectives * self.cost.alpha_s + self.cost.beta_s_per_byte * optimizer.nbytes) / 2
 
     @property
     def backward_s(self) -> float:
@@ -155,12 +271,32 @@ class Step:
     def ready_members(self) -> list[list[ReadyGradient]]:
         """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
         backward_s = self.backward_s  # every gradient's bytes are added up for it
-        return [ready_gradients(bucket.members, self.ready, backward_s) for bucket in self.plan.buckets]
+        left = self.left  # flags are launched first then: they are known when a captured backward begins
+        return [
+            ready_gradients(bucket.members, self.ready, 0.0 if left and _is_of_flags(bucket) else backward_s)
+            for bucket in self.plan.buckets
+        ]
 
     def bound_s(self) -> float:
-        """When backward and communication could be over at the earliest: `release_time_bound`, in the plan's pieces."""
+        """When backward and communication could be over at the earliest: `release_time_bound`, in the plan's pieces.
+
+        With parameters that go round behind it as fast as they can. Where reductions end under the next forward it is
+        what is left of the longer of all compute and all communication, without that forward.
+        """
+        if self.left:
+            return max(self.backward_s, self.communication_s - self.forward_s)
         gradients = [member for bucket in self.ready_members() for member in bucket]
-        return release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s)
+        bound_s = release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s)
+        return bound_s + sum(self._gather_s(each, 1) for each in self._sharded())
+
+    def crossing_jobs(self) -> tuple[CrossingJob, ...]:
+        """The buckets as a network sees them that works under the next forward too."""
+        given = self.ready, self.cost, self.backward_s
+        jobs = (
+            CrossingJob.of(bucket, *given, forward_s=self.forward_s, crosses=number in self.left)
+            for number, bucket in enumerate(self.plan.buckets)
+        )
+        return tuple(job._replace(ready_s=0.0) if _is_of_flags(job.bucket) else job for job in jobs)
 
     def jobs(self) -> list[Job]:
         """The buckets as the network sees them. If reductions are deferred, all are ready when the backward ends."""
@@ -194,11 +330,17 @@ class Step:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
 
 
+def _is_of_flags(bucket: Bucket) -> bool:
+    """Whether it carries nothing else."""
+    return all(member.gradient.name == UNUSED_FLAGS for member in bucket.members)
+
+
 @dataclass(frozen=True, slots=True)
 class PlannedBucket:
     """One bucket on the predicted timeline, in seconds after the start of the backward.
 
     `exposed_s`: how long compute stands still for it, behind its end too. `stages`: when each is on the network.
+    `needed_s`: when the next forward comes to what reads it, if it may be on its way until then.
     """
 
     ready_s: float
@@ -206,6 +348,7 @@ class PlannedBucket:
     finish_s: float
     exposed_s: float
     stages: tuple[Carried, ...] = ()
+    needed_s: float | None = None
 
     @staticmethod
     def from_dict(data: dict[str, Any]) -> PlannedBucket:
@@ -216,24 +359,32 @@ class PlannedBucket:
 def planned_buckets(step: Step) -> list[PlannedBucket]:
     """The predicted timeline: a link carries one stage at a time, in the order of the launches.
 
-    If reductions are deferred, every bucket is launched when the backward ends.
+    If reductions are deferred, every bucket is launched when the backward ends. Where some may end under the next
+    forward that follows at once. How long updates take is not counted.
 
-    Source: the model of `plan/network.py` (MG-WFBP, arXiv 1912.09268).
+    Source: the model of `plan/network.py` (MG-WFBP, arXiv 1912.09268), and that of `plan/crossing.py`.
     """
+    if step.left:
+        return [
+            PlannedBucket(*times, each.waited_s, needed_s=each.needed_s if number in step.left else None)
+            for number, each in enumerate(arrivals(step.crossing_jobs()))
+            for times in [(each.ready_s, each.start_s, each.finish_s)]
+        ]
     return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    data = {name: getattr(step, name) for name in ("mode", "strategy", "world_size", "backend", "device", "deferred")}
-    data |= {"why_deferred": step.why_deferred}
+    names = "mode", "strategy", "world_size", "backend", "device", "deferred", "why_deferred", "forward_ratio"
+    data = {name: getattr(step, name) for name in names}
     data |= {"plan": step.plan.to_dict(), "ready": json.loads(step.ready.to_json()), "cost": asdict(step.cost)}
     data |= {"cost_source": step.cost_source, "backwards": [list(each) for each in step.backwards]}
     data |= {"memory": None if step.memory is None else asdict(step.memory)}
     data |= {"placements": _all(step.placements), "refusals": _all(step.refusals)}
+    data |= {"optimizers": _all(step.optimizers)}
     return data | {"measured": None if step.measured is None else asdict(step.measured)}
 
 
-def _all(records: Sequence[Placement] | Sequence[Refusal]) -> list[dict[str, Any]]:
+def _all(records: Sequence[Placement] | Sequence[Refusal] | Sequence[OptimizerRecord]) -> list[dict[str, Any]]:
     return [asdict(record) for record in records]
 
 
@@ -241,7 +392,8 @@ def _step(data: dict[str, Any]) -> Step:
     measured = data["measured"]
     if measured is not None:
         buckets = tuple(_measured_bucket(each) for each in measured["buckets"])
-        measured = MeasuredStep(**measured | {"buckets": buckets})
+        follows = tuple(Followed(*each) for each in measured.get("follows", ()))
+        measured = MeasuredStep(**measured | {"buckets": buckets, "follows": follows})
     records: dict[str, Any] = {
         "plan": BucketPlan.from_dict(data["plan"]),
         "ready": ReadyTimes.from_json(json.dumps(data["ready"])),
@@ -251,8 +403,13 @@ def _step(data: dict[str, Any]) -> Step:
         "refusals": tuple(Refusal(**each) for each in data["refusals"]),
         "backwards": tuple((str(way), int(times)) for way, times in data["backwards"]),
         "measured": measured,
+        "optimizers": tuple(_optimizer(each) for each in data.get("optimizers", ())),
     }
     return Step(**data | records)
+
+
+def _optimizer(data: dict[str, Any]) -> OptimizerRecord:
+    return OptimizerRecord(**data | {"left": tuple(map(int, data.get("left", ())))})
 
 
 def _measured_bucket(data: dict[str, Any]) -> MeasuredBucket:

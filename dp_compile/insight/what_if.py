@@ -12,11 +12,21 @@ from typing import Any, Final, TypeVar
 
 from torch import nn
 
+from dp_compile.engine.record import IN_BACKWARD, SHARDED
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation.exposure import with_measured_backward
 from dp_compile.insight.neighbours import BUCKET_MB, Mixed, mixed
 from dp_compile.insight.observe import step_of
-from dp_compile.insight.prediction import AS_PLANNED, Prediction, Scenario, band_for, cost_for, extrapolated, predict
+from dp_compile.insight.prediction import (
+    AS_PLANNED,
+    PLAIN,
+    Prediction,
+    Scenario,
+    band_for,
+    cost_for,
+    extrapolated,
+    predict,
+)
 from dp_compile.insight.step import Step
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.cost import AllReduceCost
@@ -108,6 +118,8 @@ def what_if(
     compute_scales: Sequence[float] = (1.0,),
     ranks_inside: Sequence[int] = (),
     link_inside: str | None = None,
+    optimizers: Sequence[str] = (),
+    overlap_forward: bool = False,
     cost: AllReduceCost | None = None,
     curve: bool = True,
     topologies: Sequence[str] = (),
@@ -130,6 +142,9 @@ def what_if(
         compute_scales: forward and backward take so many times as long.
         ranks_inside: ranks of a node, for reductions on two levels, whose slower one is of `links`; 1: one level.
         link_inside: what joins the ranks of a node then: `nvlink4` if not given.
+        optimizers: where the optimizer updates: `plain`, `in-backward`, `sharded`.
+        overlap_forward: each of them, if it updates in the backward, also with what may end under the next forward;
+            without `optimizers` that is `plain` beside `in-backward`.
         cost: what a collective costs on the step's ranks, in place of what the step says: `calibrate().cost`.
         curve: also predict 1 to 16,384 ranks with `optimal` buckets, for each link, dtype and length
             of compute; latencies are left as they are.
@@ -155,10 +170,12 @@ def what_if(
                 compute_scale=scale,
                 ranks_inside=inside,
                 link_inside=link_inside if inside not in (None, 1) else None,
+                optimizer=optimizer,
+                overlap_forward=overlaps,
                 **_strategy(strategy),
             )
         )
-        for n, link, inside, dtype, latency_us, scale, strategy in itertools.product(
+        for n, link, inside, dtype, latency_us, scale, strategy, (optimizer, overlaps) in itertools.product(
             ranks or (None,),
             links or (None,),
             ranks_inside or (None,),
@@ -166,6 +183,7 @@ def what_if(
             latencies_us or (None,),
             compute_scales,
             strategies,
+            _ways(optimizers, overlap_forward),
         )
     ]
     if not rows:
@@ -189,9 +207,19 @@ def what_if(
     )
 
 
+def _ways(optimizers: Sequence[str], overlap_forward: bool) -> list[tuple[str | None, bool]]:
+    """Each optimizer without overlap of the next forward, and with it, if it can be."""
+    if not optimizers:
+        return _ways((PLAIN, IN_BACKWARD), overlap_forward) if overlap_forward else [(None, False)]
+    ways = [(name, overlaps) for name in optimizers for overlaps in (False, True)]
+    return [(name, overlaps) for name, overlaps in ways if not overlaps or (overlap_forward and name != PLAIN)]
+
+
 def _for_topologies(scenario: Scenario) -> Scenario:
     """What of the wishes counts there."""
-    return replace(scenario, gradient_dtype=None, strategy=None, bucket_cap_mb=None)
+    return replace(
+        scenario, gradient_dtype=None, strategy=None, bucket_cap_mb=None, optimizer=None, overlap_forward=False
+    )
 
 
 def _step_of(model: object) -> Step:
@@ -284,6 +312,11 @@ def _cell_strategy(row: Prediction) -> str:
     return row.scenario.chosen_strategy if cap is None else f"{row.scenario.chosen_strategy} {cap:g} MiB"
 
 
+def _cell_optimizer(row: Prediction) -> str:
+    name = row.scenario.optimizer or "-"
+    return f"{name}, overlap" if row.scenario.overlap_forward else name
+
+
 def _cell_step(row: Prediction) -> str:
     return "-" if row.step_s is None else format_ms(row.step_s)
 
@@ -296,6 +329,7 @@ _COLUMNS: Final[tuple[tuple[str, Callable[[Prediction], str]], ...]] = (
     ("gradients", lambda row: row.scenario.gradient_dtype or "-"),
     ("compute", lambda row: "-" if row.scenario.compute_scale == 1 else f"{row.scenario.compute_scale:g}x"),
     ("buckets", _cell_strategy),
+    ("optimizer", _cell_optimizer),
     ("number", lambda row: f"{len(row.plan.buckets):,}"),
     ("step", _cell_step),
     ("backward", lambda row: format_ms(row.makespan_s)),
@@ -328,8 +362,8 @@ _MIXED_COLUMNS: Final[tuple[tuple[str, Callable[[Mixed], str]], ...]] = (
     ("gap", _cell_gap),
     ("halved", _cell_halved),
 )
-_OPTIONAL: Final = frozenset({"link", "nodes", "latency", "gradients", "compute", "step"})
-_LEFT: Final = frozenset({"link", "buckets", "gradients", "topology"})
+_OPTIONAL: Final = frozenset({"link", "nodes", "latency", "gradients", "compute", "optimizer", "step"})
+_LEFT: Final = frozenset({"link", "buckets", "gradients", "optimizer", "topology"})
 Row = TypeVar("Row")
 
 
@@ -360,6 +394,8 @@ def _head(step: Step) -> Iterator[str]:
 def _notes(step: Step, rows: Sequence[Prediction]) -> Iterator[str]:
     yield "Predicted, not measured. Backward: until its last gradient is reduced; to bound: over what no plan can beat;"
     yield "memory: of gradients with what their buckets need."
+    if any(row.scenario.optimizer is not None for row in rows):
+        yield from _notes_on_optimizers(rows)
     if any(row.scenario.chosen_strategy in ("optimal", "coalesced") for row in rows):
         band = band_for(step)
         off = f"{min(band):g}x to {max(band):g}x"
@@ -367,8 +403,24 @@ def _notes(step: Step, rows: Sequence[Prediction]) -> Iterator[str]:
         yield "other buckets can end earlier."
     yield "From:"
     bases = [row.cost_basis for row in rows] + [row.backward_basis for row in rows]
-    for basis in dict.fromkeys(bases):
+    bases += [row.forward_basis for row in rows]
+    for basis in dict.fromkeys(filter(None, bases)):
         yield textwrap.fill(basis, 110, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+
+
+def _notes_on_optimizers(rows: Sequence[Prediction]) -> Iterator[str]:
+    text = "Updates are in the column step only, if that is there."
+    if any(row.scenario.optimizer == SHARDED for row in rows):
+        text += " Sharded: with the all-gathers; for an optimizer that goes element by element."
+    if any(row.scenario.overlap_forward for row in rows):
+        text += (
+            " Overlap: backward is with all that the next forward waits; to bound: over the longer of forward and "
+            "backward together and all communication, max(T_forward + T_backward + T_optimizer, T_communication), "
+            "where T_optimizer counts as 0."
+        )
+    if any(row.scenario.overlap_forward and row.scenario.optimizer == SHARDED for row in rows):
+        text += " in_backward() refuses shard=True with overlap_forward=True yet: that row is a prediction of both."
+    yield textwrap.fill(text, 110, break_on_hyphens=False)
 
 
 def _mixed_notes(rows: Sequence[Mixed]) -> Iterator[str]:
@@ -404,8 +456,11 @@ def _step_data(step: Step) -> dict[str, Any]:
 
 
 def _data(row: Prediction) -> dict[str, Any]:
-    wishes = ("link", "latency_us", "gradient_dtype", "compute_scale", "bucket_cap_mb", "ranks_inside", "link_inside")
-    numbers = ("backward_s", "communication_s", "makespan_s", "exposed_s", "bound_s", "ratio", "step_s")
+    wishes = (
+        *("link", "latency_us", "gradient_dtype", "compute_scale", "bucket_cap_mb", "ranks_inside", "link_inside"),
+        *("optimizer", "overlap_forward"),
+    )
+    numbers = ("backward_s", "communication_s", "makespan_s", "exposed_s", "bound_s", "ratio", "step_s", "forward_s")
     return {
         "ranks": row.world_size,
         "strategy": row.scenario.chosen_strategy,

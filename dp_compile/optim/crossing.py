@@ -5,7 +5,8 @@
 | a forward in one graph of the backend `dp_compile`               | an op in front of each first read             |
 | a forward of that backend in several graphs                      | the first graph, for everything               |
 | a call of the module, or of a part of it, that is not compiled   | a forward pre-hook, for everything            |
-| `parameters()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything                   |
+| `parameters()`, `modules()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything      |
+| `parameters()` of a module around it                             | `named_modules()` of this one, for everything |
 | the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
 
 A forward of another backend is refused where it is traced. Whoever reads a parameter past all of these calls
@@ -20,7 +21,7 @@ import threading
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -28,6 +29,7 @@ from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.agreement import agree
+from dp_compile.engine.observers import UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import meeting, table_of
 from dp_compile.errors import ConfigError
@@ -42,9 +44,9 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import Coalesced, Optimal, Planned, nominal_cost
-from dp_compile.plan.words import count
 
 BACKEND: Final = "dp_compile"
+STARTS_HERE: Final = "all of a module's forward is in this code"
 POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
 _lock = threading.RLock()
 
@@ -71,9 +73,8 @@ class Crossing:
         self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
         self._options: tuple[dict[str, Any], ...] = ()
         self._left: list[_Left] = []
-        self._last = 0
-        """How many updates the last backward left."""
-        self.stays = False
+        self._last = LeftBehind()
+        self._stays = False
         """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
 
     def begin(self) -> None:
@@ -82,13 +83,15 @@ class Crossing:
         optimizer = self._optimizer()
         self._options = () if optimizer is None else options_of(optimizer)
 
-    def leave(self, buckets: Sequence[Bucket], indices: Sequence[int], launched: Sequence[torch.Tensor]) -> None:
+    def leave(
+        self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
+    ) -> None:
         """Keep what is on its way."""
         replica, optimizer = self._replica(), self._optimizer()
         assert replica is not None
         assert optimizer is not None
-        on_its_way = tuple(zip(buckets, launched, strict=True))
-        left = _Left(replica, optimizer, self._steps, self._options, tuple(indices), on_its_way)
+        on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
+        left = _Left(replica, optimizer, self._steps, self._options, tuple(indices), on_its_way, replica.told)
         if replica.rehearses:
             left.drop()
         else:
@@ -96,7 +99,12 @@ class Crossing:
 
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
-        self._last = len(self._left)
+        self._last = LeftBehind(
+            len(self._left),
+            tuple(sorted({number for left in self._left for number, _, _ in left.buckets})),
+            sum(tensor.nbytes for left in self._left for _, _, tensor in left.buckets),
+            frozenset(index for left in self._left for index in left.indices),
+        )
         if self._left:
             poisons = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
             for left in self._left:
@@ -107,11 +115,18 @@ class Crossing:
                 _put_hooks(root, replica)
 
     def forward_runs(self, *, whole: bool) -> None:
-        self.stays = whole
+        self._stays = whole
 
-    def describe(self) -> str:
-        where = "for the next forward" if self.stays else "for step(): the forward is not one graph of this backend"
-        return f"the last backward left {count(self._last, 'update')} {where}"
+    def step_ended(self) -> None:
+        """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
+        self._last = replace(self._last, stayed=self._stays)
+        if not self._stays:
+            self.arrive()
+        self._stays = False  # Each forward says it anew: one that breaks before its first graph says nothing.
+
+    def left_behind(self) -> LeftBehind:
+        """What the last backward did not wait for."""
+        return self._last
 
     def arrive(self) -> None:
         """Let nothing be in flight."""
@@ -134,6 +149,21 @@ class Crossing:
             each.drop()
 
 
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What one backward did not wait for.
+
+    `updates`: how many. `buckets`: their numbers in the plan. `nbytes`: of what was on its way. `indices`: of the
+    parameters. `stayed`: it was so behind `step()` too; `None`: there was none yet.
+    """
+
+    updates: int = 0
+    buckets: tuple[int, ...] = ()
+    nbytes: int = 0
+    indices: frozenset[int] = frozenset()
+    stayed: bool | None = None
+
+
 @dataclass(eq=False, slots=True)
 class _Left:
     """An update whose gradients are on their way. Holds the parameters as long as that is so."""
@@ -143,8 +173,10 @@ class _Left:
     steps: PartialSteps
     options: tuple[dict[str, Any], ...]
     indices: tuple[int, ...]
-    buckets: tuple[tuple[Bucket, torch.Tensor], ...]
-    """With what each of them was launched with; a gradient in pieces lies in several."""
+    buckets: tuple[tuple[int, Bucket, torch.Tensor], ...]
+    """With their numbers in the plan, and what each was launched with; a gradient in pieces lies in several."""
+    told: Told
+    """Who hears of the backward."""
     addresses: tuple[int, ...] = ()
     """Of its parameters, when the backward ended."""
     poisoned: list[torch.Tensor] = field(default_factory=list)
@@ -172,7 +204,7 @@ class _Left:
         with _lock:
             if not self.is_over:
                 self.is_over = True
-                for _, launched in self.buckets:
+                for _, _, launched in self.buckets:
                     torch.ops._c10d_functional.wait_tensor.default(launched)
 
     def _finish(self) -> None:
@@ -180,8 +212,7 @@ class _Left:
         parameters = self.parameters
         for address in self.addresses:
             in_flight.pop(address, None)
-        mine = [id(bucket) for bucket, _ in self.buckets]
-        numbers = [str(number) for number, bucket in enumerate(self.replica.plan.buckets) if id(bucket) in mine]
+        numbers = [str(number) for number, _, _ in self.buckets]
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that.
         with (
             autograd.named_range(f"dp_compile::bucket {' and '.join(numbers)} update, in the next forward"),
@@ -191,6 +222,7 @@ class _Left:
             gradients = self._reduced()
             kept = [parameter.grad for parameter in parameters]
             with (
+                self.told.following(UPDATE),
                 self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
                 self.replica.local.updating(self.indices),
             ):
@@ -205,8 +237,9 @@ class _Left:
     def _reduced(self) -> dict[int, torch.Tensor]:
         """The gradients by index in the module, once they are here."""
         whole, pieces = dict[int, torch.Tensor](), defaultdict[int, list[tuple[Rows, torch.Tensor]]](list)
-        for bucket, launched in self.buckets:
-            tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
+        for number, bucket, launched in self.buckets:
+            with self.told.waiting(number):
+                tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
             _, scale = ops.factors(bucket.key.reduction)
             if bucket.key.reduction.wire is not None or scale != 1.0:
@@ -245,6 +278,12 @@ class _Reads(nn.Module):
     def get_parameter(self, target: str) -> nn.Parameter:
         _arrive_at(self)
         return super().get_parameter(target)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """What any module around this one goes through to find its parameters."""
+        _arrive_at(self)
+        found: Iterator[tuple[str, nn.Module]] = super().named_modules(*args, **kwargs)
+        return found
 
     def apply(self, fn: Any) -> Any:
         _arrive_at(self)
@@ -329,6 +368,32 @@ class _Waits(Installed):
             replica.arrive()
 
 
+class _WaitsAtTheStart(_Waits):
+    """The same in front of all of the module's forward."""
+
+    def __call__(self, *_: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_other_backends()
+            _note_start()
+        else:
+            self._arrive()
+
+    @compiler.untraced("updates of parameters are waited for")
+    def _arrive(self) -> None:
+        replica = self._replica()
+        if replica is not None:
+            replica.arrive()
+            for each in replica.updates:
+                if each.crossing is not None:
+                    each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
+
+
+@compiler.constant
+def _note_start() -> bool:
+    compiler.note_in_trace(STARTS_HERE)
+    return True
+
+
 @compiler.constant
 def _refuse_other_backends() -> bool:
     """Run while Dynamo traces.
@@ -349,9 +414,9 @@ _KEY: Final = -1
 
 
 def _put_hooks(root: nn.Module, replica: Replica) -> None:
-    hook = _Waits(replica)
+    hook, at_the_start = _Waits(replica), _WaitsAtTheStart(replica)
     for hooks in _hooks_of(root):
-        hooks.setdefault(_KEY, hook)
+        hooks.setdefault(_KEY, at_the_start if hooks is root._forward_pre_hooks else hook)
         hooks.move_to_end(_KEY, last=False)
 
 
@@ -361,6 +426,6 @@ def _take_hooks_off(root: nn.Module) -> None:
 
 
 def _hooks_of(root: nn.Module) -> Iterator[OrderedDict[int, Any]]:
-    for module in root.modules():
+    for _, module in nn.Module.named_modules(root):  # `root.modules()` waits
         for name in ("_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"):
             yield getattr(module, name)

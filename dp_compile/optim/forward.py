@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx, nn
 
-from dp_compile._torch import inductor
+from dp_compile._torch import compiler, inductor
+from dp_compile.engine.observers import FORWARD
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
-from dp_compile.passes.crossing import ArriveBeforeUse
+from dp_compile.optim.crossing import STARTS_HERE
+from dp_compile.passes.crossing import ArriveBeforeUse, in_flight
 
 
 def compile_forward(
@@ -37,8 +40,12 @@ def compile_forward(
     """
     crossing = [(position, found) for position, each in enumerate(inputs) if (found := _crossing_replica_of(each))]
     settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
+    broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
+    starts_here = compiler.is_noted_in_trace(STARTS_HERE) or any(map(_starts_with, owners))
+    breaks = broken is None or broken.graph_break
     if not crossing:
-        return inductor.compile_forward_with_inductor(graph_module, inputs, None, settings)
+        compiled = inductor.compile_forward_with_inductor(graph_module, inputs, None, settings)
+        return _waiting_for_all(compiled) if starts_here and breaks else compiled
     if inductor.uses_cuda_graphs(settings):
         raise ConfigError(
             "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) replay a forward without "
@@ -49,11 +56,11 @@ def compile_forward(
         compiled = inductor.compile_forward_with_aot_eager(graph_module, inputs, waits)
     else:
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, waits, settings)
-    broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
-    is_whole = broken is not None and not broken.graph_break
-    if not is_whole:
-        crossing[0][1].arrive()  # what is between the graphs may read what it likes, now too
-    return _noting(compiled, crossing[0][0], is_whole=is_whole)
+    first = {replica: position for position, replica in reversed(crossing)}
+    if breaks:
+        for replica in first:
+            replica.arrive()  # what is between the graphs may read what it likes, now too
+    return _noting(compiled, tuple(first.values()), breaks=breaks, starts_here=starts_here)
 
 
 def _crossing_replica_of(value: Any) -> Replica | None:
@@ -61,23 +68,52 @@ def _crossing_replica_of(value: Any) -> Replica | None:
     return found[0] if found is not None and any(each.crossing for each in found[0].updates) else None
 
 
-def _noting(compiled: Callable[..., Any], parameter: int, *, is_whole: bool) -> Callable[..., Any]:
+def _starts_with(replica: Replica) -> bool:
+    """Whether the code that is being made starts with a module's forward: torch calls its hooks by themselves then."""
+    root = replica.outline.root()
+    return root is not None and any(each.crossing for each in replica.updates) and compiler.is_frame_of(root.forward)
+
+
+def _waiting_for_all(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Code with which a forward starts that is in pieces, without parameters: what comes behind it may read any."""
+
+    def run(*args: Any) -> Any:
+        for each in set(in_flight.values()):
+            each.arrive()
+        for replica in owners:
+            _say(replica, whole=False)
+        return compiled(*args)
+
+    return run
+
+
+def _say(replica: Replica, *, whole: bool) -> None:
+    for each in replica.updates:
+        if each.crossing is not None:
+            each.crossing.forward_runs(whole=whole)
+
+
+def _noting(
+    compiled: Callable[..., Any], parameters: Sequence[int], *, breaks: bool, starts_here: bool
+) -> Callable[..., Any]:
     """Code of a forward that says of itself when it runs.
 
     Args:
         compiled: the code.
-        parameter: the position of a parameter among its inputs. Modules of one class share code.
-        is_whole: it is all of a frame; else what is between it and the next graph is not compiled.
+        parameters: the position of one parameter of each module among its inputs. Modules of one class share code.
+        breaks: what is behind it is not compiled, and may read anything.
+        starts_here: the forward starts with it. What is a part of a forward says nothing of all of it.
     """
 
     def run(*args: Any) -> Any:
-        found = owners.find(args[parameter])
-        if found is not None:
-            if not is_whole:
-                found[0].arrive()
-            for each in found[0].updates:
-                if each.crossing is not None:
-                    each.crossing.forward_runs(whole=is_whole)
-        return compiled(*args)
+        with contextlib.ExitStack() as stack:
+            for found in filter(None, (owners.find(args[position]) for position in parameters)):
+                if breaks:
+                    found[0].arrive()
+                if breaks or starts_here:
+                    _say(found[0], whole=not breaks)
+                if found[0].told.audience:
+                    stack.enter_context(found[0].told.following(FORWARD))
+            return compiled(*args)
 
     return run

@@ -13,6 +13,8 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile._torch import optim
+from dp_compile.engine.observers import UPDATE
+from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
@@ -170,6 +172,8 @@ class InBackward:
         self.crossing = Crossing(replica, optimizer, self._steps) if overlaps else None
         self._updated: set[int] = set()
         """Parameters that were updated since the last `step()`."""
+        self._done: frozenset[int] = frozenset()
+        """Those of the last backward, with what it left for the next forward."""
         self._awaits_step = False
         self._broken = ""
 
@@ -213,7 +217,24 @@ class InBackward:
             handle.remove()
 
     def describe(self) -> str:
-        return "" if self.crossing is None else self.crossing.describe()
+        return str(self.record())
+
+    def record(self) -> OptimizerRecord:
+        indices, here = self.indices(), self._sizes()
+        behind = None if self.crossing is None else self.crossing.left_behind()
+        crosses: dict[str, Any] = {"way": IN_BACKWARD}
+        if behind is not None:
+            crosses = {"way": OVERLAP_FORWARD, "updates": behind.updates, "left": behind.buckets}
+            crosses |= {"left_nbytes": behind.nbytes, "stayed": behind.stayed}
+        kept = sum(here[index] for index in indices if index not in self._done)
+        nbytes = sum(here[index] for index in indices)
+        return OptimizerRecord(type(self._alive()).__name__, nbytes=nbytes, kept_nbytes=kept, **crosses)
+
+    def _sizes(self) -> list[int]:
+        """Bytes of each parameter of the module, and so of its gradient."""
+        replica = self.replica
+        assert replica is not None
+        return [parameter.numel() * parameter.element_size() for parameter in replica.parameters]
 
     def released(self) -> None:
         """The optimizer goes on as it is, in `step()`."""
@@ -280,8 +301,10 @@ class InBackward:
     def ended(self) -> None:
         # A GradScaler may leave step() out, and refuses a second look at the same gradients itself.
         self._awaits_step = self._scaler is None
+        self._done = frozenset(self._updated)
         if self.crossing is not None:
             self.crossing.ended()
+            self._done |= self.crossing.left_behind().indices
 
     def interrupted(self, error: BaseException) -> None:
         replica = self.replica
@@ -308,7 +331,8 @@ class InBackward:
                 parameter.grad = gradient
             if not replica.rehearses and self._may_step(optimizer, mine):
                 self._updated.update(indices)
-                optim.step_without_hooks(optimizer)
+                with replica.told.following(UPDATE):
+                    optim.step_without_hooks(optimizer)
 
     def _may_step(self, optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> bool:
         scaler = self._scaler
@@ -344,8 +368,8 @@ class InBackward:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._awaits_step = False
         self._updated.clear()
-        if self.crossing is not None and not self.crossing.stays:
-            self.crossing.arrive()
+        if self.crossing is not None:
+            self.crossing.step_ended()
         if (replica := self.replica) is not None:
             # As after a backward that has updated: the next one starts anew in every way, on every rank.
             for index in self.indices():

@@ -25,6 +25,8 @@ from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.gradients import dense_strides
+from dp_compile.engine.observers import GATHER, UPDATE
+from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_of
 from dp_compile.engine.updates import Wanted
@@ -201,9 +203,19 @@ class Sharded(InBackward):
             self._place_numbers(index, optimizer.state[self.parameters[index]])
         self._own, self.pieces = {}, {}
 
-    def describe(self) -> str:
-        how = "elements of buckets" if self.cuts else "whole parameters"
-        return f"{type(self._alive()).__name__} is sharded over {self.ranks} ranks: each updates {how}"
+    def record(self) -> OptimizerRecord:
+        optimizer, sizes = self._alive(), self._sizes()
+        state = (value for each in optimizer.state.values() for value in each.values())
+        return OptimizerRecord(
+            type(optimizer).__name__,
+            SHARDED,
+            sum(sizes[index] for index in self.covered),
+            ranks=self.ranks,
+            cuts=self.cuts,
+            elements=sum(self.parameters[index].numel() for index in self.covered),
+            own_elements=sum(piece.numel for piece in self.pieces.values()),
+            state_nbytes=sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
+        )
 
     # --- who has what
 
@@ -449,7 +461,8 @@ class Sharded(InBackward):
             self._updated.update(self.covered)
             with replica.local.updating(self.covered):
                 self._step(gradients)
-                self._gather(replica)
+                with replica.told.following(GATHER):
+                    self._gather(replica)
         for index in self.covered:
             if index not in still:
                 self.parameters[index].grad = sharded_gradient(self.parameters[index])
@@ -483,7 +496,7 @@ class Sharded(InBackward):
 
     def _step(self, gradients: Mapping[int, torch.Tensor]) -> None:
         if gradients:
-            with self._narrowed(gradients) as optimizer:
+            with self._replicated().told.following(UPDATE), self._narrowed(gradients) as optimizer:
                 optim.step_without_hooks(optimizer)
         self._has_state = True
 

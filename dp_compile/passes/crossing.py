@@ -27,7 +27,8 @@ from torch.fx.node import has_side_effect
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes.updates import UPDATE, Update, running, updates_in
-from dp_compile.plan.buckets import Bucket, BucketPlan
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.crossing import why_not_left
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
@@ -60,7 +61,7 @@ def _leave(
     plan, optimizers = running(replica)
     crossing = optimizers[optimizer].crossing
     assert crossing is not None
-    crossing.leave([plan.buckets[number] for number in buckets], indices, launched)
+    crossing.leave([(number, plan.buckets[number]) for number in buckets], indices, launched)
 
 
 def _nothing(*_: object) -> None:
@@ -74,18 +75,6 @@ for _name in ("leave_in_flight", "arrive"):
 
 LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
 ARRIVE = has_side_effect(torch.ops.dp_compile.arrive.default)
-
-
-def why_not_left(bucket: Bucket) -> str:
-    """Why the reduction of a bucket has to end in the backward; empty if it need not."""
-    reduction = bucket.key.reduction
-    if reduction.hook is not None:
-        return "a comm hook goes on after its collectives"
-    if len(reduction.stages) > 1:
-        return "its reduction has several stages"
-    if len(bucket.tensor_numels) > 1:
-        return "its gradients are reduced in memory of their own"
-    return ""
 
 
 @dataclass(frozen=True, slots=True)

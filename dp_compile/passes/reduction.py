@@ -245,12 +245,12 @@ def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
         numel = tensor.numel() if stage.op == EXCHANGE else stage.numel_behind(tensor.numel())
         result = tensor.new_empty(numel)
         if stage.op == ALL_GATHER:
-            work = dist.all_gather_into_tensor(result, tensor, group=group, async_op=True)
+            work = distributed.all_gather(result, tensor, group=group, async_op=True)
         elif stage.op in (EXCHANGE, ALL_TO_ALL):
             work = dist.all_to_all_single(result, tensor, group=group, async_op=True)
         else:
             op = REDUCE_OPS[stage.reduce_op]
-            work = dist.reduce_scatter_tensor(result, tensor, op=op, group=group, async_op=True)
+            work = distributed.reduce_scatter(result, tensor, op=op, group=group, async_op=True)
         tensors = [result]
     elif len(tensors) == 1:
         work = dist.all_reduce(tensors[0], op=REDUCE_OPS[stage.reduce_op], group=group, async_op=True)

@@ -40,8 +40,13 @@ _library.define(f"update_parameters(Tensor(a!)[] written, {_ARGUMENTS}) -> ()")
 class Leaves(Protocol):
     """Where updates of an optimizer are left for the next forward (`passes/crossing.py`)."""
 
-    def leave(self, buckets: Sequence[Bucket], indices: Sequence[int], launched: Sequence[torch.Tensor]) -> None:
-        """Keep reductions that have been launched, to update these parameters before somebody reads them."""
+    def leave(
+        self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
+    ) -> None:
+        """Keep reductions that have been launched, to update these parameters before somebody reads them.
+
+        `buckets`: with their numbers in the plan.
+        """
 
 
 class RunsUpdates(Protocol):

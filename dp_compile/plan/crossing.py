@@ -62,7 +62,7 @@ def plan_crossing(
         return planned  # These end in the backward anyway.
     members = [member for bucket in planned.plan.buckets for member in bucket.members]
     backward_s = backward_seconds(members, times, cost)
-    candidates = [tuple(_without_flags(planned.plan.buckets))]
+    candidates = [tuple(without_flags(planned.plan.buckets))]
     total = sum(each.nbytes for each in gradients)
     for parts in PARTS if layout is not None and total else ():
         candidates.append(_of_size(gradients, total / parts, layout or PACKED, lanes))
@@ -74,6 +74,20 @@ def plan_crossing(
     best = min(orders, key=lambda order: (worst_ratio(order, backward_s, lanes), len(order)))
     first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and waited for at the end")
     return Planned(replace(planned.plan, buckets=(first, *(job.bucket for job in best))))
+
+
+def why_not_left(bucket: Bucket) -> str:
+    """Why the reduction of a bucket has to end in the backward; empty if it need not."""
+    reduction = bucket.key.reduction
+    if reduction.hook is not None:
+        return "a comm hook goes on after its collectives"
+    if len(reduction.stages) > 1:
+        return "its reduction has several stages"
+    if len(bucket.tensor_numels) > 1:
+        return "its gradients are reduced in memory of their own"
+    if all(member.gradient.name == UNUSED_FLAGS for member in bucket.members):
+        return "flags have to be known when the backward ends"
+    return ""
 
 
 class Job(NamedTuple):
@@ -88,15 +102,52 @@ class Job(NamedTuple):
     seconds: float
 
     @staticmethod
-    def of(bucket: Bucket, times: ReadyTimes, cost: AllReduceCost, backward_s: float) -> Job:
+    def of(
+        bucket: Bucket,
+        times: ReadyTimes,
+        cost: AllReduceCost,
+        backward_s: float,
+        *,
+        forward_s: float | None = None,
+        crosses: bool = True,
+    ) -> Job:
+        """`forward_s`: how long the forward takes, if that is known. One that does not cross is needed before it."""
         last = max(times.of_member(member) for member in bucket.members)
         seconds = sum(leg.seconds for leg in legs_of([member.loads for member in bucket.members], cost))
-        return Job(bucket, backward_s * last, backward_s * (1 + FORWARD_SHARE * (1 - last)), seconds)
+        forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
+        return Job(bucket, backward_s * last, backward_s + forward_s * (1 - last) * crosses, seconds)
 
 
 class Carried(NamedTuple):
     job: Job
+    start_s: float
     finish_s: float
+
+
+class Arrival(NamedTuple):
+    """A bucket in a step of two halves, in seconds after the start of the backward.
+
+    `needed_s`: when compute comes to what reads it, with all that it has stood still for until then. `waited_s`: how
+    long it stands still for this one.
+    """
+
+    ready_s: float
+    start_s: float
+    finish_s: float
+    needed_s: float
+    waited_s: float
+
+
+def arrivals(order: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Arrival, ...]:
+    """When each bucket of a step of two halves is on the network, and what waits for it; in the given order."""
+    carried = _carried(order, slower, lanes)
+    late_s, found = 0.0, dict[int, Arrival]()
+    for place in sorted(range(len(carried)), key=lambda place: carried[place].job.needed_s):
+        job, start_s, finish_s = carried[place]
+        needed_s = job.needed_s + late_s
+        found[place] = Arrival(job.ready_s, start_s, finish_s, needed_s, max(0.0, finish_s - needed_s))
+        late_s += found[place].waited_s
+    return tuple(found[place] for place in range(len(carried)))
 
 
 def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -> tuple[Job, ...]:
@@ -112,7 +163,7 @@ def in_order_of_need(jobs: Sequence[Job], slower: float = 1.0, lanes: int = 1) -
 
 def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, lanes: int = 1) -> float:
     """How long a backward and the next forward take if the network takes jobs in this order."""
-    late_s = max((finish_s - job.needed_s for job, finish_s in _carried(order, slower, lanes)), default=0.0)
+    late_s = max((finish_s - job.needed_s for job, _, finish_s in _carried(order, slower, lanes)), default=0.0)
     return backward_s * (1 + FORWARD_SHARE) + max(0.0, late_s)
 
 
@@ -125,7 +176,7 @@ def worst_ratio(order: Sequence[Job], backward_s: float, lanes: int = 1) -> floa
 
 def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False) -> list[Carried]:
     """Jobs in the order in which they start, and when each is over. Those that are under way have equal shares."""
-    waiting, started, now_s = list(jobs), list[Job](), 0.0
+    waiting, started, starts, now_s = list(jobs), list[Job](), list[float](), 0.0
     under_way: dict[int, float] = {}
     """By place in `started`, how long each would still take alone."""
     finish_s: dict[int, float] = {}
@@ -138,6 +189,7 @@ def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = 
             waiting.remove(job)
             under_way[len(started)] = job.seconds * slower
             started.append(job)
+            starts.append(now_s)
         share = len(under_way)
         ends_s = now_s + share * min(under_way.values()) if under_way else math.inf
         candidates = (waiting if by_need else waiting[:1]) if share < lanes else []
@@ -149,7 +201,7 @@ def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = 
             place = min(under_way, key=under_way.__getitem__)
             finish_s[place] = now_s
             del under_way[place]
-    return [Carried(job, finish_s[place]) for place, job in enumerate(started)]
+    return [Carried(job, starts[place], finish_s[place]) for place, job in enumerate(started)]
 
 
 def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout, lanes: int) -> tuple[Bucket, ...]:
@@ -166,7 +218,8 @@ def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout, l
     return tuple(found)
 
 
-def _without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+def without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:
+    """The same without the flags; what had nothing else is left out."""
     for bucket in buckets:
         members = tuple(member for member in bucket.members if member.gradient.name != UNUSED_FLAGS)
         if members:

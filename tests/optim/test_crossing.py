@@ -181,6 +181,10 @@ def in_double(model: nn.Module) -> list[torch.Tensor]:
 
 READERS: dict[str, Callable[[Any, Any], Any]] = {
     "parameters": lambda model, run: [each.detach().clone() for each in model.parameters()],
+    "parameters of a module around": lambda model, run: [
+        each.detach().clone() for each in nn.Sequential(model).parameters()
+    ],
+    "parameters of what is compiled": lambda model, run: [each.detach().clone() for each in run.parameters()],
     "synchronize": lambda model, run: (dp_compile.optim.synchronize(model), model.layers[1].weight.detach().clone())[1],
     "state dict": lambda model, run: model.state_dict(),
     "state dict of a part": lambda model, run: model.layers[2].state_dict(),
@@ -264,6 +268,63 @@ def optimizer_s_own_state() -> None:
 
 def test_state_of_the_optimizer(ranks2: Ranks) -> None:
     ranks2.run(optimizer_s_own_state)
+
+
+@torch._dynamo.disable
+def bias_of(model: Any) -> torch.Tensor:
+    """Read past the module."""
+    bias: torch.Tensor = model.layers[1].bias.detach().clone()
+    return bias
+
+
+class Reads(Net):
+    """In the middle of its forward something reads a parameter that Dynamo does not see."""
+
+    breaks = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.breaks:
+            x = x * 2 + bias_of(self)  # behind a graph without parameters
+        return super().forward(x)
+
+
+def in_pieces(breaks: list[bool]) -> list[int]:
+    with poisoned():
+        both, counts = crossing(Reads), []
+        for number, each in enumerate(breaks):
+            both.ours.breaks = both.theirs.breaks = each  # type: ignore[assignment]
+            go(both, number)
+            counts.append(left())
+        compare(both, exact=False)
+    return counts
+
+
+@pytest.mark.parametrize("breaks", [[True, True, True], [False, True, True, False]])
+def test_what_is_read_between_the_pieces_of_a_forward(ranks2: Ranks, breaks: list[bool]) -> None:
+    """Only a forward that is one graph lets updates stay; one that breaks where it did not before waits at its start.
+
+    With `is_whole` of each graph by itself the last graph of a forward in pieces let them stay, and `bias_of` read NaN.
+    """
+    for counts in ranks2.run(in_pieces, breaks):
+        assert [count == 0 for count in counts] == breaks
+
+
+def of_any_size() -> list[int]:
+    with poisoned():
+        both, counts = crossing(), []
+        both.run = torch.compile(both.ours, backend="dp_compile", dynamic=True)
+        for number in range(4):
+            x = torch.cat([batch(number)] * (1 + number % 3))
+            both.run(x).square().mean().backward()
+            both.run_theirs(x).square().mean().backward()
+            both.step()
+            counts.append(left())
+        compare(both, exact=False)
+    return counts
+
+
+def test_dynamic_shapes(ranks2: Ranks) -> None:
+    assert ranks2.run(of_any_size) == [[LEFT] * 4] * 2
 
 
 def other_forwards(way: str) -> list[int]:

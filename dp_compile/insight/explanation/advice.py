@@ -103,7 +103,7 @@ def _option(step: Step, scenario: Scenario) -> str:
 
 
 def _end(prediction: Prediction) -> float:
-    return prediction.makespan_s
+    return prediction.makespan_s + prediction.forward_s
 
 
 def _measurements(step: Step) -> Iterator[Advice]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
+from dp_compile.engine.record import OptimizerRecord
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation.advice import Advice, advice_for, wire_that_does_not_pay
 from dp_compile.insight.explanation.exposure import (
@@ -28,6 +29,8 @@ from dp_compile.insight.explanation.facts import (
     backward_from,
     bound_by,
     copies_of,
+    ended_in_backward,
+    forward_from,
     measured_figures,
     notes_of,
     ready_from,
@@ -53,6 +56,7 @@ EXPLANATION_VERSION: Final = 1
 SHOWN_BUCKETS: Final = 20
 SHOWN_EXPOSED: Final = 3
 SHOWN_REASONS: Final = 3
+SHOWN_CROSSING: Final = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,13 @@ class Explanation:
         backwards: how many backwards took which way.
         notes: what else has to be known to read the figures.
         slowest: where most of the compute is, if it is more in one place than elsewhere.
+        optimizers: those that update in the backward.
+        left: the buckets whose reductions may end under the next forward. `end_s`, `bound_s` and `exposed_s` are then
+            of the backward and that forward together.
+        ended_in_backward: those that do not then, and why.
+        forward_s: how long the next forward computes then; else `None`.
+        forward_from: where that is from.
+        gather_s: how long parameters go round behind the backward, where each rank updates a part.
     """
 
     bound_by: str
@@ -116,11 +127,22 @@ class Explanation:
     backwards: tuple[tuple[str, int], ...]
     notes: tuple[str, ...]
     slowest: SlowPart | None = None
+    optimizers: tuple[OptimizerRecord, ...] = ()
+    left: tuple[int, ...] = ()
+    ended_in_backward: tuple[tuple[int, str], ...] = ()
+    forward_s: float | None = None
+    forward_from: str = ""
+    gather_s: float = 0.0
 
     @property
     def times(self) -> Times:
         """How times are said: where nobody has timed the backward, as shares of it, for they are no milliseconds."""
         return Times(self.backward_s if self.backward_from.startswith("assumed") else None)
+
+    @property
+    def computes_s(self) -> float:
+        """How long what computes beside the network does: the backward, and where reductions may cross the forward."""
+        return self.backward_s + (self.forward_s or 0.0)
 
     @property
     def ratio(self) -> float | None:
@@ -162,10 +184,11 @@ class Explanation:
         """One screen, then the buckets. `verbose`: all of them, with their members and why they end where they end."""
         word = "assumed" if self.backward_from.startswith("assumed") else "predicted"
         sections: list[Iterable[str]] = [_verdict(self), _figures(self, word)]
-        sections += [[*_slowest(self), *_exposure(self, word), *_measured_exposure(self)]]
-        sections += [[*_memory_and_copies(self), *_left_alone(self)]]
+        sections += [[*_slowest(self), *_crossing(self), *_exposure(self, word), *_measured_exposure(self)]]
+        sections += [[*_updates(self), *_memory_and_copies(self), *_left_alone(self)]]
         if self.end_s is not None:
-            sections += [lines_of_advice(self.advice, word, self.end_s, self.times)]
+            what = "for backward and next forward" if self.left else "until backward and communication are over"
+            sections += [lines_of_advice(self.advice, word, self.end_s, self.times, what)]
         shown = None if verbose else SHOWN_BUCKETS
         sections += [bucket_table(self.buckets, at_most=shown, word=word, times=self.times)]
         sections += [members_of_buckets(self.buckets)] if verbose else []
@@ -189,6 +212,9 @@ def explanation_of(step: Step) -> Explanation:
     given, step = step, with_measured_backward(step)
     buckets = explained_buckets(step)
     planned = [bucket.planned for bucket in buckets if bucket.planned is not None]
+    forward_s = step.forward_s if step.left else 0.0
+    exposed_s = sum(bucket.exposed_s for bucket in planned) + step.gather_s
+    ends = [step.backward_s, *(each.finish_s for each in planned)] if not step.left else [step.backward_s + exposed_s]
     return Explanation(
         bound_by=bound_by(step),
         mode=step.mode,
@@ -204,9 +230,9 @@ def explanation_of(step: Step) -> Explanation:
         cost=str(step.cost),
         cost_source=step.cost_source,
         communication_s=step.communication_s,
-        bound_s=step.bound_s(),
-        end_s=max([step.backward_s, *(each.finish_s for each in planned)]) if planned else None,
-        exposed_s=sum(bucket.exposed_s for bucket in planned) if planned else None,
+        bound_s=step.bound_s() + forward_s,
+        end_s=max(ends) + forward_s + step.gather_s if planned else None,
+        exposed_s=exposed_s if planned else None,
         buckets=buckets,
         measured=measured_figures(step),
         copies=copies_of(step.placements),
@@ -217,6 +243,12 @@ def explanation_of(step: Step) -> Explanation:
         backwards=step.backwards,
         notes=(*notes_of(step), *(wire_that_does_not_pay(step) if planned else ())),
         slowest=slowest_part(step),
+        optimizers=step.optimizers,
+        left=tuple(sorted(step.left)),
+        ended_in_backward=tuple(ended_in_backward(step)) if step.left else (),
+        forward_s=forward_s if step.left else None,
+        forward_from=forward_from(step) if step.left else "",
+        gather_s=step.gather_s,
     )
 
 
@@ -233,6 +265,11 @@ def _records(data: dict[str, Any]) -> dict[str, Any]:
         "backwards": tuple((str(way), int(times)) for way, times in data["backwards"]),
         "notes": tuple(map(str, data["notes"])),
         "slowest": None if data.get("slowest") is None else SlowPart(**data["slowest"]),
+        "optimizers": tuple(
+            OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in data.get("optimizers", ())
+        ),
+        "left": tuple(data.get("left", ())),
+        "ended_in_backward": tuple((int(number), str(why)) for number, why in data.get("ended_in_backward", ())),
     }
 
 
@@ -252,7 +289,8 @@ def _bucket(data: dict[str, Any]) -> ExplainedBucket:
 
 
 def _verdict(this: Explanation) -> Iterator[str]:
-    computes = f"the backward takes {format_ms(this.backward_s)}"
+    halves = "backward and next forward take" if this.left else "the backward takes"
+    computes = f"{halves} {format_ms(this.computes_s)}"
     together = f"communication would take {format_ms(this.communication_s)} if nothing overlapped"
     yield from wrapped(
         {
@@ -270,7 +308,8 @@ def _verdict(this: Explanation) -> Iterator[str]:
         f"{size}{'; backwards: ' if ways else ''}{ways}",
         2,
     )
-    yield from wrapped(f"backward: {this.backward_from}; ready times: {this.ready_from}", 2)
+    forward = f"; next forward: {this.forward_from}" if this.left else ""
+    yield from wrapped(f"backward: {this.backward_from}; ready times: {this.ready_from}{forward}", 2)
     yield from wrapped(f"link: an all-reduce takes {this.cost}, {this.cost_source}", 2)
     for note in this.notes:
         yield from wrapped(note, 2)
@@ -280,16 +319,31 @@ def _figures(this: Explanation, word: str) -> list[str]:
     seen = this.measured
     if this.bound_by == ONE_RANK:
         return []
-    rows = [
+    end, bound = "end of backward and communication", "best possible end, whatever the buckets"
+    if this.left:
+        end, bound = (
+            "backward and next forward",
+            "best possible end: the longer of compute and communication",
+        )
+    rows: list[tuple[str, float | None, float | None]] = [
         ("backward, compute alone", this.backward_s, seen.compute_s if seen else None),
-        ("communication if nothing overlapped", this.communication_s, None),
-        ("exposed: compute stands still for communication", this.exposed_s, seen.exposed_s if seen else None),
-        ("end of backward and communication", this.end_s, seen.end_s if seen else None),
-        ("best possible end, whatever the buckets", this.bound_s, None),
     ]
+    if this.left:
+        rows.append(("next forward, compute alone", this.forward_s, seen.forward_s if seen else None))
+    if seen is not None and seen.updates_s:
+        rows.append(("updates in the backward", None, seen.updates_s))
+    rows.append(("communication if nothing overlapped", this.communication_s, None))
+    if this.gather_s:
+        rows.append(("  parameters that go round behind the backward", this.gather_s, seen.gather_s if seen else None))
+    rows.append(("exposed: compute stands still for communication", this.exposed_s, seen.exposed_s if seen else None))
+    if this.left and seen is not None:
+        rows.append(("  of it behind the backward", None, seen.later_s))
+    rows += [(end, this.end_s, seen.end_s if seen else None), (bound, this.bound_s, None)]
     cells = [(name, this.times.cell(planned), digits_ms(measured)) for name, planned, measured in rows]
     if this.backward_from.startswith("measured on rank"):
         cells[0] = (cells[0][0], "(taken)", cells[0][2])  # the same figure twice would look like a good prediction
+        if this.left and this.forward_from.startswith("measured"):
+            cells[1] = (cells[1][0], "(taken)", cells[1][2])
     ratios = [None if end_s is None or not this.bound_s else end_s / this.bound_s for end_s in _ends(this)]
     first, second = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
     cells.append(("end over the best possible end", first, second))
@@ -314,21 +368,27 @@ def _exposure(this: Explanation, word: str) -> Iterator[str]:
     if this.exposed_s is None or this.end_s is None:
         return
     if this.exposed_s < SHORTEST_S:
-        yield f"Exposed: nothing. All communication is {word} to be over before the backward."
+        before = "before the next forward needs it" if this.left else "before the backward"
+        yield f"Exposed: nothing. All communication is {word} to be over {before}."
         return
     share = percent(this.exposed_s / this.communication_s)
-    yield (
-        f"Exposed: {this.times.said(this.exposed_s)}, {share} of the communication, lie behind the end of the backward "
-        f"({word})."
-    )
+    where = "lie behind the end of the backward"
+    if this.left:
+        where = "is what compute stands still for in both halves of the step"
+    yield f"Exposed: {this.times.said(this.exposed_s)}, {share} of the communication, {where} ({word})."
+    if this.gather_s:
+        yield f"  {this.times.said(this.gather_s)}: parameters go round when all ranks have updated their parts."
     exposed = sorted((bucket for bucket in this.buckets if exposed_s(bucket) >= SHORTEST_S), key=exposed_s)[::-1]
     for bucket in exposed[:SHOWN_EXPOSED]:
         yield from wrapped(_why_exposed(bucket, this.times), 2)
     if rest := exposed[SHOWN_EXPOSED:]:
         yield f"  {count(len(rest), 'more bucket')}: {this.times.said(sum(map(exposed_s, rest)))}"
-    yield from _last_run(this)
+    if not exposed:
+        return
+    if not this.left:
+        yield from _last_run(this)
     cause = "due to where this plan's buckets end" if exposed[0].released_by else "due to the late start and the plan"
-    hidden_by_none_s = max(0.0, this.bound_s - this.backward_s)
+    hidden_by_none_s = max(0.0, this.bound_s - this.computes_s)
     yield from wrapped(
         f"No plan can hide {this.times.said(hidden_by_none_s)} of it; "
         f"{this.times.said(max(0.0, this.end_s - this.bound_s))} are {cause}.",
@@ -351,6 +411,10 @@ def _why_exposed(bucket: ExplainedBucket, times: Times) -> str:
         )
     else:
         why = f"starts at {starts} because {bucket.released_by} is ready last"
+    if planned.needed_s is not None:
+        why += (
+            f", ends at {times.said(planned.finish_s)}, and the next forward reads it at {times.said(planned.needed_s)}"
+        )
     holds = f"{count(bucket.gradients, 'gradient')}, {format_bytes(bucket.nbytes)}"
     largest = f", the largest {bucket.largest}" if bucket.gradients > 1 else ""
     return f"bucket {bucket.number}, {times.said(planned.exposed_s)}: it {why} ({holds}{largest})."
@@ -367,6 +431,28 @@ def _last_run(this: Explanation) -> Iterator[str]:
             f"{this.times.said(run[0].planned.start_s)}{since}.",
             2,
         )
+
+
+def _crossing(this: Explanation) -> Iterator[str]:
+    """Which reductions end under the next forward, in which order, and why."""
+    if not this.left:
+        return
+    some = this.left[:SHOWN_CROSSING]
+    more = f" and {len(this.left) - len(some)} more" if len(some) < len(this.left) else ""
+    yield from wrapped(
+        f"Under the next forward may end {count(len(this.left), 'bucket')} of {len(this.buckets)}, launched in this "
+        f"order: {', '.join(map(str, some))}{more}. Of what is ready goes first what the next forward reads first."
+    )
+    for why in dict.fromkeys(why for _, why in this.ended_in_backward):
+        numbers = [number for number, other in this.ended_in_backward if other == why]
+        shown = ", ".join(map(str, numbers[:SHOWN_CROSSING]))
+        word = "bucket" if len(numbers) == 1 else f"{len(numbers)} buckets,"
+        yield from wrapped(f"in the backward ends {word} {shown}: {why}", 2)
+
+
+def _updates(this: Explanation) -> Iterator[str]:
+    for each in this.optimizers:
+        yield from wrapped(f"{each}.")
 
 
 def _measured_exposure(this: Explanation) -> Iterator[str]:

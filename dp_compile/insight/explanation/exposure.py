@@ -80,11 +80,16 @@ def slowest_part(step: Step) -> SlowPart | None:
 
 
 def _times_as_launched(step: Step) -> ReadyTimes | None:
-    """Ready times that fit the launches that were measured; `None` if there are none, or all came at the end."""
+    """Ready times that fit the launches that were measured; `None` if there are none, or all came at the end.
+
+    Where updates cross, launches come in the order of need and wait for each other: they say nothing of that.
+    """
     measured = step.measured
-    if measured is None or step.deferred or len(measured.buckets) != len(step.plan.buckets) or not measured.buckets:
+    if measured is None or step.deferred or step.left:
         return None
-    compute_s = measured.backward_s - measured.exposed_s
+    if not measured.buckets or len(measured.buckets) != len(step.plan.buckets):
+        return None
+    compute_s = measured.compute_s
     launches = [0.0]
     for number, each in enumerate(measured.buckets):
         waited_s = sum(
@@ -100,8 +105,7 @@ def with_measured_backward(step: Step) -> Step:
     """The same step; if only a measured step tells how long the backward computes, that counts."""
     if step.ready.backward_s is not None or step.measured is None:
         return step
-    compute_s = max(0.0, step.measured.backward_s - step.measured.exposed_s)
-    return replace(step, ready=replace(step.ready, backward_s=compute_s))
+    return replace(step, ready=replace(step.ready, backward_s=step.measured.compute_s))
 
 
 def why_no_timeline(step: Step) -> str | None:

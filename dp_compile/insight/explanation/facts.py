@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from dp_compile.engine.record import Placement
+from dp_compile.engine.observers import UPDATE
+from dp_compile.engine.record import OVERLAP_FORWARD, SHARDED, Placement
 from dp_compile.insight.explanation.exposure import why_no_timeline
 from dp_compile.insight.step import Step
 from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
 from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, MEASURED
 from dp_compile.plan.words import count
 
@@ -30,22 +32,35 @@ class Copies:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredFigures:
-    """What was measured of one rank's backward, in seconds: `compute_s` is its length without waiting."""
+    """What was measured of one rank's backward, in seconds: `compute_s` is its length without waiting and updates.
+
+    `end_s`: with the parameters that go round behind it, or with the next forward, if reductions end under that;
+    `None`: that was not seen. `forward_s`: how long that computed. `exposed_s`: with those parameters; `later_s`: how
+    much of it was behind the backward.
+    """
 
     compute_s: float
     exposed_s: float
-    end_s: float
+    end_s: float | None
     source: str
     rank: int
+    forward_s: float | None = None
+    later_s: float = 0.0
+    updates_s: float = 0.0
+    gather_s: float = 0.0
 
 
 def bound_by(step: Step) -> str:
-    """What bounds a step: the longer of the backward and all buckets one after the other."""
+    """What bounds a step: the longer of what computes beside the network and all buckets one after the other.
+
+    That is the backward, and where reductions may end under the next forward that too.
+    """
     if step.world_size == 1:
         return ONE_RANK
     if step.ready.backward_s is None:
         return NOT_KNOWN
-    return COMMUNICATION if step.communication_s > step.ready.backward_s else COMPUTE
+    computes_s = step.ready.backward_s + (step.forward_s if step.left else 0.0)
+    return COMMUNICATION if step.communication_s > computes_s else COMPUTE
 
 
 def ready_from(step: Step) -> str:
@@ -71,8 +86,35 @@ def measured_figures(step: Step) -> MeasuredFigures | None:
     measured = step.measured
     if measured is None:
         return None
-    compute_s = max(0.0, measured.backward_s - measured.exposed_s)
-    return MeasuredFigures(compute_s, measured.exposed_s, measured.backward_s, measured.source, measured.rank)
+    end_s: float | None = measured.backward_s + measured.lasted(UPDATE, behind=True) + measured.gather_s
+    if step.left:
+        forward = measured.next_forward
+        end_s = None if forward is None else measured.backward_s + forward.seconds
+    return MeasuredFigures(
+        measured.compute_s,
+        measured.exposed_s + measured.gather_s,
+        end_s,
+        measured.source,
+        measured.rank,
+        measured.next_forward_s,
+        measured.exposed_later_s + measured.gather_s,
+        measured.updates_s,
+        measured.gather_s,
+    )
+
+
+def ended_in_backward(step: Step) -> Iterator[tuple[int, str]]:
+    """Of a step whose reductions may end under the next forward, the buckets that do not, and why."""
+    for number, bucket in enumerate(step.plan.buckets):
+        if number not in step.left:
+            yield number, why_not_left(bucket) or "somebody else reads what is reduced, or updates some of it"
+
+
+def forward_from(step: Step) -> str:
+    """Where the length of the next forward is from."""
+    if step.forward_share is None:
+        return f"assumed, {FORWARD_SHARE:g} of the backward"
+    return f"measured on rank {step.measured.rank}" if step.measured is not None else ""
 
 
 def copies_of(placements: Sequence[Placement]) -> tuple[Copies, ...]:
@@ -95,6 +137,17 @@ def notes_of(step: Step) -> Iterator[str]:
     if step.deferred:
         why = step.why_deferred or "it broke into several graphs, or no pass makes buckets"
         yield f"All reductions stand at the end of the backward: {why}."
+    for each in step.optimizers:
+        if each.way == OVERLAP_FORWARD and each.stayed is False and each.left:
+            yield (
+                f"step() waits for the {count(each.updates, 'update')} that the backward of {each.name} leaves: the "
+                'forward is not one graph of torch.compile(model, backend="dp_compile"). Predicted is a step in which '
+                "all reductions end with the backward."
+            )
+        elif each.way == OVERLAP_FORWARD and not each.left:
+            yield f"The last backward of {each.name} left no update for the next forward: report(model) says why."
+    if step.left or any(each.way == SHARDED for each in step.optimizers):
+        yield "How long updates take is in no prediction."
     ways = dict(step.backwards)
     if eager := ways.get("eager hooks", 0):
         all_of_them = sum(times for way, times in ways.items() if "without sync" not in way)

@@ -95,13 +95,16 @@ def figures_table(
     return [f"  {line}" for line in columns(kept, left=(0,))]
 
 
-def lines_of_advice(advice: Sequence[Advice], word: str, end_s: float, times: Times) -> Iterator[str]:
-    """What would help, with the gains. `end_s`: what they are shares of; `word`: what times are, as `predicted`."""
+def lines_of_advice(advice: Sequence[Advice], word: str, end_s: float, times: Times, what: str) -> Iterator[str]:
+    """What would help, with the gains.
+
+    `end_s`: what they are shares of, and `what` that is; `word`: what times are, as `predicted`.
+    """
     if not advice:
         yield "What would help: of what was tried, nothing gains more than the model can tell (0.5%)."
         return
     of = "the time" if times.whole_s is not None else format_ms(end_s)
-    yield f"What would help, each alone ({word}, of {of} until backward and communication are over)"
+    yield f"What would help, each alone ({word}, of {of} {what})"
     gains = [("up to" if each.at_most else "", format_ms(each.gain_s), percent(each.share)) for each in advice]
     if times.whole_s is not None:
         gains = [(most, share) for most, _, share in gains]  # type: ignore[misc]
@@ -124,11 +127,12 @@ def bucket_table(buckets: Sequence[ExplainedBucket], *, at_most: int | None, wor
     keys = list(dict.fromkeys(bucket.key for bucket in buckets))
     timed, measured = any(bucket.planned for bucket in buckets), any(bucket.measured for bucket in buckets)
     head = ["#", "bytes", "gradients", *(["key"] if len(keys) > 1 else [])]
-    head += ["ready", "launch", "finish", "exposed"] if timed else []
+    crossing = any(bucket.planned and bucket.planned.needed_s is not None for bucket in buckets)
+    head += ["ready", "launch", "finish", *(["needed"] if crossing else []), "exposed"] if timed else []
     head += ["launch", "finish", "waited"] if measured else []
     width = SHORT_NAME_WIDTH if measured else NAME_WIDTH
     rows = [[*head, "ready last" if timed else "largest"]]
-    rows += [_row(buckets[number], len(keys) > 1, timed, measured, width, times) for number in shown]
+    rows += [_row(buckets[number], len(keys) > 1, timed, measured, width, times, crossing) for number in shown]
     yield _bucket_title(buckets, keys, [word] * timed + ["measured"] * measured, times)
     lines = columns(rows, left={len(rows[0]) - 1} | ({3} if len(keys) > 1 else set()))
     yield f"  {lines[0]}"
@@ -158,13 +162,16 @@ def _bucket_title(buckets: Sequence[ExplainedBucket], keys: Sequence[str], words
     return "Buckets in launch order" + (f" ({'; '.join(facts)})" if facts else "")
 
 
-def _row(bucket: ExplainedBucket, with_key: bool, timed: bool, measured: bool, width: int, times: Times) -> list[str]:
+def _row(
+    bucket: ExplainedBucket, with_key: bool, timed: bool, measured: bool, width: int, times: Times, crossing: bool
+) -> list[str]:
     row = [str(bucket.number), format_bytes(bucket.nbytes), str(bucket.gradients), *([bucket.key] if with_key else [])]
     if timed:
         planned = bucket.planned
         row += [
             times.cell(time_s) for time_s in ((planned.ready_s, planned.start_s, planned.finish_s) if planned else ())
         ]
+        row += [times.cell(planned.needed_s if planned else None)] if crossing else []
         row += ["hidden" if exposed_s(bucket) < SHORTEST_S else times.cell(exposed_s(bucket))]
     if measured:
         seen = bucket.measured

@@ -4,6 +4,9 @@ Two views of one step, both on the same axis, in seconds after the start of the 
 of `step.planned_buckets`, on two levels of network with a lane for each; `measured` what one rank saw. A measured
 bucket's launch and end are known, when it got the network is not: it is drawn from the end of the bucket before it in
 its lane. Compute is taken to stand still up to the end of the bucket that it waits for.
+
+Where reductions may end under the next forward, a step has two halves: that forward is drawn behind the backward, with
+the waits in it.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Final, NamedTuple
 
+from dp_compile.engine.observers import GATHER
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation.exposure import with_measured_backward
+from dp_compile.insight.explanation.facts import forward_from
 from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
 from dp_compile.plan.network import Carried
@@ -71,6 +76,19 @@ class Transfer:
         return Interval(self.finish_s - self.exposed_s, self.finish_s)
 
 
+class Phase(NamedTuple):
+    """What compute does behind the backward: `next forward`, or it stands still because `parameters go round`."""
+
+    name: str
+    start_s: float
+    end_s: float
+    stands_still: bool = False
+
+
+NEXT_FORWARD: Final = "next forward"
+GOING_ROUND: Final = "parameters go round"
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A part of the model in the compute of a planned view: from when to when its gradients become ready."""
@@ -96,6 +114,7 @@ class View:
         optimizer_s: the same of the optimizer after it.
         layers: what the backward computes, in order, as far as ready times tell.
         assumed_s: how long the backward was taken to be, if nobody has timed it: times are then said in percent of it.
+        behind: what of the step is behind the backward, if reductions may end there or parameters go round.
     """
 
     name: str
@@ -108,6 +127,7 @@ class View:
     optimizer_s: float | None = None
     layers: tuple[Layer, ...] = ()
     assumed_s: float | None = None
+    behind: tuple[Phase, ...] = ()
 
     def said(self, seconds: float) -> str:
         """A time for people."""
@@ -116,24 +136,47 @@ class View:
         return f"{100 * seconds / self.assumed_s if self.assumed_s else 0.0:.3g}%"
 
     @property
+    def has_two_halves(self) -> bool:
+        """Whether the next forward is part of it."""
+        return any(not each.stands_still for each in self.behind)
+
+    @property
+    def computing(self) -> list[Phase]:
+        """Backward and next forward, waits included."""
+        backward = Phase(self.backward_name, 0.0, self.backward_s)
+        return [backward, *(each for each in self.behind if not each.stands_still)]
+
+    @property
+    def optimizer(self) -> Interval | None:
+        """When the optimizer runs behind the backward; `None` if nobody knows."""
+        if not self.optimizer_s:
+            return None
+        start_s = self.backward_s if self.has_two_halves else self.end_s
+        return Interval(start_s, start_s + self.optimizer_s)
+
+    @property
     def boxes(self) -> list[Transfer]:
         """What is on the network, in the order in which it starts there."""
         return sorted((box for each in self.transfers for box in each.stages or (each,)), key=lambda box: box.start_s)
 
     @property
     def end_s(self) -> float:
-        """When the backward and all its buckets are over."""
-        return max([self.backward_s, *(each.finish_s for each in self.transfers if each.finish_s is not None)])
+        """When the backward and all its buckets are over, and what is drawn behind them."""
+        finish_s = (each.finish_s for each in self.transfers if each.finish_s is not None)
+        return max([self.backward_s, *finish_s, *(each.end_s for each in self.behind)])
 
     @property
     def exposed_s(self) -> float:
-        return sum(transfer.exposed_s for transfer in self.transfers)
+        """How long compute stands still."""
+        still_s = sum(each.end_s - each.start_s for each in self.behind if each.stands_still)
+        return sum(transfer.exposed_s for transfer in self.transfers) + still_s
 
     @property
     def exposed(self) -> list[Interval]:
         """When compute stands still, in order; intervals that touch are one."""
         joined: list[Interval] = []
-        for each in sorted(box.exposed for box in self.boxes if box.exposed is not None):
+        still = [Interval(each.start_s, each.end_s) for each in self.behind if each.stands_still]
+        for each in sorted([*still, *(box.exposed for box in self.boxes if box.exposed is not None)]):
             if joined and each.start_s <= joined[-1].end_s + 1e-12:
                 joined[-1] = Interval(joined[-1].start_s, max(joined[-1].end_s, each.end_s))
             else:
@@ -173,7 +216,7 @@ class Timeline:
 
     @property
     def end_s(self) -> float:
-        return max(view.end_s + (view.optimizer_s or 0.0) for view in self.views)
+        return max(max(view.end_s, *(view.optimizer or (0.0,))) for view in self.views)
 
 
 class Fact(NamedTuple):
@@ -207,8 +250,8 @@ def _lane_names(keys: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     distinct = list(dict.fromkeys(keys))
     if len(distinct) <= 1:
         return ("network",) * len(distinct)
-    differing = [place for place, values in enumerate(zip(*distinct, strict=True)) if len(set(values)) > 1]
-    return tuple("network " + " ".join(key[place] for place in differing) for key in distinct)
+    differing = [place for place, values in enumerate(zip_longest(*distinct)) if len(set(values)) > 1]
+    return tuple("network " + " ".join(key[place] for place in differing if place < len(key)) for key in distinct)
 
 
 # --- planned ----------------------------------------------------------------------------------------------------
@@ -229,6 +272,12 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
         if stall.start_s < view.backward_s:
             view = replace(view, backward_s=view.backward_s + stall.end_s - stall.start_s)
     view = replace(view, layers=tuple(_layers(step, view)))
+    if step.left:
+        early_s = sum(each.exposed_s for each in transfers if each.bucket not in step.left)
+        start_s, late_s = step.backward_s + early_s, view.exposed_s - early_s
+        view = replace(view, behind=(Phase(NEXT_FORWARD, start_s, start_s + step.forward_s + late_s),))
+    if step.gather_s:
+        view = replace(view, behind=(Phase(GOING_ROUND, view.end_s, view.end_s + step.gather_s, stands_still=True),))
     if any(each.stages for each in transfers):
         return _with_critical_stages(view, step)
     return _with_critical_path(view, step, [None, *range(len(transfers) - 1)])
@@ -298,8 +347,18 @@ def _measured(step: Step, measured: MeasuredStep, lane_of: Sequence[int]) -> Vie
         tuple(_in_rows(transfers)),
         forward_s=measured.forward_s,
         optimizer_s=measured.optimizer_s,
+        behind=tuple(_behind(step, measured)),
     )
     return _with_critical_path(view, step, holders)
+
+
+def _behind(step: Step, measured: MeasuredStep) -> Iterator[Phase]:
+    forward = measured.next_forward
+    if step.left and forward is not None:
+        yield Phase(NEXT_FORWARD, forward.start_s, forward.end_s)
+    for what, start_s, end_s in measured.follows:
+        if what == GATHER and measured.is_behind(start_s):
+            yield Phase(GOING_ROUND, start_s, end_s, stands_still=True)
 
 
 def _of_exchanges(step: Step) -> Timeline:
@@ -387,8 +446,8 @@ def _with_critical_path(view: View, step: Step, holders: Sequence[int | None]) -
     """
     waited_for = [each for each in view.transfers if each.exposed is not None]
     if not waited_for:
-        whole = Interval(0.0, view.backward_s) if not view.exposed_s else None
-        return replace(view, critical=whole)
+        unseen = any(each.exposed_s for each in view.transfers)
+        return replace(view, critical=None if unseen else Interval(0.0, view.computing[-1].end_s))
     current = max(waited_for, key=_end_s)
     path = {current.bucket}
     while current.start_s > current.launch_s and (holder := holders[current.bucket]) is not None:
@@ -472,7 +531,8 @@ def critical_path_text(view: View) -> str:
         numbers = f"{buckets[0]} to {buckets[-1]}, {len(buckets)} of them"
     noun = "bucket" if len(buckets) == 1 else "buckets"
     assert view.critical is not None
-    return f"compute until {view.critical_member} ({view.said(view.critical.end_s)}), then {noun} {numbers}"
+    until = f"compute until {view.critical_member} ({view.said(view.critical.end_s)})"
+    return f"{until}, then {noun} {numbers}{', then the rest of the forward' if view.has_two_halves else ''}"
 
 
 def facts(timeline: Timeline) -> tuple[Fact, ...]:
@@ -487,12 +547,15 @@ def facts(timeline: Timeline) -> tuple[Fact, ...]:
         found.append(Fact("exchanges", "buckets are of parameters; each is sent in the step before it is mixed"))
     else:
         found.append(Fact("an all-reduce", f"{step.cost} ({step.cost_source})"))
+    if step.left:
+        text = f"{count(len(step.left), 'bucket')} of {len(plan.buckets)} may end under it; {forward_from(step)}"
+        found.append(Fact(NEXT_FORWARD, text))
     return (*found, *(_view_fact(timeline, view) for view in timeline.views))
 
 
 def _view_fact(timeline: Timeline, view: View) -> Fact:
     text = summary(view)
-    bound_s = timeline.step.bound_s()
+    bound_s = timeline.step.bound_s() + (timeline.step.forward_s if view.has_two_halves else 0.0)
     if view.name == PLANNED and bound_s:
         text += f"; {view.end_s / bound_s:.3f} times the best possible end, {view.said(bound_s)}"
     return Fact(view.name, f"{text} ({view.source})")
@@ -504,4 +567,7 @@ def summary(view: View) -> str:
     if view.assumed_s is not None:
         return f"{share:.1%} of backward and communication exposed, if the backward lasts as long as was assumed"
     exposed = f"{view.said(view.exposed_s)} of it exposed ({share:.1%})"
-    return f"backward with communication {view.said(view.end_s)}, {exposed}"
+    what = "backward with communication"
+    if view.has_two_halves:
+        what = "backward and next forward" if view.name == PLANNED else "to the end of the next forward"
+    return f"{what} {view.said(view.end_s)}, {exposed}"

@@ -226,18 +226,20 @@
     const plain = (from, to, name, ms) =>
       box(from, to, compute, BAR, colours.compute, named(name, ms), colours["on-compute"]);
     if (view.forward) plain(-view.forward, 0, "forward", view.forward);
-    const stalls = view.stalls.filter(([from]) => from < view.backward);
-    const starts = [0, ...stalls.map(([, to]) => to)], ends = [...stalls.map(([from]) => from), view.backward];
-    const computes = starts.reduce((sum, from, i) => sum + Math.max(0, ends[i] - from), 0);
-    const longest = starts.reduce((best, from, i) => (ends[i] - from > ends[best] - starts[best] ? i : best), 0);
-    starts.forEach((from, i) => {
-      if (ends[i] > from) plain(from, ends[i], i === longest ? view.backward_name : "", computes);
-    });
-    for (const [from, to] of stalls) {
-      box(from, Math.min(to, view.backward), compute, BAR, colours.exposed,
-        named("waits", to - from), colours["on-exposed"]);
+    for (const [name, first, last] of view.computing) {
+      const stalls = view.stalls.filter(([from, to]) => from < last && to > first);
+      const starts = [first, ...stalls.map(([, to]) => to)], ends = [...stalls.map(([from]) => from), last];
+      const computes = starts.reduce((sum, from, i) => sum + Math.max(0, ends[i] - from), 0);
+      const longest = starts.reduce((best, from, i) => (ends[i] - from > ends[best] - starts[best] ? i : best), 0);
+      starts.forEach((from, i) => {
+        if (ends[i] > from) plain(from, ends[i], i === longest ? name : "", computes);
+      });
+      for (const [from, to] of stalls) {
+        box(Math.max(from, first), Math.min(to, last), compute, BAR, colours.exposed,
+          named("waits", to - from), colours["on-exposed"]);
+      }
     }
-    if (view.optimizer) plain(view.end, view.end + view.optimizer, "optimizer", view.optimizer);
+    if (view.optimizer) plain(...view.optimizer, "optimizer", view.optimizer[1] - view.optimizer[0]);
     context.fillStyle = colours.dim;
     let last = -2;
     for (const each of view.transfers) {

@@ -137,11 +137,11 @@ def _view(view: View) -> dict[str, Any]:
     scaled = partial(_scaled, view)
     return {
         "name": view.name,
-        "backward_name": view.backward_name,
         "summary": f"critical path: {critical_path_text(view)}",
         "forward": scaled(view.forward_s or 0.0),
         "backward": scaled(view.backward_s),
-        "optimizer": scaled(view.optimizer_s or 0.0),
+        "computing": [[each.name, scaled(each.start_s), scaled(each.end_s)] for each in view.computing],
+        "optimizer": None if view.optimizer is None else [scaled(each) for each in view.optimizer],
         "end": scaled(view.end_s),
         "rows": view.rows,
         "layers": [[each.name, scaled(each.start_s), scaled(each.end_s)] for each in view.layers],

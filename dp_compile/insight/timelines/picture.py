@@ -168,18 +168,19 @@ def _compute_boxes(view: View, axis: _Axis) -> Iterator[_Box]:
 
     if view.forward_s:
         yield box(-view.forward_s, 0.0, _COMPUTE, "forward", view.forward_s)
-    stalls = [Interval(each.start_s, min(each.end_s, view.backward_s)) for each in view.exposed]
-    stalls = [each for each in stalls if each.start_s < each.end_s]
-    starts, ends = [0.0, *(each.end_s for each in stalls)], [*(each.start_s for each in stalls), view.backward_s]
-    computes = [(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
-    longest = max(computes, key=lambda each: each[1] - each[0], default=None)
-    total_s = sum(end - start for start, end in computes)
-    for each in computes:
-        yield box(*each, _COMPUTE, view.backward_name if each == longest else "", total_s)
-    for stall in stalls:
-        yield box(*stall, _EXPOSED, "waits", stall.end_s - stall.start_s)
-    if view.optimizer_s:
-        yield box(view.end_s, view.end_s + view.optimizer_s, _COMPUTE, "optimizer", view.optimizer_s)
+    for name, start_s, end_s, _ in view.computing:
+        stalls = [Interval(max(each.start_s, start_s), min(each.end_s, end_s)) for each in view.exposed]
+        stalls = [each for each in stalls if each.start_s < each.end_s]
+        starts, ends = [start_s, *(each.end_s for each in stalls)], [*(each.start_s for each in stalls), end_s]
+        computes = [(start, end) for start, end in zip(starts, ends, strict=True) if end > start]
+        longest = max(computes, key=lambda each: each[1] - each[0], default=None)
+        total_s = sum(end - start for start, end in computes)
+        for each in computes:
+            yield box(*each, _COMPUTE, name if each == longest else "", total_s)
+        for stall in stalls:
+            yield box(*stall, _EXPOSED, "waits", stall.end_s - stall.start_s)
+    if view.optimizer:
+        yield box(*view.optimizer, _COMPUTE, "optimizer", view.optimizer.end_s - view.optimizer.start_s)
 
 
 def _layer_boxes(view: View, axis: _Axis, top: float) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.insight.timelines.events import MEASURED, Timeline, Transfer, View, facts
+from dp_compile.insight.timelines.events import MEASURED, Phase, Timeline, Transfer, View, facts
 from dp_compile.plan.cost import check_number
 from dp_compile.plan.words import format_bytes
 
@@ -70,11 +70,8 @@ def _view(timeline: Timeline, number: int, zero_us: float) -> Iterator[Event]:
         event = {"name": name, "cat": _CATEGORY, "ph": "X", "ts": at_us, "dur": round(end_us - at_us, 3)}
         return event | {"pid": pid, "tid": tid, "args": dict(args)}
 
-    if view.forward_s:
-        yield complete(_COMPUTE, "forward", -view.forward_s, 0.0, {})
-    yield complete(_COMPUTE, "backward", 0.0, view.backward_s, {"from": view.source})
-    if view.optimizer_s:
-        yield complete(_COMPUTE, "optimizer", view.end_s, view.end_s + view.optimizer_s, {})
+    for name, start_s, end_s, _ in _compute(view):
+        yield complete(_COMPUTE, name, start_s, end_s, {"from": view.source} if name == "backward" else {})
     for start_s, end_s in view.exposed:
         yield complete(_EXPOSED, "exposed", start_s, end_s, {})
     if view.critical is not None:
@@ -89,6 +86,15 @@ def _view(timeline: Timeline, number: int, zero_us: float) -> Iterator[Event]:
     for each in view.transfers:
         if each.start_s > each.launch_s:
             yield from _waiting(each, pid, zero_us)
+
+
+def _compute(view: View) -> Iterator[Phase]:
+    if view.forward_s:
+        yield Phase("forward", -view.forward_s, 0.0)
+    yield Phase("backward", 0.0, view.backward_s)
+    yield from view.computing[1:]
+    if view.optimizer:
+        yield Phase("optimizer", *view.optimizer)
 
 
 def _names(timeline: Timeline, view: View, pid: int) -> Iterator[Event]:

@@ -1,0 +1,242 @@
+"""Optimizers in the backward, as people see them: what is still on its way is not shown as over, nothing as free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dp_compile
+from dp_compile.insight.explanation import Explanation, explanation_of
+from dp_compile.insight.measuring import Measurement
+from dp_compile.insight.observe import step_of
+from dp_compile.insight.profiling import measured_step
+from dp_compile.insight.step import Step
+from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
+from dp_compile.insight.timelines.events import timeline_of
+from dp_compile.testing.ranks import Ranks
+
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0002)
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"max_norm": 1.0},
+    "crossing": {"overlap_forward": True},
+    "sharded": {"shard": True},
+}
+LATE_S = 0.06
+
+
+def mlp(width: int = 8) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())))
+
+
+class Loop:
+    """A model that trains one way."""
+
+    def __init__(
+        self, way: str, config: dp_compile.ReplicateConfig = CONFIG, build: Callable[[], nn.Module] = mlp
+    ) -> None:
+        torch._dynamo.reset()
+        self.model = dp_compile.replicate(build(), config=config)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        dp_compile.optim.in_backward(self.model, self.optimizer, **WAYS[way])
+        self.run = torch.compile(self.model, backend="dp_compile" if way == "crossing" else "aot_eager")
+
+    def train(self, times: int) -> None:
+        for _ in range(times):
+            self.run(torch.ones(4, 8)).sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Seen(NamedTuple):
+    step: Step
+    measurement: Measurement
+    report: str
+    explanation: Explanation
+
+
+@pytest.fixture(scope="module")
+def seen(fake_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """Each way once: compiled and dumped, then measured in three backwards."""
+    found = {}
+    for way in WAYS:
+        dump = tmp_path_factory.mktemp("dump") / way
+        loop = Loop(way, dataclasses.replace(CONFIG, dump_dir=str(dump)))
+        loop.train(2)
+        with dp_compile.measure(loop.model) as measurement:
+            loop.train(3)
+        report, explanation = str(dp_compile.report(loop.model)), dp_compile.explain(loop.model)
+        found[way] = Seen(step_of(loop.model), measurement, report, explanation)
+        assert [each.name for each in dump.rglob("*-to-inductor.txt")] == ["5-to-inductor.txt"]  # nothing was given up
+    return found
+
+
+def test_what_crosses_is_waited_for_in_the_next_forward(seen: dict[str, Seen]) -> None:
+    step, measurement, report, explanation = seen["crossing"]
+    assert measurement.not_measured == {"updates of it were in flight when the block ended": 1}
+    measured = step.measured
+    assert measured is not None
+    assert len(measurement.backwards) == 2
+    behind = {number for number, bucket in enumerate(measured.buckets) if measured.is_behind(bucket.wait_s)}
+    assert behind == step.left == {*range(1, len(step.plan.buckets))}
+    forward = measured.next_forward
+    assert forward is not None
+    assert measured.next_forward_s is not None
+    assert 0 < measured.next_forward_s < forward.seconds
+    updates = [each for each in measured.follows if each.what == "update"]
+    assert len(updates) == len(step.left) > 2
+    assert measured.updates_s == 0
+    for bucket, update in zip(sorted(b.wait_s or 0.0 for b in measured.buckets)[1:], updates, strict=True):
+        assert forward.start_s < bucket < update.start_s < update.end_s < forward.end_s
+    assert f"the last backward left {len(updates)} updates for the next forward, " in report
+    assert "kept 0 B of" in report
+    text = " ".join(str(explanation).split())
+    assert "launched in this order: 1, 2, 3. Of what is ready" in text
+    assert "in the backward ends bucket 0: flags have to be known when the backward ends" in text
+    assert "next forward: measured on rank 0" in text
+    assert "behind it" in str(measurement)
+
+
+@pytest.mark.parametrize("way", ["plain", "clipped", "sharded"])
+def test_updates_and_what_goes_round_are_no_compute(seen: dict[str, Seen], way: str) -> None:
+    step, measurement, _, explanation = seen[way]
+    measured, figures = step.measured, explanation.measured
+    assert measured is not None
+    assert figures is not None
+    assert not measurement.why_not
+    assert not step.left
+    updates = [each for each in measured.follows if each.what == "update"]
+    assert len(updates) == (1 if way == "clipped" else 3)  # of the buckets without flags
+    assert figures.updates_s > 0
+    assert figures.updates_s == pytest.approx(sum(each.seconds for each in updates))
+    assert figures.compute_s == pytest.approx(measured.backward_s - measured.exposed_s - figures.updates_s)
+    assert bool(figures.gather_s) == bool(step.gather_s) == (way == "sharded")
+    if way == "sharded":
+        assert figures.end_s == pytest.approx(measured.backward_s + figures.gather_s)
+        assert explanation.exposed_s is not None
+        assert explanation.exposed_s >= step.gather_s > 0
+        assert "parameters that go round behind the backward" in str(explanation)
+
+
+def test_memory_is_computed_from_sizes(seen: dict[str, Seen]) -> None:
+    elements = 3 * (64 + 8)
+    for way in ("plain", "clipped", "crossing"):
+        assert f"kept 0 B of {4 * elements} B of gradients for step()" in seen[way].report
+    (record,) = seen["sharded"].step.optimizers
+    assert (record.elements, record.ranks) == (elements, 2)
+    assert record.state_nbytes >= 2 * 4 * record.own_elements  # two moments; and a number for each piece
+    assert 0 < record.own_elements < elements
+    assert re.search(r"this one [\d,]+ of 216 elements, .* instead of .* \(computed", seen["sharded"].report)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_to_json_and_back(seen: dict[str, Seen], way: str) -> None:
+    step, _, _, explanation = seen[way]
+    again = Step.from_json(step.to_json())
+    assert (again.optimizers, again.measured, again.left) == (step.optimizers, step.measured, step.left)
+    assert str(Explanation.from_json(explanation.to_json())) == str(explanation)
+    old = json.loads(step.to_json())
+    del old["optimizers"], old["forward_ratio"], old["measured"]["follows"]  # as it was written before there were any
+    assert Step.from_json(json.dumps(old)).left == frozenset()
+
+
+def test_timelines_have_two_halves(seen: dict[str, Seen]) -> None:
+    step = seen["crossing"].step
+    planned, measured = timeline_of(step).views
+    for view in (planned, measured):
+        assert [each.name for each in view.computing] == [view.backward_name, "next forward"]
+        assert view.backward_s < view.computing[1].start_s + 1e-12
+        assert view.computing[1].end_s <= view.end_s
+    assert planned.computing[1].end_s - planned.computing[1].start_s >= step.forward_s
+    names = [e["name"] for e in timeline_trace(step)["traceEvents"] if e["ph"] == "X"]
+    assert names.count("next forward") == 2
+    assert "next forward" in timeline_page(step)
+    assert "next forward" in timeline_picture(step)
+    gone_round = timeline_of(seen["sharded"].step).views
+    assert [[each.name for each in view.behind] for view in gone_round] == [["parameters go round"]] * 2
+
+
+def test_a_forward_that_is_in_pieces_lets_step_wait(seen: dict[str, Seen]) -> None:
+    step = seen["crossing"].step
+    waited = tuple(dataclasses.replace(each, stayed=False) for each in step.optimizers)
+    other = dataclasses.replace(step, optimizers=waited)
+    assert not other.left
+    assert "step() waits for the " in " ".join(str(explanation_of(other)).split())
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_in_a_profile(tmp_path: Path) -> None:
+    loop, path = Loop("crossing"), tmp_path / "trace.json"
+    loop.train(2)
+    with torch.profiler.profile() as profile:
+        loop.train(3)
+    profile.export_chrome_trace(str(path))
+    measured = measured_step(path, step_of(loop.model))
+    assert "median of 2 backwards" in measured.source  # the last one's updates are in no forward
+    assert [measured.is_behind(bucket.wait_s) for bucket in measured.buckets] == [
+        False,
+        *[True] * (len(measured.buckets) - 1),
+    ]
+    assert measured.next_forward is not None
+    assert measured.next_forward_s is not None
+    assert measured.forward_s is not None
+    assert measured.forward_s < measured.next_forward.seconds  # waits and updates in it are none of it
+
+
+nap_s = [0.0]
+
+
+@torch.library.custom_op("dp_compile_tests::pass_on", mutates_args=())
+def pass_on(x: torch.Tensor) -> torch.Tensor:
+    """Its backward takes a nap."""
+    return x.clone()
+
+
+@torch.library.custom_op("dp_compile_tests::nap", mutates_args=())
+def nap(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(nap_s[0])
+    return x.clone()
+
+
+pass_on.register_fake(torch.empty_like)
+nap.register_fake(torch.empty_like)
+pass_on.register_autograd(lambda _, grad: nap(grad))
+
+
+class Nap(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return pass_on(x)
+
+
+def late() -> tuple[float, float, bool]:
+    """Rank 1 naps in its backward, between its first bucket and the others; rank 0 waits for these in its forward."""
+    loop = Loop("crossing", build=lambda: nn.Sequential(*mlp()[:4], Nap(), *mlp()[4:]))
+    loop.train(2)
+    nap_s[0] = LATE_S * (dist.get_rank() == 1)
+    with dp_compile.measure(loop.model) as measurement:
+        loop.train(3)
+    nap_s[0] = 0.0
+    dp_compile.optim.synchronize(loop.model)
+    measured = measurement.step
+    assert measured is not None
+    behind = [each for each in measured.buckets if measured.is_behind(each.wait_s)]
+    after = [measured.is_behind(each.finish_s) for each in behind if each.finish_s is not None]
+    return measured.exposed_s, measured.exposed_later_s, all(after)
+
+
+def test_a_rank_that_waits_in_its_forward_shows_it(ranks2: Ranks) -> None:
+    (exposed_s, later_s, after), (_, other_later_s, _) = ranks2.run(late)
+    assert exposed_s >= later_s > 0.5 * LATE_S
+    assert after
+    assert other_later_s < 0.5 * LATE_S
