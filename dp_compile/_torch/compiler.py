@@ -73,10 +73,11 @@ def is_frame_of(function: Callable[..., Any]) -> bool:
     """Whether what is being compiled now starts with the first line of a function, or of one that it is around."""
     frame = _attribute("torch._dynamo.symbolic_convert", "tls")
     tx = getattr(frame, "current_tx", None)
-    while tx is not None and function is not None:
-        if getattr(function, "__code__", None) is tx.output.root_tx.f_code:
+    inner: Callable[..., Any] | None = function
+    while tx is not None and inner is not None:
+        if getattr(inner, "__code__", None) is tx.output.root_tx.f_code:
             return True
-        function = getattr(function, "__func__", getattr(function, "__wrapped__", None))
+        inner = getattr(inner, "__func__", getattr(inner, "__wrapped__", None))
     return False
 
 
