@@ -238,7 +238,7 @@ def _compared(replica: Replica) -> tuple[int, ...]:
     return tuple(
         index
         for index, parameter in enumerate(replica.parameters)
-        if id(parameter) not in shortened and type(own_part(parameter)) is torch.Tensor
+        if id(parameter) not in shortened and type(own_part(parameter).detach()) is torch.Tensor
     )
 
 
