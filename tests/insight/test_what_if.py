@@ -12,21 +12,22 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from steps import two_level_step
-from test_prediction import STEP
+from test_prediction import KEY, STEP
 from torch import nn
 
 import dp_compile
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation import explanation_of
-from dp_compile.insight.prediction import Scenario, extrapolated, predict
+from dp_compile.insight.prediction import OPTIMIZERS, Scenario, extrapolated, predict
 from dp_compile.insight.rehearsal import Subject, default_loss, load_subject, rehearse
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
 from dp_compile.insight.what_if import CURVE_RANKS, format_ms, what_if
-from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec
 from dp_compile.plan.cost import AllReduceCost, CostFit
 from dp_compile.plan.devices import DEVICES, Device, device
 from dp_compile.plan.links import LAUNCH_US, link
+from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.train.gpt import GPT, GPTConfig
 
 SMALL = GPTConfig(layers=2, width=32, heads=2, context=16)
@@ -576,3 +577,63 @@ def test_a_mistake_is_one_line(
     assert printed.err.startswith("dp-compile: error: ")
     assert printed.err.count("\n") == 1
     assert printed.out == ""
+
+
+# --- where the optimizer updates --------------------------------------------------------------------------------------
+
+
+def test_optimizers_by_hand() -> None:
+    """Three buckets of 1 s each, ready at 1, 2 and 3 s of a backward of 3 s, and a forward of 1.5 s.
+
+    All-reduced they end at 2, 3 and 4 s. Under the next forward the last may be on its way when that begins: it reads
+    it first, at 3 s, and waits for it up to 4 s; the others are there. Scattered each takes 0.5 s, the last from 3 to
+    3.5 s, and all are gathered in 1.5 s behind that. Gathered under the forward only the first read waits, 0.5 s: the
+    second comes at 4.5 s, when the second bucket is there, the third at 5 s, when the third is.
+    """
+    step = three_seconds(backward_s=3.0)
+    found = what_if(step, strategies=["as planned"], optimizers=OPTIMIZERS, overlap_forward=True, curve=False)
+    seen = {(row.scenario.optimizer, row.scenario.overlap_forward): row for row in found.rows}
+    assert {way: row.makespan_s for way, row in seen.items()} == pytest.approx(
+        {
+            ("plain", False): 4.0,
+            ("in-backward", False): 4.0,
+            ("in-backward", True): 4.0,
+            ("sharded", False): 5.0,
+            ("sharded", True): 4.0,
+        }
+    )
+    assert [row.forward_s for row in found.rows] == [0.0, 0.0, 1.5, 0.0, 1.5]
+    assert "max(T_forward + T_backward + T_optimizer, T_communication)" in " ".join(str(found).split())
+
+
+def three_seconds(backward_s: float) -> Step:
+    gradients = [GradientSpec(index, f"p{index}", (25,), (1,), 4, KEY) for index in range(3)]
+    buckets = tuple(PACKED.bucket(KEY, [each], "stated") for each in reversed(gradients))
+    flags = PACKED.bucket(KEY, [GradientSpec(3, UNUSED_FLAGS, (0,), (1,), 4, KEY)], "stated")
+    ready = ReadyTimes({2: 1 / 3, 1: 2 / 3, 0: 1.0}, backward_s, "stated")
+    cost = AllReduceCost(0.0, 0.01)
+    return Step("python hooks", "fixed", 2, "nccl", "cuda", BucketPlan((*buckets, flags)), ready, cost, "stated")
+
+
+def test_a_slow_network_is_hidden_under_both_halves() -> None:
+    """A backward of 1.2 s: all-reduced in it, 3.4 s; with 0.6 s of forward beside it the network alone counts."""
+    step = three_seconds(backward_s=1.2)
+    (plain, _, crossing) = what_if(step, strategies=["as planned"], overlap_forward=True, curve=False).rows
+    assert plain.makespan_s == pytest.approx(3.4)
+    assert crossing.makespan_s + crossing.forward_s >= 3.0 - 1e-9  # no order beats the network
+    assert crossing.bound_s == pytest.approx(3.0 - crossing.forward_s)
+    assert crossing.makespan_s <= plain.makespan_s
+
+
+@pytest.mark.parametrize(
+    ("wishes", "text"),
+    [
+        ({"optimizer": "muon"}, "must be one of plain, in-backward, sharded, got 'muon'"),
+        ({"overlap_forward": 1}, "must be True or False, got 1"),
+        ({"optimizer": "plain", "overlap_forward": True}, "Scenario.optimizer is 'plain'"),
+        ({"optimizer": "sharded", "ranks_inside": 4}, "one level of network"),
+    ],
+)
+def test_wishes_of_optimizers_that_are_refused(wishes: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Scenario(**wishes)
