@@ -270,7 +270,7 @@ def test_state_of_the_optimizer(ranks2: Ranks) -> None:
     ranks2.run(optimizer_s_own_state)
 
 
-@torch._dynamo.disable
+@torch._dynamo.disable  # type: ignore[untyped-decorator]
 def bias_of(model: Any) -> torch.Tensor:
     """Read past the module."""
     bias: torch.Tensor = model.layers[1].bias.detach().clone()
