@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
@@ -38,6 +39,20 @@ def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
         return run  # type: ignore[return-value]
 
     return decorate
+
+
+@contextlib.contextmanager
+def not_compiling() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` says no, though Dynamo may be at work around it.
+
+    Optimizers ask it, and compute with tensors where they otherwise take numbers: the same step rounds otherwise.
+    """
+    compiling = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = False
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = compiling
 
 
 def constant(function: FunctionT) -> FunctionT:

@@ -213,8 +213,10 @@ class _Left:
         for address in self.addresses:
             in_flight.pop(address, None)
         numbers = [str(number) for number, _, _ in self.buckets]
-        # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that.
+        # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that. Or it is
+        # Dynamo, which looks at the module's buffers while it traces.
         with (
+            compiler.not_compiling(),
             autograd.named_range(f"dp_compile::bucket {' and '.join(numbers)} update, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
