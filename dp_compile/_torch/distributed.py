@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
+from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import own_part
 from dp_compile._torch.missing import named
 from dp_compile.errors import ConfigError
@@ -233,6 +234,8 @@ class TorchReducer:
         holder = nn.Module()
         holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
         self._ddp = TorchDDP(holder, init_sync=False, **options)
+        # Kept, so that they stay what they are: torch looks for them behind a weak reference.
+        self._accumulates = {name: (each, autograd.accumulates(each)) for name, each in parameters.items()}
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""
@@ -244,6 +247,19 @@ class TorchReducer:
         reducer.prepare_for_forward()
         reducer._rebuild_buckets()
         reducer.prepare_for_backward(list(outputs) if self._ddp.find_unused_parameters else [])
+
+    def lost(self) -> list[str]:
+        """The parameters of whose gradients it hears nothing, by name.
+
+        It has hooks on the nodes that accumulate gradients, and a parameter gets another one when its `.data` becomes
+        of another dtype, though it be changed back. torch's DDP then reduces nothing and says nothing (torch 2.13).
+        """
+        with torch.enable_grad():
+            return [
+                name
+                for name, (parameter, node) in self._accumulates.items()
+                if parameter.requires_grad and autograd.accumulates(parameter) is not node
+            ]
 
     def finish(self) -> None:
         """The backward has ended. Of a static graph the first one only counts uses, and is reduced now."""

@@ -43,7 +43,7 @@ from dp_compile.engine.hooks import (
     reporting,
     round_of_inner_backwards,
 )
-from dp_compile.engine.intact import check_intact, refuse_unreduced
+from dp_compile.engine.intact import check_intact, refuse_lost, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
@@ -548,6 +548,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
             )
         replica.reducer = replica.make_reducer()
     if replica.sync:
+        refuse_lost(replica.reducer.lost())
         replica.reducer.prepare([output for output in outputs if isinstance(output, torch.Tensor)])
     replica.backwards["torch reducer" if replica.sync else "without sync"] += 1
     return False

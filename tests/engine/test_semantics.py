@@ -697,6 +697,32 @@ def test_a_change_after_replicate_is_named(ranks: Ranks, change: str, way: str) 
             assert re.search(CHANGES[change][1], text)
 
 
+def run_there_and_back(way: str) -> str:
+    """Two steps, the second behind another dtype; the error of that one, or how far it is from DDP's first one."""
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Casting(), config=AOT)
+    compiled = CHANGE_WAYS[way][0](model)
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        try:
+            compiled(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()
+        except dp_compile.ReductionError as error:
+            return str(error)
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        model.double()
+        model.float()
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    return "the same"
+
+
+@pytest.mark.parametrize("way", ["compiled", "not compiled"])
+def test_another_dtype_for_a_while(ranks: Ranks, way: str) -> None:
+    """torch's DDP, and its reducer, lose all parameters without a word."""
+    expected = "the same" if way == "compiled" else "first.weight and 2 more had another dtype after replicate()"
+    assert all(text.startswith(expected) for text in ranks.run(run_there_and_back, way))
+
+
 # --- ranks that were started differently ------------------------------------------------------------------------
 
 
