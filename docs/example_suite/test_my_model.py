@@ -36,7 +36,7 @@ def test_where_collectives_are_launched_and_waited_for(seen: testing.SeenBackwar
 
 
 def test_one_graph_and_nothing_compiled_twice(seen: testing.SeenBackward) -> None:
-    testing.assert_counts(seen, collectives=7, captures=1, recompiles=0, graph_breaks=0)
+    testing.assert_counts(seen, collectives=12, captures=1, recompiles=0, graph_breaks=0)
 
 
 def test_predicted_times(seen: testing.SeenBackward) -> None:
