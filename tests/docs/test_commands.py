@@ -46,7 +46,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "train/test_train.py::test_two_ranks_train_and_end_where_torch_does",
             "a smaller GPT for 22 steps; it is installed by the other command",
         ),
-        "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 3": (CI,),
+        "pip install -c constraints.txt -e '.[test]' && python -m pytest -n 2": (CI,),
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
     },
     "accelerate.md": {
@@ -191,7 +191,7 @@ def test_the_guide_is_run_as_the_table_says() -> None:
     ("file", "words", "document"),
     [
         ("setup", "-e '.[test]'", "README.md"),
-        ("run", "python -m pytest -n 3", "README.md"),
+        ("run", "python -m pytest -n 2", "README.md"),
         ("nightly", "python tests/mutation_campaign.py", "development.md"),
         ("nightly", "python -m pytest tests/engine/test_fuzz.py -rP", "development.md"),
     ],

@@ -117,7 +117,7 @@ def reduced_by_a_hook() -> tuple[tuple[str, ...], str]:
     found = dp_compile.report(model)
     stages = {bucket.key.reduction.without_groups().reduce_op for bucket in found.plan.buckets}
     assert replica_of(model).group.backend == "gloo"
-    return tuple(sorted(stages)), str(found)
+    return tuple(sorted(stages)), found.text(verbose=True)
 
 
 def test_what_a_report_says(ranks: Ranks) -> None:

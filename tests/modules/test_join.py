@@ -273,7 +273,7 @@ def run_error(config: dp_compile.ReplicateConfig, kind: str) -> str:
 
 def test_errors_reach_a_rank_without_inputs(ranks2: Ranks) -> None:
     first, second = ranks2.run(run_error, CONFIG, "unused")
-    assert "on another rank: side.weight, side.bias" in first
+    assert "on rank 1: side.weight, side.bias" in first
     assert "on this rank: side.weight, side.bias" in second
     for message in ranks2.run(run_error, dataclasses.replace(CONFIG, check_nan=True), "nan"):
         assert "not finite: first.weight (nan)" in message
