@@ -6,13 +6,12 @@ import copy
 import dataclasses
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import re
 
 import pytest
 import torch
