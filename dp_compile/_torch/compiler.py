@@ -43,10 +43,14 @@ def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
 
 @contextlib.contextmanager
 def not_compiling() -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling()` says no, though Dynamo may be at work around it.
+    """Inside, `torch.compiler.is_compiling()` says no, though Dynamo may be at work around it, in this thread.
 
     Optimizers ask it, and compute with tensors where they otherwise take numbers: the same step rounds otherwise.
     """
+    context = _attribute("torch._guards", "CompileContext")
+    if context is None or context.try_get() is None:
+        yield  # The flag is one for all threads: it may be another one's, which sets it back when it likes.
+        return
     compiling = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = False
     try:

@@ -235,7 +235,10 @@ class TorchReducer:
         holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
         self._ddp = TorchDDP(holder, init_sync=False, **options)
         # Kept, so that they stay what they are: torch looks for them behind a weak reference.
-        self._accumulates = {name: (each, autograd.accumulates(each)) for name, each in parameters.items()}
+        with torch.enable_grad():
+            self._accumulates = {
+                name: (each, autograd.accumulates(each)) for name, each in parameters.items() if each.requires_grad
+            }
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""

@@ -54,8 +54,10 @@ EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
 def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> Iterator[None]:
     """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
     with cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False):
-        # Whatever stood there before `_enable` puts back.
-        _set_compiler(functools.partial(_CaptureWithDTensors, compiler_fn), False)
+        made, dynamic = _set_compiler(functools.partial(_CaptureWithDTensors, compiler_fn), False)
+        if getattr(made, "func", None) is not _Capture:
+            # `_enable` has enabled nothing, for a stance of "force_eager", and so will put nothing back.
+            _set_compiler(made, dynamic)
         yield
 
 

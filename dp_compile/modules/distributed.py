@@ -147,9 +147,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         A profiler sees torch's name for it, unless the wrapper itself is compiled.
         """
-        if (
-            torch.compiler.is_compiling() or not autograd.profiler_is_on()
-        ):  # asked in this order: no guard on a profiler
+        if torch.compiler.is_compiling() or not autograd.profiler_is_on():  # in this order: no guard on a profiler
             return self._run(inputs, kwargs)
         with autograd.named_range("DistributedDataParallel.forward"):
             return self._run(inputs, kwargs)
@@ -162,13 +160,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         if precision is None:
             return self.module(*inputs, **kwargs)
         return precision.run(inner, self.module, inputs, kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's, by torch's DDP's names."""
-        next(
-            iter(unwrap(self.module).named_parameters()), None
-        )  # torch does not ask the module, which may have to wait
-        return super().named_parameters(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

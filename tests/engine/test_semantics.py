@@ -723,6 +723,24 @@ def test_another_dtype_for_a_while(ranks: Ranks, way: str) -> None:
     assert all(text.startswith(expected) for text in ranks.run(run_there_and_back, way))
 
 
+def run_without_grad_mode() -> bool:
+    """The first backward is called under `no_grad`, after a parameter was frozen; torch's reducer is made in it."""
+    model = dp_compile.replicate(Casting(), config=AOT, find_unused_parameters=True)
+    model.last.bias.requires_grad_(False)
+    loss = model(torch.full((2, 6), 1.0 + dist.get_rank())).sum()
+    with torch.no_grad():
+        loss.backward()
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    everything = torch.cat([grad.flatten() for grad in grads])
+    first = everything.clone()
+    dist.broadcast(first, 0)
+    return bool(grads) and torch.equal(first, everything)
+
+
+def test_torchs_reducer_is_made_without_grad_mode(ranks: Ranks) -> None:
+    assert all(ranks.run(run_without_grad_mode))
+
+
 # --- ranks that were started differently ------------------------------------------------------------------------
 
 
