@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -22,13 +23,16 @@ from dp_compile.engine.group import group_of_mesh
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.backends import PLAYED
-from dp_compile.plan.cost import AllReduceCost, CostFit, fit
+from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
 
 REPETITIONS: Final = 7
+
+SWEEPS: Final = 3
+"""So often, at most: what else a machine does can hide that small messages are sooner than large ones."""
 
 _calls: Counter[str] = Counter()
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, AllReduceCost]] = WeakKeyDictionary()
@@ -61,7 +65,8 @@ def calibrate(
 
     Raises:
         DesyncError: some rank of the group has not called it in time; the text names it.
-        ConfigError: no process group is initialised, the group has one rank, or the times do not grow with the size.
+        ConfigError: no process group is initialised, the group has one rank, or the times do not grow with the size in
+            any of three sweeps.
     """
     if not dist.is_initialized():
         raise ConfigError("no process group is initialised. Call torch.distributed.init_process_group() first.")
@@ -100,9 +105,19 @@ def calibrated(group: dist.ProcessGroup, device: torch.device, *, with_levels: b
 def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> CostFit:
     parts = math.lcm(*(stage.parts for stage in stages))
     sizes = [-(-nbytes // (4 * parts)) * 4 * parts for nbytes in SIZES]
-    seconds = torch.tensor([_seconds(nbytes, stages, group, device) for nbytes in sizes], device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
-    return fit(zip(sizes, seconds.tolist(), strict=True))
+    samples: list[tuple[int, float]] = []
+    for _ in range(SWEEPS):  # every rank fits the same samples, so all of them stop or go on
+        seconds = torch.tensor([_seconds(nbytes, stages, group, device) for nbytes in sizes], device=device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=group)
+        samples += zip(sizes, seconds.tolist(), strict=True)
+        with suppress(TimesDoNotGrow):
+            return fit(samples)
+    times_ms = [taken * 1e3 for _, taken in samples]
+    raise ConfigError(
+        f"calibrate() found no bandwidth: all-reduces of {sizes[0]:,} to {sizes[-1]:,} bytes took "
+        f"{min(times_ms):.3g} to {max(times_ms):.3g} ms, not more for more bytes, in {SWEEPS} sweeps. Calibrate again "
+        f"when nothing else runs on these machines."
+    )
 
 
 def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:

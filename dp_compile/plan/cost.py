@@ -190,6 +190,10 @@ class CostFit:
             raise ConfigError(f"not a cost file of dp_compile: {error!r}. Calibrate again.") from error
 
 
+class TimesDoNotGrow(ConfigError):
+    """Samples that a constant fits as well as any line."""
+
+
 def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     """The line with the least sum of relative deviations from `(nbytes, seconds)` samples.
 
@@ -199,7 +203,8 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     programme whose optimum is a vertex).
 
     Raises:
-        ConfigError: fewer than two sizes, a value that is not finite and positive, or times that do not grow.
+        ConfigError: fewer than two sizes, or a value that is not finite and positive.
+        TimesDoNotGrow: a `ConfigError`: no line with a slope fits better than a constant.
     """
     times: dict[int, list[float]] = defaultdict(list)
     for nbytes, seconds in samples:
@@ -219,7 +224,7 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
     deviations = np.abs((offsets[:, None] + slopes[:, None] * x) / y - 1).mean(axis=1)
     best = int(deviations.argmin())
     if len(x) > 1 and float(np.abs(np.median(y) / y - 1).mean()) <= float(deviations[best]):
-        raise ConfigError("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
+        raise TimesDoNotGrow("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
     cost = AllReduceCost(float(offsets[best]), float(slopes[best]))
     return CostFit(cost, float(deviations[best]), int(x[0]), int(x[-1]))
 

@@ -146,7 +146,6 @@ def every_way_to_communicate() -> dict[str, Any]:
         "sent": sent.tolist(),
         "functional": WAIT(ALL_REDUCE(torch.ones(2), "sum", name)).tolist(),
         "coalesced": [torch.ops._c10d_functional.wait_tensor(each).tolist() for each in coalesced],
-        "fitted": calibrate().cost.alpha_s >= FAST.alpha_s,
     }
 
 
@@ -160,8 +159,19 @@ def test_every_way_to_communicate(fresh: Ranks) -> None:
         "sent": [1.0, 1.0],
         "functional": [RANKS, RANKS],
         "coalesced": [[RANKS, RANKS], [1.0, 1.0]],
-        "fitted": True,
     }
+
+
+def test_what_it_costs_is_found(fresh: Ranks) -> None:
+    """Of a link on which the largest message takes 160 ms: what else a machine does hides the slope of a fast one."""
+    (found,) = fresh.run(calibrated_cost)
+    assert found.alpha_s >= 0.5 * 1e-4
+    assert found.beta_s_per_byte >= 0.5 * 1e-8
+
+
+def calibrated_cost() -> AllReduceCost:
+    cost: AllReduceCost = on_fabric(calibrate, cost=AllReduceCost(1e-4, 1e-8)).cost
+    return cost
 
 
 def gradients_of(name: str) -> dict[str, torch.Tensor]:

@@ -145,6 +145,31 @@ def known() -> Iterator[AllReduceCost]:
 
 
 @pytest.mark.usefixtures("fake_group")
+def test_a_sweep_that_shows_no_bandwidth_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does other things: one sweep in which small messages took as long as large ones is no result."""
+    sweeps: list[int] = []
+
+    def seconds(nbytes: int, *_: object) -> float:
+        sweeps.append(nbytes)
+        return 1e-3 if sweeps.count(nbytes) <= busy else 1e-4 + 1e-8 * nbytes
+
+    monkeypatch.setattr(calibration, "_seconds", seconds)
+    monkeypatch.setattr(calibration, "_known", {})
+    busy = 1
+    cost = calibration.calibrate().cost
+    assert cost.beta_s_per_byte > 0
+    assert len(sweeps) == 2 * len(calibration.SIZES)
+    sweeps.clear()
+    busy = calibration.SWEEPS
+    with pytest.raises(
+        dp_compile.ConfigError,
+        match=r"1,024 to 16,777,216 bytes took 1 to 1 ms, not more for more bytes, in 3 sweeps\. Calibrate again when",
+    ):
+        calibration.calibrate()
+    assert len(sweeps) == 3 * len(calibration.SIZES)
+
+
+@pytest.mark.usefixtures("fake_group")
 def test_what_calibrate_found_is_said_and_not_planned_with(known: AllReduceCost) -> None:
     assert dist.group.WORLD is not None
     model = mlp()
