@@ -127,7 +127,7 @@ def decentralize(
         unreplicate(module)
         raise
     replica.revisions.due, replica.strategy, replica.by_hooks, replica.is_mixed = (), "fixed", True, True
-    replica.updates.append(updates)
+    replica.after.updates.append(updates)
     inner = behind(module)
     inner.__class__ = _decentralized_class(type(inner))
     updates.averages_buffers = sync_buffer_in_global_avg
@@ -144,7 +144,7 @@ def mixing_of(module: nn.Module) -> MixingUpdates:
     Raises:
         ModuleError: the module is not decentralized.
     """
-    for each in replica_of(module).updates:
+    for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
     raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call dp_compile.decentralize() first.")

@@ -219,7 +219,7 @@ def key_of(
         raise NotKept("gradients are added to those of before")
     if None in captured.binding.hooked:
         raise NotKept("a hook of the user's runs in it")
-    if wanted.updates or any(replica.scattered or replica.is_mixed for replica in replicas):
+    if wanted.updates or any(replica.after.scattered or replica.is_mixed for replica in replicas):
         raise NotKept("an optimizer takes part in it")
     if any(replica.dtensors for replica in replicas):
         raise NotKept("a DTensor takes part in it")

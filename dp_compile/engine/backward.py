@@ -217,7 +217,7 @@ class _Outermost:
     def finish(self) -> None:
         """Reduce what only inner backwards reached: the last of them has ended."""
         for replica, reduction_round in self.late.items():
-            replica.backwards["eager hooks"] += 1
+            replica.history.backwards["eager hooks"] += 1
             with Watched([replica]):
                 reduction_round.finish()
                 replica.arrivals_in = None
@@ -321,7 +321,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
 
 def _compare_after_step(replica: Replica) -> None:
     """Between a backward and `step()` ranks may have done other parts of an update: then they differ."""
-    if replica.updates and replica.synced_backwards:
+    if replica.after.updates and replica.history.synced_backwards:
         drift.check(replica)
 
 
@@ -441,7 +441,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     replica.count_synced()
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
-    if not replica.updates:
+    if not replica.after.updates:
         drift.check(replica)
 
 
@@ -550,7 +550,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
     if replica.sync:
         refuse_lost(replica.reducer.lost())
         replica.reducer.prepare([output for output in outputs if isinstance(output, torch.Tensor)])
-    replica.backwards["torch reducer" if replica.sync else "without sync"] += 1
+    replica.history.backwards["torch reducer" if replica.sync else "without sync"] += 1
     return False
 
 
@@ -573,7 +573,7 @@ def _wants_hooks(replica: Replica) -> bool:
 
 
 def _asks(replica: Replica) -> bool:
-    done = replica.synced_backwards
+    done = replica.history.synced_backwards
     return replica.by_hooks is None or (not replica.by_hooks and done & (done - 1) == 0)
 
 
@@ -605,9 +605,10 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
     if any((each.passes, each.config.backend) != (by_hooks[0].passes, by_hooks[0].config.backend) for each in by_hooks):
         return "modules in it have different passes or backends"
     for replica in by_hooks:
-        partial_captures = sum(record.completed > 0 for record in replica.captures.values())
-        if len(replica.captures) >= MOST_CAPTURES or partial_captures >= MOST_PARTIAL_CAPTURES:
-            return f"it was compiled {len(replica.captures)} times, for other sets of used parameters or other graphs"
+        captures = replica.history.captures
+        partial_captures = sum(record.completed > 0 for record in captures.values())
+        if len(captures) >= MOST_CAPTURES or partial_captures >= MOST_PARTIAL_CAPTURES:
+            return f"it was compiled {len(captures)} times, for other sets of used parameters or other graphs"
     if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
         return FIRST_AS_DDP
     if any(replica.beside_shards for replica in found.replicas):
@@ -637,7 +638,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
             "autograd on? Leave torch._dynamo.config.compiled_autograd off."
         )
     for replica in replicas:
-        replica.backwards["captured" if replica.sync else "captured without sync"] += 1
+        replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
     _check_not_stepped(replicas)
     if backward.is_new and keeps_compiled():
         _keep_forwards(call.tensors)
@@ -669,7 +670,7 @@ def _check_not_stepped(replicas: Sequence[Replica]) -> None:
 def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
         check_intact(replica)
-        replica.backwards["eager hooks" if replica.sync else "without sync"] += 1
+        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.reduces]
     if obstacle is not FIRST_AS_DDP:
         warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)

@@ -83,7 +83,10 @@ class _Memory:
             existing == self.existing
             and len(replicas) == len(self.switches)
             and all(
-                replica is ref() and replica.reduces == reduces and replica.plan is plan and replica.wanted == wanted
+                replica is ref()
+                and replica.reduces == reduces
+                and replica.plan is plan
+                and replica.after.wanted == wanted
                 for replica, (ref, reduces, plan, wanted) in zip(replicas, self.switches, strict=True)
             )
             and all(map(operator.is_, hooks, self.hooks))
@@ -117,7 +120,7 @@ class Binder:
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
         if complete:
-            switches = [(weakref.ref(each), each.reduces, each.plan, each.wanted) for each in replicas]
+            switches = [(weakref.ref(each), each.reduces, each.plan, each.after.wanted) for each in replicas]
             self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
         return binding
 
@@ -136,7 +139,7 @@ def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existin
         if (position, index) not in got and parameter.grad is not None
     )
     code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
-    return Binding(code_keys, hooked, tuple(existing), kept, tuple(replica.wanted for replica in replicas))
+    return Binding(code_keys, hooked, tuple(existing), kept, tuple(replica.after.wanted for replica in replicas))
 
 
 def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:

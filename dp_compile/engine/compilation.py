@@ -222,7 +222,7 @@ class CompiledBackward:
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
             flags = next(remaining)
-            averages = [None if index in replica.scattered else next(remaining) for index in unused]
+            averages = [None if index in replica.after.scattered else next(remaining) for index in unused]
             replica.local.used.clear()
             try:
                 replica.hand_out(unused, averages, flags)
@@ -381,7 +381,7 @@ class CompiledBackward:
         compile_graph = (
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
-        crosses = tuple(tuple(each.crosses for each in replica.wanted) for replica in self._replicas)
+        crosses = tuple(tuple(each.crosses for each in replica.after.wanted) for replica in self._replicas)
         whole: inductor.CustomGraphPass = pipeline
         if self._updates and any(map(any, crosses)):
             # Behind all that the pipeline verifies: every reduction has its wait until here.
@@ -395,7 +395,7 @@ class CompiledBackward:
         shares: tuple[int, ...] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> Pipeline:
-        in_flight = tuple(tuple(each.in_flight for each in replica.wanted) for replica in self._replicas)
+        in_flight = tuple(tuple(each.in_flight for each in replica.after.wanted) for replica in self._replicas)
         passes = (*self._passes, PlaceUpdates(shares, in_flight)) if self._updates else self._passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
@@ -440,7 +440,7 @@ class CompiledBackward:
         def run(*args: Any) -> Any:
             if self._updates and memory_of([*_flat(args)], self._updated_parameters()) != shares:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
-            optimizers = [replica.updates for replica in self._replicas]
+            optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
             plans, events = self._plans_now, self._events or contextlib.nullcontext()
             with executing(plans), updating(plans, optimizers), events:
@@ -503,18 +503,18 @@ class CompiledBackward:
                 why_deferred=self._why_deferred,
             )
             for replica in replicas:
-                replica.captures[self._number] = self._latest
+                replica.history.captures[self._number] = self._latest
             observers.tell_compiled([replicas[ordinal] for ordinal in self._synced])
         if self._latest is not None:
             for replica in replicas:
-                replica.captures[self._number] = self._latest
+                replica.history.captures[self._number] = self._latest
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:
     """A step that compiles is many times as long as others; in the middle of a training nobody expects it."""
     for replica in replicas:
-        done = replica.synced_backwards
-        quiet, replica.compiled_after = done - replica.compiled_after, done
+        done = replica.history.synced_backwards
+        quiet, replica.history.compiled_after = done - replica.history.compiled_after, done
         is_late = (quiet >= QUIET_BACKWARDS or replica.is_warmed_up) and not replica.rehearses
         if is_late and not (done and replica.revisions.settled_after == done):  # a new plan was asked for
             logger.warning(

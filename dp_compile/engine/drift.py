@@ -68,7 +68,7 @@ def check(replica: Replica) -> None:
     Raises:
         DesyncError: on every rank, parameters differ; the text names the first one and the ranks.
     """
-    if replica in _first_steps and replica.synced_backwards >= 2 and not replica.rehearses:
+    if replica in _first_steps and replica.history.synced_backwards >= 2 and not replica.rehearses:
         tell = _first_steps.pop(replica)
         tell(replica, _first_step_in_words(replica))
     if not _is_wanted(replica):
@@ -182,7 +182,7 @@ def _first_step_in_words(replica: Replica) -> str:
     """
     if why := _no_equal_bits(replica):
         return f"parameters were not compared between ranks: {why}"
-    flight = _launch(replica, replica.synced_backwards)
+    flight = _launch(replica, replica.history.synced_backwards)
     differing, _ = flight.read()
     if differing[:1] == [0]:
         return "parameters were not compared between ranks: machines, numbers of threads or builds of torch differ"

@@ -38,7 +38,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
     stepped, moved = bool(replica.local.stepped), replica.local.moved
     key = (told, stepped, moved)
-    if replica.flags_told is None or replica.flags_told[0] != key:
+    if replica.unused.flags_told is None or replica.unused.flags_told[0] != key:
         elements = [0.0] * len(replica.parameters)
         for index in told:
             elements[index] = 1.0
@@ -46,8 +46,8 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
         elements += more_elements(replica.topic, stepped=stepped, moved=moved)
         with autograd.made_like(replica.parameters[0]):
             flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
-        replica.flags_told = (key, flags)
-    return replica.flags_told[1]
+        replica.unused.flags_told = (key, flags)
+    return replica.unused.flags_told[1]
 
 
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
@@ -71,8 +71,10 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
     if not replica.config.check_reductions:
         return
     reported = tuple(unused) if replica.config.unused == "error" else ()
-    replica.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), moved, _settled[replica.group.name]))
-    while (unread := replica.flags_unread) and (
+    replica.unused.flags_unread.append(
+        UnreadFlags(flags, reported, tuple(stepped), moved, _settled[replica.group.name])
+    )
+    while (unread := replica.unused.flags_unread) and (
         reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD
     ):
         _judge(replica, unread.popleft())
@@ -95,7 +97,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
         if replica.config.unused == "error" and (unread.unused or any_unused):
             raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
     except (DesyncError, ReductionError):
-        replica.flags_unread.clear()
+        replica.unused.flags_unread.clear()
         raise
 
 

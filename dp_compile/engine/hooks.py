@@ -257,8 +257,8 @@ class ReductionRound:
         for number, flight in enumerate(self.flights):
             tensors = finished(flight.reducing)
             if flight.bucket.key.reduction.is_scattered:
-                assert self.replica.parts_to is not None
-                self.replica.parts_to.take(number, *tensors)
+                assert self.replica.after.parts_to is not None
+                self.replica.after.parts_to.take(number, *tensors)
                 continue
             places = zip(flight.bucket.members, flight.bucket.places(), strict=True)
             reduced += [(member, view_of(member, tensors[place.tensor], place.offset)) for member, place in places]
@@ -267,7 +267,7 @@ class ReductionRound:
     def _set_grad(self, index: int) -> None:
         # In place if the gradient is still there: a hook of the user's may have dropped it.
         grad = self.replica.parameters[index].grad
-        if index in self.replica.scattered:
+        if index in self.replica.after.scattered:
             self.replica.parameters[index].grad = None
         elif grad is None:
             self.replica.set_grad(index, self.averages[index])
@@ -378,7 +378,7 @@ def round_of_inner_backwards(replica: Replica) -> ReductionRound:
 
 def refuse_inner_step(replica: Replica) -> None:
     """Where ranks mix parameters, or each updates a part of them, a step ends with a backward: nobody sees this end."""
-    if (replica.is_mixed or replica.parts_to is not None) and replica.sync:
+    if (replica.is_mixed or replica.after.parts_to is not None) and replica.sync:
         what = "decentralized module" if replica.is_mixed else "module with a sharded optimizer"
         raise ReductionError(
             f"the {what} of {replica.names[0]} is reached only by a backward inside another one, as of "

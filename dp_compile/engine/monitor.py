@@ -80,7 +80,7 @@ class Watched:
             _backwards[self.thread] = self
         for replica in self._replicas:
             if (record := _records.get(replica.topic)) is not None:
-                record.done, record.failed = replica.synced_backwards, ""
+                record.done, record.failed = replica.history.synced_backwards, ""
         return self
 
     def count_from_here(self) -> None:
@@ -108,7 +108,7 @@ class Watched:
             if record is None:
                 continue
             if error is None:
-                record.done = replica.synced_backwards
+                record.done = replica.history.synced_backwards
             else:
                 record.failed, record.gave_up = _in_one_line(error), _concerns_others(error)
                 _monitor.speak()
@@ -130,7 +130,9 @@ class Watched:
         for replica in self._replicas:
             ranks = dist.get_process_group_ranks(replica.group.process_group)
             others = tuple(rank for rank in ranks if rank != dist.get_rank())
-            own = _Record(replica.backwards, replica.synced_backwards).standing(self.launched(replica.topic))
+            own = _Record(replica.history.backwards, replica.history.synced_backwards).standing(
+                self.launched(replica.topic)
+            )
             view = View(replica.topic, own, self._labels(replica), others, answers)
             texts.append(f"rank {dist.get_rank()}, module of {replica.names[0]}: {explain(view)}")
         return "\n".join(texts)
@@ -261,7 +263,7 @@ class Monitor:
             return
         with self._lock:
             self._watched = (*(ref for ref in self._watched if ref() is not None), weakref.ref(replica))
-            _records[replica.topic] = _Record(replica.backwards, replica.synced_backwards)
+            _records[replica.topic] = _Record(replica.history.backwards, replica.history.synced_backwards)
             self._reconnect = True
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="dp_compile monitor", daemon=True)

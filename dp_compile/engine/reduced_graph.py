@@ -246,8 +246,8 @@ def _add_completion(
                 given = (parameter, existing, index, ordinal, after, *more)
                 after = reductions[place] = graph.call_function(reduce, given)
             after = after if wanted.deferred else None
-        reductions |= {(ordinal, index): node for index, node in done.items() if index in replica.scattered}
-        results += [done[index] for index in sources if index not in replica.scattered]
+        reductions |= {(ordinal, index): node for index, node in done.items() if index in replica.after.scattered}
+        results += [done[index] for index in sources if index not in replica.after.scattered]
         for index in range(len(replica.parameters)):
             names = list(replica.state_of_hook(index))
             with graph.inserting_before(start):

@@ -60,6 +60,8 @@ class Revisions:
         arrivals: the parameters in the order in which their gradients arrived in the first backward, if it was not
             captured.
         launches: what this rank has measured.
+        average_by: lets gradients be averaged in another way from now on. Only between backwards, on every rank.
+        scatter: lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`.
     """
 
     revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
@@ -67,6 +69,8 @@ class Revisions:
     settled_after: int = 0
     arrivals: tuple[int, ...] = ()
     launches: list[Launches] = field(default_factory=list)
+    average_by: Callable[[Averaging], None] | None = None
+    scatter: Callable[[frozenset[str]], None] | None = None
 
 
 class Arrivals(Protocol):
@@ -113,7 +117,57 @@ class Uneven(Protocol):
     def source(self) -> int: ...
 
 
-@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, slots=True)
+class AfterReduction:
+    """What becomes of reduced gradients, beside that they are `.grad` (`engine/updates.py`, `optim/`).
+
+    Args:
+        updates: optimizers that update its parameters in the backward, each its own.
+        wanted: what each of them updates in the backward that is under way.
+        scattered: the parameters of whose reduced gradients each rank keeps a part only.
+        parts_to: who gets this rank's part of each bucket of those.
+    """
+
+    updates: list[Updates] = field(default_factory=list)
+    wanted: tuple[Wanted, ...] = ()
+    scattered: frozenset[int] = frozenset()
+    parts_to: TakesParts | None = None
+
+
+@dataclass(eq=False, slots=True)
+class UnusedParameters:
+    """What ranks tell each other of parameters that they did not use (`engine/flags.py`).
+
+    Args:
+        flags_told: the flags that were sent last, and what they say.
+        flags_unread: those that came back and were not looked at yet.
+        untouched: parameters whose gradients the last synchronised backward left as they were, because no rank had
+            used them.
+    """
+
+    flags_told: tuple[tuple[object, ...], torch.Tensor] | None = None
+    flags_unread: deque[UnreadFlags] = field(default_factory=deque)
+    untouched: tuple[int, ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class History:
+    """What has happened to a module.
+
+    Args:
+        backwards: how many there were, by the way in which they were reduced.
+        synced_backwards: how many ended with reduced gradients; a warm-up puts it back.
+        captures: the compiled backwards that the module used, by the number of the compiled code.
+        compiled_after: how many synchronised backwards there were when the latest one that compiled something began.
+    """
+
+    backwards: Counter[str] = field(default_factory=Counter)
+    synced_backwards: int = 0
+    captures: dict[int, CaptureRecord] = field(default_factory=dict)
+    compiled_after: int = 0
+
+
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True, kw_only=True)
 class Replica:
     """The state of one replicated module. Made by `replicate`, found again through its parameters.
 
@@ -121,82 +175,73 @@ class Replica:
     one for each parameter, that travel in the last bucket and tell every rank which parameters some rank did not use.
     """
 
+    # What was asked: as long as the module is replicated, or until a call of the user changes it.
     parameters: tuple[nn.Parameter, ...]
     names: tuple[str, ...]
     frozen: tuple[tuple[str, nn.Parameter], ...]
     buffer_places: tuple[BufferPlace, ...]
+    parameter_places: tuple[ParameterPlace, ...]
+    outline: Outline
     group: Group
     config: ReplicateConfig
-    plan: BucketPlan
     passes: tuple[GraphPass, ...]
+    beside_shards: bool = False
+    """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
+    comm_hook: CommHook | None = None
+    """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
+    precision: Precision | None = None
+    topic: str = ""
+    """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
+    number: int = field(default_factory=lambda: next(_numbers))
+    dtensors: frozenset[int] = field(init=False)
+    """The parameters that are DTensors: each rank reduces the part of a gradient that it holds."""
+    python_hook: bool = field(init=False)
+    """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
+
+    # The plan, which is made anew a few times (`adopt`).
+    plan: BucketPlan
     ready: ReadyTimes
     """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
     strategy: str
     """Where buckets end: a name of `config.STRATEGIES`, or `single`: no pass makes buckets."""
-    outline: Outline
-    parameter_places: tuple[ParameterPlace, ...] = ()
     certificate: Certificate | None = None
-    topic: str = ""
-    """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
     revisions: Revisions = field(default_factory=Revisions)
-    synced_backwards: int = 0
+    code_key: str = field(init=False)
+    """Replicas with equal keys can share compiled code: the model itself is never part of it."""
+    _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
+
+    # What reduces: settled in the first backward, installed until it is taken off.
     by_hooks: bool | None = None
     """Whether hooks reduce, or torch's reducer; the same on every rank, not decided before the first backward."""
+    hooks: Removable | None = None
+    reducer: Reducer | None = None
+    make_reducer: Callable[[], Reducer] | None = None
+
+    # Switches of the next backwards.
+    sync: bool = True
+    is_mixed: bool = False
+    """Its gradients are not reduced: each rank's own update its parameters, and these are mixed with other ranks'."""
+    rehearses: bool = False
+    """Its backwards are there to be compiled only: nothing is updated in them."""
+    is_warmed_up: bool = False
+    uneven: Uneven | None = None
+    """While ranks may run out of inputs: how the others learn what this rank's next backward reduces."""
+
+    # What every backward changes.
+    local: LocalGradients = field(init=False)
+    arrivals_in: Arrivals | None = None
+    """Where the hooks report, while a backward of this module is under way that somebody of ours has seen begin."""
+    after: AfterReduction = field(default_factory=AfterReduction)
+    unused: UnusedParameters = field(default_factory=UnusedParameters)
+    history: History = field(default_factory=History)
+
+    # Who hears of it.
     observers: list[Observer] = field(default_factory=list)
     """Who is told of this module's backwards, beside those who hear of all."""
     told: Told = UNTOLD
     """Who hears of its latest backward."""
     said: set[str] = field(default_factory=set)
     """Warnings that are given once for each module, and were."""
-    beside_shards: bool = False
-    """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
-    code_key: str = field(init=False)
-    """Replicas with equal keys can share compiled code: the model itself is never part of it."""
-    python_hook: bool = field(init=False)
-    """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
-    local: LocalGradients = field(init=False)
-    dtensors: frozenset[int] = field(init=False)
-    """The parameters that are DTensors: each rank reduces the part of a gradient that it holds."""
-    number: int = field(default_factory=lambda: next(_numbers))
-    sync: bool = True
-    precision: Precision | None = None
-    comm_hook: CommHook | None = None
-    """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
-    average_by: Callable[[Averaging], None] | None = None
-    """Lets gradients be averaged in another way from now on. Only between backwards, on every rank."""
-    scatter: Callable[[frozenset[str]], None] | None = None
-    """Lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`."""
-    scattered: frozenset[int] = frozenset()
-    """The parameters that this was said of."""
-    parts_to: TakesParts | None = None
-    """Who gets this rank's part of each bucket of those."""
-    updates: list[Updates] = field(default_factory=list)
-    """Optimizers that update its parameters in the backward, each its own."""
-    wanted: tuple[Wanted, ...] = ()
-    """What each of them updates in the backward that is under way."""
-    is_mixed: bool = False
-    """Its gradients are not reduced: each rank's own update its parameters, and these are mixed with other ranks'."""
-    rehearses: bool = False
-    """Its backwards are there to be compiled only: nothing is updated in them."""
-    is_warmed_up: bool = False
-    compiled_after: int = 0
-    """How many synchronised backwards there were when the latest one that compiled something began."""
-    hooks: Removable | None = None
-    reducer: Reducer | None = None
-    make_reducer: Callable[[], Reducer] | None = None
-    captures: dict[int, CaptureRecord] = field(default_factory=dict)
-    """The compiled backwards that this module used, by the number of the compiled code."""
-    backwards: Counter[str] = field(default_factory=Counter)
-    arrivals_in: Arrivals | None = None
-    """Where the hooks report, while a backward of this module is under way that somebody of ours has seen begin."""
-    untouched: tuple[int, ...] = ()
-    """Parameters whose gradients the last synchronised backward left as they were, because no rank had used them."""
-    uneven: Uneven | None = None
-    """While ranks may run out of inputs: how the others learn what this rank's next backward reduces."""
-    flags_told: tuple[tuple[object, ...], torch.Tensor] | None = None
-    """The flags that were sent last, and what they say."""
-    flags_unread: deque[UnreadFlags] = field(default_factory=deque)
-    _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
 
     def __post_init__(self) -> None:
         self.code_key = self._code_key()
@@ -256,13 +301,13 @@ class Replica:
 
     def arrive(self) -> None:
         """Do the updates that optimizers have left for the next forward."""
-        for each in self.updates:
+        for each in self.after.updates:
             if each.crossing is not None:
                 each.crossing.arrive()
 
     def count_synced(self) -> None:
         """A synchronised backward has ended."""
-        self.synced_backwards += 1
+        self.history.synced_backwards += 1
         if self.comm_hook is not None and self.comm_hook.memory is not None:
             self.comm_hook.memory.ended()
 
@@ -279,7 +324,7 @@ class Replica:
         Raises:
             ModuleError: a backward has run already.
         """
-        if self.backwards.total():
+        if self.history.backwards.total():
             raise ModuleError(f"a backward of the module of {self.names[0]} has run already. Pass static_graph=True.")
         self.config = replace(self.config, static_graph=True)
         self.code_key = self._code_key()
@@ -310,13 +355,13 @@ class Replica:
             averages: the reduced gradient of each of them; `None`: nobody has all of it.
             flags: the reduced flags.
         """
-        self.untouched = ()
+        self.unused.untouched = ()
         if self.config.unused == "error":
             return
         found = self.config.unused == "find"
-        self.untouched = tuple(index for index in unused if found and not bool(flags[index]))
+        self.unused.untouched = tuple(index for index in unused if found and not bool(flags[index]))
         for index, average in zip(unused, averages, strict=True):
-            if index not in self.untouched and average is not None:
+            if index not in self.unused.untouched and average is not None:
                 self.set_grad(index, average)
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:

@@ -111,9 +111,9 @@ def revise_if_due(replica: Replica) -> None:
     """
     memory = None if replica.comm_hook is None else replica.comm_hook.memory
     if memory is not None and (averaging := memory.begin()) is not None:
-        assert replica.average_by is not None
-        replica.average_by(averaging)
-    if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards == 1:
+        assert replica.revisions.average_by is not None
+        replica.revisions.average_by(averaging)
+    if replica.awaits(Revision.FROM_ARRIVALS) and replica.history.synced_backwards == 1:
         _revise(replica, _in_order_of_arrival(replica), None)
     elif replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
         times = _measured(replica)
@@ -146,7 +146,7 @@ def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
 
 def _has_measured_enough(replica: Replica) -> bool:
     wanted = (replica.config.replan_after or 0) + 1  # the first one is compiled
-    return replica.synced_backwards >= replica.revisions.settled_after + wanted
+    return replica.history.synced_backwards >= replica.revisions.settled_after + wanted
 
 
 def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
@@ -156,7 +156,7 @@ def _revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | No
         DesyncError: on every rank, the plan of some rank is another one. All keep the one they have.
     """
     occasion, replica.revisions.due = replica.revisions.due[0], replica.revisions.due[1:]
-    replica.revisions.settled_after = replica.synced_backwards
+    replica.revisions.settled_after = replica.history.synced_backwards
     if times is None:
         return
     assert replica.revisions.revise is not None

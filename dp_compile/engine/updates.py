@@ -100,8 +100,8 @@ class InBackward:
 
 def begin(replica: Replica) -> None:
     """A backward of the module begins: its optimizers may refuse it."""
-    replica.updates = [each for each in replica.updates if each.is_alive]
-    for each in () if replica.rehearses else replica.updates:
+    replica.after.updates = [each for each in replica.after.updates if each.is_alive]
+    for each in () if replica.rehearses else replica.after.updates:
         each.begin()
 
 
@@ -111,16 +111,18 @@ def one_backward(replicas: Sequence[Replica], *, keep_graph: bool) -> Iterator[N
     for replica in replicas:
         begin(replica)
     for replica in replicas:
-        replica.wanted = tuple(each.wanted(keep_graph=keep_graph) for each in replica.updates) if replica.sync else ()
+        replica.after.wanted = (
+            tuple(each.wanted(keep_graph=keep_graph) for each in replica.after.updates) if replica.sync else ()
+        )
     try:
         yield
     except BaseException as error:
         for replica in replicas:
-            for each in replica.updates:
+            for each in replica.after.updates:
                 each.interrupted(error)
         raise
     for replica in replicas:
-        for each, wanted in zip(replica.updates, replica.wanted, strict=False):
+        for each, wanted in zip(replica.after.updates, replica.after.wanted, strict=False):
             if not (wanted.obstacle or replica.rehearses):
                 each.ended()
 
@@ -142,7 +144,7 @@ def updates_of(
             for number, bucket in enumerate(replica.plan.buckets)
             for member in bucket.members
         }
-        for number, wanted in enumerate(replica.wanted):
+        for number, wanted in enumerate(replica.after.wanted):
             reason = wanted.obstacle
             if wanted.parts:
                 for bucket, indices in _by_bucket(wanted.indices, bucket_of, whole=False).items():

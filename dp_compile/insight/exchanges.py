@@ -96,7 +96,7 @@ class ExchangeClock(ExchangeListener):
 
     def _captures(self) -> tuple[int, ...]:
         """Changes when code is compiled."""
-        return tuple(map(id, self.replica.captures.values()))
+        return tuple(map(id, self.replica.history.captures.values()))
 
 
 def _note_arrival(sent: _Sent, _: object) -> None:

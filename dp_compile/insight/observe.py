@@ -24,7 +24,7 @@ def report(module: nn.Module) -> Report:
     """
     replica = replica_of(module)
     promise = "" if replica.certificate is None else _promise(replica, replica.certificate)
-    captures = tuple(replica.captures.values())
+    captures = tuple(replica.history.captures.values())
     hook = replica.called_hook
     why = "" if hook is None else f"comm hook {hook.name} is called by torch's C++ reducer: {hook.why_called}"
     return Report(
@@ -32,12 +32,12 @@ def report(module: nn.Module) -> Report:
         replica.group.world_size,
         replica.plan,
         captures,
-        dict(replica.backwards),
+        dict(replica.history.backwards),
         promise,
         measured=_measured(replica),
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
-        mixing="\n".join(filter(None, (each.describe() for each in replica.updates if each.is_alive))),
+        mixing="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
     )
 
 
@@ -74,7 +74,7 @@ def step_of(module: nn.Module) -> Step:
         ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
     """
     replica = replica_of(module)
-    if not (replica.backwards if replica.is_mixed else replica.synced_backwards):
+    if not (replica.history.backwards if replica.is_mixed else replica.history.synced_backwards):
         raise ModuleError(
             "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
             "dp_compile.warmup(), first."

@@ -28,7 +28,7 @@ def measured_of(replica: Replica) -> MeasuredStep | None:
 
 def step_of_replica(replica: Replica) -> Step:
     """What was planned, from what, what came of it so far, and what was measured."""
-    captures = [record for record in replica.captures.values() if record.synced]
+    captures = [record for record in replica.history.captures.values() if record.synced]
     latest: CaptureRecord | None = captures[-1] if captures else None
     cost, cost_source = _cost(replica)
     return Step(
@@ -44,11 +44,13 @@ def step_of_replica(replica: Replica) -> Step:
         memory=latest.memory if latest else None,
         placements=latest.placements if latest else (),
         refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
-        backwards=tuple(replica.backwards.items()),
+        backwards=tuple(replica.history.backwards.items()),
         measured=measured_of(replica),
         deferred=latest is not None and latest.deferred,
         why_deferred=latest.why_deferred if latest else "",
-        optimizers=tuple(record for each in replica.updates if each.is_alive and (record := each.record()) is not None),
+        optimizers=tuple(
+            record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
+        ),
     )
 
 

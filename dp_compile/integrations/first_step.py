@@ -47,5 +47,5 @@ def _say(framework: str, replica: Replica, compared: str) -> None:
 
 def which_way(replica: Replica) -> str:
     """What reduced the synchronised backwards of a module so far, most of them first."""
-    done = [name for name, _ in replica.backwards.most_common() if name in _WAYS]
-    return ", and ".join(f"{_WAYS[name]} ({replica.backwards[name]})" for name in done)
+    done = [name for name, _ in replica.history.backwards.most_common() if name in _WAYS]
+    return ", and ".join(f"{_WAYS[name]} ({replica.history.backwards[name]})" for name in done)

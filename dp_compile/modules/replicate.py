@@ -409,8 +409,8 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         by_hooks=True if always_hooks or (comm_hook is not None and comm_hook.memory is not None) else None,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
-    replica.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
-    replica.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
+    replica.revisions.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
+    replica.revisions.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
     if comm_hook is not None:
         refuse_hook_of_dtensors(replica, comm_hook)
         if comm_hook.memory is not None:
@@ -449,12 +449,12 @@ def _scatter(
     assert replica is not None
     assert module is not None
     _reduce_by(replica, dataclasses.replace(replica.group, scattered=names), module, request)
-    if replica.awaits(Revision.FROM_ARRIVALS) and replica.synced_backwards:
+    if replica.awaits(Revision.FROM_ARRIVALS) and replica.history.synced_backwards:
         # Gradients have arrived: torch's DDP would not look at them once more.
         assert replica.revisions.revise is not None
         replica.revisions.due = ()
         replica.adopt(replica.revisions.revise(replica.ready, None), replica.ready)
-    replica.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
+    replica.after.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
 
 
 def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanRequest | None) -> None:
@@ -594,7 +594,7 @@ def _release(replica: Replica) -> None:
     if replica.reducer is not None:
         replica.reducer.close()
     replica.hooks = replica.reducer = replica.make_reducer = None
-    for each in replica.updates:
+    for each in replica.after.updates:
         each.released()
     if replica.comm_hook is not None and replica.comm_hook.memory is not None:
         replica.comm_hook.memory.unbind()

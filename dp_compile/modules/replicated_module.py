@@ -313,7 +313,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
     refuse_parts(owner, "a comm hook")
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
-    if isinstance(owner, Replica) and owner.backwards.total():
+    if isinstance(owner, Replica) and owner.history.backwards.total():
         raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
     made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
     if modules is not None:
@@ -365,8 +365,8 @@ def _take(replica: Replica, hook: CommHook) -> None:
             hook.memory.unbind()
         raise
     if hook.averaging is not None:
-        assert replica.average_by is not None
-        replica.average_by(hook.averaging)
+        assert replica.revisions.average_by is not None
+        replica.revisions.average_by(hook.averaging)
     if hook.memory is not None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
 
@@ -470,11 +470,11 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     if owner.comm_hook is not None:
         raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
     _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
-    assert owner.average_by is not None
+    assert owner.revisions.average_by is not None
     averaging = owner.group.averaging
     if averaging.divide_by != factor:
         given = averaging.given or averaging.divide_by is not None
-        owner.average_by(replace(averaging, divide_by=float(factor), given=given))
+        owner.revisions.average_by(replace(averaging, divide_by=float(factor), given=given))
 
 
 def refuse_mixed(owner: Replica | Pending, name: str) -> None:
@@ -493,7 +493,7 @@ def refuse_parts(owner: Replica | Pending, what: str) -> None:
     Raises:
         ModuleError: a sharded optimizer gets parts of them.
     """
-    if isinstance(owner, Replica) and owner.parts_to is not None:
+    if isinstance(owner, Replica) and owner.after.parts_to is not None:
         raise ModuleError(
             f"{what} needs whole gradients, but the module of {owner.names[0]} has a sharded optimizer, for which "
             "each rank reduces a part. Use in_backward() without shard=True."

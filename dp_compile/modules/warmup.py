@@ -181,7 +181,7 @@ def _prepare(replica: Replica, *, kept: bool) -> None:
         for parameter in replica.parameters:
             parameter.grad = None
     # A plan that waits for the second backward is made here, one that waits for measurements is not.
-    replica.synced_backwards = min(replica.synced_backwards, 1)
+    replica.history.synced_backwards = min(replica.history.synced_backwards, 1)
 
 
 def _versions(module: nn.Module) -> dict[str, int]:
@@ -213,7 +213,7 @@ def _without_a_trace(module: nn.Module, replica: Replica) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_counts(replica: Replica) -> Iterator[None]:
-    steps, backwards = replica.synced_backwards, replica.backwards.copy()
+    steps, backwards = replica.history.synced_backwards, replica.history.backwards.copy()
     launches, used = list(replica.revisions.launches), set(replica.local.used)
     versions = dict(replica.local.versions)
     memory = None if replica.comm_hook is None else replica.comm_hook.memory
@@ -224,11 +224,11 @@ def _same_counts(replica: Replica) -> Iterator[None]:
     finally:
         replica.rehearses = False
         replica.local.versions = versions
-        replica.synced_backwards = steps
+        replica.history.synced_backwards = steps
         if memory is not None:
             memory.restore(remembered)
-        replica.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
-        replica.backwards.update(backwards)
+        replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
+        replica.history.backwards.update(backwards)
         replica.revisions.launches, replica.local.used = launches, used
 
 

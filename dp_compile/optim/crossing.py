@@ -385,7 +385,7 @@ class _WaitsAtTheStart(_Waits):
         replica = self._replica()
         if replica is not None:
             replica.arrive()
-            for each in replica.updates:
+            for each in replica.after.updates:
                 if each.crossing is not None:
                     each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
 

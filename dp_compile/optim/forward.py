@@ -65,13 +65,15 @@ def compile_forward(
 
 def _crossing_replica_of(value: Any) -> Replica | None:
     found = owners.find(value) if isinstance(value, nn.Parameter) else None
-    return found[0] if found is not None and any(each.crossing for each in found[0].updates) else None
+    return found[0] if found is not None and any(each.crossing for each in found[0].after.updates) else None
 
 
 def _starts_with(replica: Replica) -> bool:
     """Whether the code that is being made starts with a module's forward: torch calls its hooks by themselves then."""
     root = replica.outline.root()
-    return root is not None and any(each.crossing for each in replica.updates) and compiler.is_frame_of(root.forward)
+    return (
+        root is not None and any(each.crossing for each in replica.after.updates) and compiler.is_frame_of(root.forward)
+    )
 
 
 def _waiting_for_all(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +90,7 @@ def _waiting_for_all(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _say(replica: Replica, *, whole: bool) -> None:
-    for each in replica.updates:
+    for each in replica.after.updates:
         if each.crossing is not None:
             each.crossing.forward_runs(whole=whole)
 

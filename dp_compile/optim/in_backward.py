@@ -76,7 +76,7 @@ def in_backward(
         raise ConfigError(f"shard must be True or False, got {shard!r}.")
     before = _known.get(optimizer)
     if before is not None:
-        if before.replica is not None and before in before.replica.updates:
+        if before.replica is not None and before in before.replica.after.updates:
             raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
         before.remove()
     if shard and overlap_forward:
@@ -89,11 +89,11 @@ def in_backward(
     mine = updates.indices()
     if not mine:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
-    for other in replica.updates:
+    for other in replica.after.updates:
         if isinstance(other, InBackward) and other.is_alive and (both := sorted({*mine} & {*other.indices()})):
             raise ConfigError(f"another optimizer updates {replica.name_list(both)} in the backward already.")
     updates.install()
-    replica.updates.append(updates)
+    replica.after.updates.append(updates)
     if updates.crossing is not None:
         plan_for(replica)
         watch(model, updates.crossing)

@@ -116,7 +116,7 @@ class Sharded(InBackward):
             said = {"optimizer": type(optimizer).__name__, "parameters": list(self._names_now()),
                     "groups": [len(group["params"]) for group in optimizer.param_groups]}  # fmt: skip
             agree(table, meeting(replica, "sharded optimizer"), said, call="in_backward(shard=True)")
-        replica.parts_to = _TakesParts(self, optimizer)
+        replica.after.parts_to = _TakesParts(self, optimizer)
         replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
         self._cover(replica)
         states = self._full_states(optimizer)
@@ -127,7 +127,7 @@ class Sharded(InBackward):
 
     def _check(self, replica: Replica, optimizer: torch.optim.Optimizer) -> None:
         """What would not be exact, or cannot be cut, is refused by name."""
-        if replica.parts_to is not None:
+        if replica.after.parts_to is not None:
             raise ConfigError("the module has a sharded optimizer already. Give that one all parameters, in groups.")
         obstacles = {
             "each gradient is reduced by itself: passes= has none that makes buckets": replica.strategy == "single",
@@ -176,8 +176,8 @@ class Sharded(InBackward):
         self.covered = self._indices
         self._find_groups(replica)
         if self.cuts:
-            assert replica.scatter is not None
-            replica.scatter(frozenset(replica.names[index] for index in self.covered))
+            assert replica.revisions.scatter is not None
+            replica.revisions.scatter(frozenset(replica.names[index] for index in self.covered))
 
     def _find_groups(self, replica: Replica) -> None:
         place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
@@ -370,11 +370,11 @@ class Sharded(InBackward):
         return True
 
     def _check_added(self, replica: Replica) -> None:
-        taking, replica.parts_to = replica.parts_to, None
+        taking, replica.after.parts_to = replica.after.parts_to, None
         try:
             self._check(replica, self._alive())
         finally:
-            replica.parts_to = taking
+            replica.after.parts_to = taking
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         replica = self._replicated()
@@ -447,7 +447,10 @@ class Sharded(InBackward):
     def _end(self, replica: Replica) -> None:
         """Do what is left of the update, and let all ranks have all of it."""
         self._lay_out()
-        still = {*replica.untouched, *(index for index in self.covered if not self.parameters[index].requires_grad)}
+        still = {
+            *replica.unused.untouched,
+            *(index for index in self.covered if not self.parameters[index].requires_grad),
+        }
         gradients: dict[int, torch.Tensor] = {}
         for bucket in sorted(self._parts):
             gradients |= self._gradients_in(bucket, self._parts.pop(bucket))

@@ -217,13 +217,13 @@ def _made() -> tuple[int, int]:
 
 
 def _captured(replica: Replica) -> list[CaptureRecord]:
-    return [record for record in replica.captures.values() if record.synced]
+    return [record for record in replica.history.captures.values() if record.synced]
 
 
 def _latest(replica: Replica) -> CaptureRecord:
     captured = _captured(replica)
     if not captured:
-        ways = ", ".join(replica.backwards) or "none"
+        ways = ", ".join(replica.history.backwards) or "none"
         raise ModuleError(
             f"the backward was not captured but went another way: {ways}, reduced by {replica.mode}. {_HINT}"
         )

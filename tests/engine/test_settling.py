@@ -287,7 +287,7 @@ def one_word_each() -> list[dict[str, int]]:
             output = Boom.apply(output)
         with pytest.raises(ValueError, match="boom") if number == 0 else contextlib.nullcontext():
             output.sum().backward()
-    return [dict(dp_compile.report(ours).backwards), {"done": replica_of(ours).synced_backwards}]
+    return [dict(dp_compile.report(ours).backwards), {"done": replica_of(ours).history.synced_backwards}]
 
 
 class Boom(torch.autograd.Function):

@@ -125,7 +125,7 @@ def test_no_trace(had_gradients: bool) -> None:
     grads = [parameter.grad for parameter in model.parameters()]
     values = [None if grad is None else grad.clone() for grad in grads]
     state = copy.deepcopy(model.state_dict())
-    seen, steps, backwards = model.seen, replica.synced_backwards, dp_compile.report(model).backwards
+    seen, steps, backwards = model.seen, replica.history.synced_backwards, dp_compile.report(model).backwards
     example, random_numbers = tokens(4, 9), torch.get_rng_state()
     dp_compile.warmup(model, [example], loss)
     torch.testing.assert_close(torch.get_rng_state(), random_numbers)
@@ -133,7 +133,7 @@ def test_no_trace(had_gradients: bool) -> None:
     assert all(value is None or torch.equal(value, grad) for value, grad in zip(values, grads, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(state.values(), model.state_dict().values(), strict=True))
     assert model.seen is seen
-    assert (replica.synced_backwards, dp_compile.report(model).backwards) == (steps, backwards)
+    assert (replica.history.synced_backwards, dp_compile.report(model).backwards) == (steps, backwards)
 
 
 @pytest.mark.usefixtures("fake_group")
