@@ -178,6 +178,7 @@ def _serve(rank: int, world_size: int, directory: str, connection: Connection) -
     # Tests compile small models, many of them: what is looked at each time counts.
     dynamo.measure_no_guards()
     gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
     store = dist.FileStore(str(Path(directory, "store")), world_size)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=GLOO_TIMEOUT_S)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)

@@ -120,10 +120,13 @@ def run_as_torch_s(way: str, micro: int = 1, uneven: bool = False) -> dict[str, 
     return dict(report.backwards)
 
 
+NIGHTLY = ("many buckets", "inductor", "as torch's buckets")
+
+
 @pytest.mark.parametrize(
     "way",
     [
-        pytest.param(way, marks=[pytest.mark.nightly] if way in ("many buckets", "as torch's buckets") else [])
+        pytest.param(way, marks=[pytest.mark.nightly] if way in NIGHTLY else [])
         for way in WAYS
         if way not in ACCUMULATED
     ],

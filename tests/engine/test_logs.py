@@ -40,7 +40,7 @@ logging.getLogger("dp_compile.compilation").debug("a graph")
     ("setting", "shown"),
     [
         ("", ["a fallback"]),
-        ("dp_compile", ["a plan", "a fallback"]),
+        pytest.param("dp_compile", ["a plan", "a fallback"], marks=pytest.mark.nightly),
         ("+dp_compile", ["a plan", "a fallback", "a graph"]),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 import logging
 import re
@@ -361,9 +362,17 @@ def run_unused(compiled: str, micro_steps: int, kept: bool, passes: bool) -> Rep
     return train_both(case)
 
 
-@pytest.mark.parametrize("compiled", ["compiled", "eager"])
-@pytest.mark.parametrize("micro_steps", [1, 2])
-@pytest.mark.parametrize("kept", [False, True])
+EVERY_DAY_UNUSED = [(False, 1, "compiled"), (True, 2, "compiled"), (True, 1, "eager"), (False, 2, "eager")]
+"""Every two of the options together."""
+
+
+@pytest.mark.parametrize(
+    ("kept", "micro_steps", "compiled"),
+    [
+        pytest.param(*each, marks=() if each in EVERY_DAY_UNUSED else pytest.mark.nightly)
+        for each in itertools.product((False, True), (1, 2), ("compiled", "eager"))
+    ],
+)
 def test_unused_on_one_rank_with_find_unused(ranks: Ranks, compiled: str, micro_steps: int, kept: bool) -> None:
     for report in ranks.run(run_unused, compiled, micro_steps, kept, True):
         if compiled == "compiled":

@@ -80,7 +80,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, tuple[int, ...], int]] = {
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.nightly] if case == "no memory" else []) for case in CASES]
+    "case",
+    [pytest.param(case, marks=[pytest.mark.nightly] if case in ("no memory", "batched") else []) for case in CASES],
 )
 def test_as_torch_s_ddp(ranks2: Ranks, case: str) -> None:
     (ways, graphs, rate), (others, _, _) = ranks2.run(twenty_steps, *CASES[case])
@@ -92,7 +93,8 @@ def test_as_torch_s_ddp(ranks2: Ranks, case: str) -> None:
         assert others == {"captured": 16, "eager hooks": 4}
 
 
-@pytest.mark.parametrize("pool", ["ranks3", pytest.param("ranks4", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("pool", ["ranks3", "ranks4"])
 def test_as_torch_s_ddp_on_more_ranks(request: pytest.FixtureRequest, pool: str) -> None:
     """Ten steps, through the start iteration, one rank by hooks in some of them."""
     found = request.getfixturevalue(pool).run(twenty_steps, {"min_compression_rate": 1.4}, True, (4, 6), 1)

@@ -145,7 +145,7 @@ def stages_of(report: Report) -> list[list[str]]:
         ("hooks on some ranks", True, None),
         ("not compiled", True, None),
         ("pieces", False, None),
-        ("no passes", False, None),
+        pytest.param("no passes", False, None, marks=pytest.mark.nightly),
     ],
 )
 def test_as_torch_s_ddp(ranks4: Ranks, way: str, uneven: bool, wire: torch.dtype | None) -> None:

@@ -144,6 +144,7 @@ class Case:
         nodes: on two levels of network, the ranks in so many nodes; 1: one level.
         hook: a communication hook of torch's, registered as with its DDP.
         cut: a weight that is reduced in two pieces, each in a bucket of its own.
+        every_day: or at night only, if it is small.
     """
 
     make: Callable[[], Subject]
@@ -160,6 +161,7 @@ class Case:
     nodes: int = 1
     hook: Callable[..., Any] | None = None
     cut: str = ""
+    every_day: bool = True
 
 
 def _capped(nbytes: int) -> dict[str, Any]:
@@ -173,25 +175,27 @@ PADDED = {"shape_padding": True, "force_shape_pad": True}
 SMALL = MappingProxyType(
     {
         "mlp": Case(mlp, config=_capped(31_457), plants=True),
-        "sum": Case(mlp, config=_capped(31_457), reduce_op="sum"),
-        "bf16": Case(mlp, dtype=torch.bfloat16, config=_capped(15_000)),
+        "sum": Case(mlp, config=_capped(31_457), reduce_op="sum", every_day=False),
+        "bf16": Case(mlp, dtype=torch.bfloat16, config=_capped(15_000), every_day=False),
         "odd": Case(odd, config=_capped(200)),
-        "tied": Case(tied, config=_capped(2_000)),
+        "tied": Case(tied, config=_capped(2_000), every_day=False),
         "embedding-bf16": Case(embedding, dtype=torch.bfloat16),
         "kept": Case(tied, config=_capped(2_000), backwards=2),
         "unused": Case(unused, config={**_capped(2_000), "unused_parameters": "zeros"}),
-        "coalesced": Case(mlp, config=COALESCED),
+        "coalesced": Case(mlp, config=COALESCED, every_day=False),
         "ddp": Case(
             mlp, config={"strategy": "ddp", "bucket_cap_mb": 31_457 / 2**20}, backwards=2, keeps=False, runs=False
         ),
-        "two-keys-bf16": Case(two_keys),
+        "two-keys-bf16": Case(two_keys, every_day=False),
         "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
-        "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
+        "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}, every_day=False),
         "policy-bf16": Case(mlp, config={**_capped(15_000), "param_dtype": torch.bfloat16}),
-        "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook),
+        "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook, every_day=False),
         "pieces": Case(mlp, cut="6.weight"),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2, plants=True),
-        "two-level-hook-bf16": Case(odd, config=_capped(200), nodes=2, hook=default_hooks.bf16_compress_hook),
+        "two-level-hook-bf16": Case(
+            odd, config=_capped(200), nodes=2, hook=default_hooks.bf16_compress_hook, every_day=False
+        ),
         "padded": Case(padded, settings=PADDED),
         "mixed": Case(norms, runs=False, mix_order_reduction=True),
         "not-mixed": Case(norms, runs=False),

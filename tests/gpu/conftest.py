@@ -76,7 +76,12 @@ def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return generated(tmp_path_factory, "small", tuple(SMALL))
+    return generated(tmp_path_factory, "small", tuple(name for name, case in SMALL.items() if case.every_day))
+
+
+@pytest.fixture(scope="session")
+def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return generated(tmp_path_factory, "more", tuple(name for name, case in SMALL.items() if not case.every_day))
 
 
 @pytest.fixture(scope="session")

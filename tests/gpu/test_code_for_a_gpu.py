@@ -28,7 +28,12 @@ from dp_compile.testing.generated_code import (
 )
 
 RESULTS = [
-    *(pytest.param("small", name, id=name) for name in cases.SMALL),
+    *(pytest.param("small", name, id=name) for name, case in cases.SMALL.items() if case.every_day),
+    *(
+        pytest.param("more", name, id=name, marks=pytest.mark.nightly)
+        for name, case in cases.SMALL.items()
+        if not case.every_day
+    ),
     *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in cases.LARGE),
 ]
 # Padded products, rows in half precision, a factor apart from the product as torch's DDP has it, cuDNN's own memory.

@@ -151,7 +151,7 @@ NIGHTLY = pytest.mark.nightly
     [
         ("lightning", "compiled"),
         ("lightning", "manual"),
-        ("lightning", "accumulated"),
+        pytest.param("lightning", "accumulated", marks=NIGHTLY),
         pytest.param("lightning", "inside", marks=NIGHTLY),
         pytest.param("lightning", "plain", marks=NIGHTLY),
         pytest.param("pytorch_lightning", "compiled", marks=NIGHTLY),

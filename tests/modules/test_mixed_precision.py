@@ -103,7 +103,7 @@ def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
     ("way", "policy"),
     [
         ("captured", MixedPrecisionPolicy(BF16)),
-        ("inductor", MixedPrecisionPolicy(BF16, F32)),
+        pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
         pytest.param("inductor", MixedPrecisionPolicy(BF16), marks=pytest.mark.nightly),
         ("in parts", MixedPrecisionPolicy(BF16)),
         ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),

@@ -96,7 +96,7 @@ def generated(build: Callable[[], nn.Module], in_flight: int | None, max_norm: f
 @pytest.mark.parametrize(
     ("build", "in_flight", "max_norm", "updated"),
     [
-        (LateReader, 1, None, 9),
+        pytest.param(LateReader, 1, None, 9, marks=pytest.mark.nightly),
         (Net, None, 0.05, 10),
         pytest.param(LateReader, None, None, 9, marks=pytest.mark.nightly),
         pytest.param(Net, 1, None, 10, marks=pytest.mark.nightly),
@@ -175,7 +175,9 @@ def feature(name: str) -> int:
     return both.updated
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "PowerSGD" else []) for name in FEATURES]
+)
 def test_beside_what_else_there_is(ranks: Ranks, name: str) -> None:
     assert set(ranks.run(feature, name)) == {FEATURES[name][1]}
 

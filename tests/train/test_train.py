@@ -219,10 +219,11 @@ def test_a_momentum_is_of_sgd() -> None:
         assert made.defaults["momentum"] == momentum
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("option", "name", "beside"),
     [
-        pytest.param("--reduce-dtype", "bfloat16", "eager", marks=pytest.mark.nightly),
+        ("--reduce-dtype", "bfloat16", "eager"),
         ("--mp", "bf16", "compiled, with casts of its parameters"),
     ],
 )
