@@ -116,6 +116,12 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "import torch, dp_compile, torch.distributed as dist": (PYTHON,),
         "# as above, up to the optimizer": ("docs/test_commands.py::test_the_sharded_optimizer_that_is_shown",),
     },
+    "ray.md": {
+        "import os": (
+            "integrations/test_ray.py::test_the_page",
+            "at night: Ray is half a gigabyte, and waits for minutes until it starts dead workers again",
+        ),
+    },
     "plans.md": {
         "from dataclasses import dataclass": (PYTHON,),
     },
