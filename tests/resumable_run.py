@@ -1,6 +1,7 @@
 """A training run that can be interrupted: torch's distributed checkpoint after each step. Started by `torchrun`.
 
-usage: resumable_run.py CHECKPOINTS RESULT. Rank 1 of the first attempt kills itself in step `KILL_AT`.
+usage: resumable_run.py CHECKPOINTS RESULT. In step `KILL_AT` of the first attempt rank 1 kills itself; or, where the
+variable `WHO_DIES` is set, the ranks of an agent of `torchrun` that has "agent" there, and it with them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def train(directory: str, interrupted: bool) -> dict[str, torch.Tensor]:
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
     compiled = torch.compile(model, backend="aot_eager")
     print(f"rank {dist.get_rank()} starts at step {first}", flush=True)
+    who_dies = os.environ.get("WHO_DIES", "rank 1")
     for number in range(first, STEPS):
-        if interrupted and number == KILL_AT and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if interrupted and first == 0 and number == KILL_AT and who_dies in ("agent", f"rank {dist.get_rank()}"):
+            for process in [os.getppid()] * (who_dies == "agent") + [os.getpid()]:
+                os.kill(process, signal.SIGKILL)
         x = torch.randn(8, 8, generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
         optimizer.zero_grad()
         compiled(x).square().mean().backward()
@@ -58,7 +61,7 @@ def load(directory: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    parameters = train(sys.argv[1], interrupted=os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+    parameters = train(sys.argv[1], interrupted=True)
     if dist.get_rank() == 0:
         torch.save(parameters, sys.argv[2])
     dist.destroy_process_group()
