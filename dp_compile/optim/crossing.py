@@ -2,9 +2,10 @@
 
 | who reads                                                        | what waits                                    |
 |------------------------------------------------------------------|-----------------------------------------------|
-| a forward in one graph of the backend `dp_compile`               | an op in front of each first read             |
+| a forward in one graph of the backend `dp_compile`               | an op in front of each first read, and its end |
 | a forward of that backend in several graphs                      | the first graph, for everything               |
-| a call of the module, or of a part of it, that is not compiled   | a forward pre-hook, for everything            |
+| a forward that runs uncompiled, whyever that is                  | its first line, for everything                |
+| a call of a part of the module that is not compiled              | a forward pre-hook, for everything            |
 | `parameters()`, `modules()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything      |
 | `parameters()` of a module around it                             | `named_modules()` of this one, for everything |
 | the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
@@ -15,12 +16,13 @@ A forward of another backend is refused where it is traced. Whoever reads a para
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -36,7 +38,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
-from dp_compile.passes.crossing import in_flight
+from dp_compile.passes.crossing import START, in_flight
 from dp_compile.passes.reduction import EagerOps, dtype_of, view_of
 from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import Bucket, Layout, Rows
@@ -46,7 +48,6 @@ from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import Coalesced, Optimal, Planned, nominal_cost
 
 BACKEND: Final = "dp_compile"
-STARTS_HERE: Final = "all of a module's forward is in this code"
 POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
 _lock = threading.RLock()
 
@@ -317,10 +318,42 @@ def watch(model: nn.Module, crossing: Crossing) -> None:
         return
     found = _classes.get(kind)
     if found is None:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": _forward_of(kind)}
         found = _classes[kind] = type(kind.__name__, (_Reads, kind), body)
     root.__class__ = found
     _put_hooks(root, replica_of(root))
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a class, which waits for everything wherever it is not compiled itself.
+
+    In the forward and not in front of it: Dynamo compiles hooks by themselves, and may then leave the forward alone. It
+    was recompiled too often, say, or breaks before anything is computed.
+    """
+    plain = kind.forward
+
+    # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
+    @functools.wraps(plain, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_other_backends()
+            START(self.training)
+        else:
+            _starts(self)
+        return plain(self, *args, **kwargs)
+
+    # Code of its own: how often it was compiled is counted for all that share it.
+    forward.__code__ = forward.__code__.replace(co_qualname=f"{kind.__qualname__}.forward")
+    return forward
+
+
+@compiler.untraced("updates of parameters are waited for")
+def _starts(module: nn.Module) -> None:
+    replica = replica_of(module)
+    replica.arrive()
+    for each in replica.updates:
+        if each.crossing is not None:
+            each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
 
 
 def plan_for(replica: Replica) -> None:
@@ -352,7 +385,7 @@ def plan_for(replica: Replica) -> None:
 
 
 class _Waits(Installed):
-    """In front of a forward that is not compiled, and of state dicts; of the module and of each part of it."""
+    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = weakref.ref(replica)
@@ -368,32 +401,6 @@ class _Waits(Installed):
         replica = self._replica()
         if replica is not None:
             replica.arrive()
-
-
-class _WaitsAtTheStart(_Waits):
-    """The same in front of all of the module's forward."""
-
-    def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_other_backends()
-            _note_start()
-        else:
-            self._arrive()
-
-    @compiler.untraced("updates of parameters are waited for")
-    def _arrive(self) -> None:
-        replica = self._replica()
-        if replica is not None:
-            replica.arrive()
-            for each in replica.updates:
-                if each.crossing is not None:
-                    each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
-
-
-@compiler.constant
-def _note_start() -> bool:
-    compiler.note_in_trace(STARTS_HERE)
-    return True
 
 
 @compiler.constant
@@ -416,9 +423,9 @@ _KEY: Final = -1
 
 
 def _put_hooks(root: nn.Module, replica: Replica) -> None:
-    hook, at_the_start = _Waits(replica), _WaitsAtTheStart(replica)
+    hook = _Waits(replica)
     for hooks in _hooks_of(root):
-        hooks.setdefault(_KEY, at_the_start if hooks is root._forward_pre_hooks else hook)
+        hooks.setdefault(_KEY, hook)
         hooks.move_to_end(_KEY, last=False)
 
 

@@ -290,9 +290,16 @@ class Reads(Net):
         return super().forward(x)
 
 
-def in_pieces(breaks: list[bool]) -> list[int]:
+class ReadsFirst(Reads):
+    """Before anything is computed: there is no graph in front of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Net.forward(self, x + bias_of(self) if self.breaks else x)
+
+
+def in_pieces(build: Callable[[], nn.Module], breaks: list[bool]) -> list[int]:
     with poisoned():
-        both, counts = crossing(Reads), []
+        both, counts = crossing(build), []
         for number, each in enumerate(breaks):
             both.ours.breaks = both.theirs.breaks = each  # type: ignore[assignment]
             go(both, number)
@@ -301,14 +308,66 @@ def in_pieces(breaks: list[bool]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("breaks", [[True, True, True], [False, True, True, False]])
-def test_what_is_read_between_the_pieces_of_a_forward(ranks2: Ranks, breaks: list[bool]) -> None:
-    """Only a forward that is one graph lets updates stay; one that breaks where it did not before waits at its start.
+@pytest.mark.parametrize(
+    ("build", "breaks"),
+    [(Reads, [True, True, True]), (Reads, [False, True, True, False]), (ReadsFirst, [False, True, False, True])],
+)
+def test_what_is_read_between_the_pieces_of_a_forward(
+    ranks2: Ranks, build: Callable[[], nn.Module], breaks: list[bool]
+) -> None:
+    """Only a forward that is one graph lets updates stay; one that breaks waits at its start, and so do all behind it.
 
     With `is_whole` of each graph by itself the last graph of a forward in pieces let them stay, and `bias_of` read NaN.
+    With a hook in front of the forward, which Dynamo compiles by itself, nobody waited if a known one broke at once.
     """
-    for counts in ranks2.run(in_pieces, breaks):
-        assert [count == 0 for count in counts] == breaks
+    for counts in ranks2.run(in_pieces, build, breaks):
+        assert [count == 0 for count in counts] == [True in breaks[: number + 1] for number in range(len(breaks))]
+
+
+def recompiled_too_often() -> list[int]:
+    with poisoned(), torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both, counts = crossing(), []
+        both.run = torch.compile(both.ours, backend="dp_compile", dynamic=False)
+        for number, rows in enumerate((1, 1, 2, 1)):
+            x = torch.cat([batch(number)] * rows)
+            both.run(x).square().mean().backward()
+            both.run_theirs(x).square().mean().backward()
+            both.step()
+            counts.append(left())
+        compare(both, exact=False)
+    return counts
+
+
+def test_a_forward_that_dynamo_leaves_alone(ranks2: Ranks) -> None:
+    """It reads its own parameter before any hook of a part of it: it read the one of the step before."""
+    assert ranks2.run(recompiled_too_often) == [[LEFT, LEFT, 0, LEFT]] * 2
+
+
+class Body(Net):
+    """The loss reads its head, the forward does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+
+def head_outside() -> list[int]:
+    with poisoned():
+        both, counts = crossing(Body), []
+        for number in range(3):
+            for model, run in ((both.ours, both.run), (both.theirs, both.run_theirs)):
+                head: Any = model.head
+                nn.functional.linear(run(batch(number)), head.weight, head.bias).square().mean().backward()
+            both.step()
+            counts.append(left())
+        compare(both, exact=False)
+    return counts
+
+
+def test_what_the_loss_reads_past_the_module(ranks2: Ranks) -> None:
+    for counts in ranks2.run(head_outside):
+        assert min(counts) > 0
 
 
 def of_any_size() -> list[int]:
