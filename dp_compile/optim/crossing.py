@@ -34,7 +34,7 @@ from dp_compile.engine.agreement import agree
 from dp_compile.engine.observers import UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import meeting, table_of
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
@@ -75,6 +75,8 @@ class Crossing:
         self._options: tuple[dict[str, Any], ...] = ()
         self._left: list[_Left] = []
         self._last = LeftBehind()
+        self.failed = ""
+        """Why an update was not done, or not all of it: the model is of no step."""
         self._stays = False
         """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
 
@@ -92,7 +94,7 @@ class Crossing:
         assert replica is not None
         assert optimizer is not None
         on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
-        left = _Left(replica, optimizer, self._steps, self._options, tuple(indices), on_its_way, replica.told)
+        left = _Left(self, replica, optimizer, self._steps, self._options, tuple(indices), on_its_way, replica.told)
         if replica.rehearses:
             left.drop()
         else:
@@ -132,8 +134,13 @@ class Crossing:
     def arrive(self) -> None:
         """Let nothing be in flight."""
         left, self._left = self._left, []
-        for each in left:
-            each.arrive()
+        try:
+            for each in left:
+                each.arrive()
+        except BaseException:
+            for each in left:
+                each.drop()
+            raise
 
     def release(self) -> None:
         """The module is not replicated any more: it is left as it was."""
@@ -169,6 +176,7 @@ class LeftBehind:
 class _Left:
     """An update whose gradients are on their way. Holds the parameters as long as that is so."""
 
+    crossing: Crossing
     replica: Replica
     optimizer: torch.optim.Optimizer
     steps: PartialSteps
@@ -180,6 +188,8 @@ class _Left:
     """Who hears of the backward."""
     addresses: tuple[int, ...] = ()
     """Of its parameters, when the backward ended."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Where each of them lay then, and how often it had been written to."""
     poisoned: list[torch.Tensor] = field(default_factory=list)
     is_over: bool = False
 
@@ -195,29 +205,63 @@ class _Left:
                 self.poisoned = [each.detach().clone() for each in self.parameters]
                 for parameter in self.parameters:
                     parameter.fill_(torch.nan)
+        self.versions = self._versions_now()
+
+    def _versions_now(self) -> tuple[tuple[int, int], ...]:
+        return tuple((parameter.data_ptr(), autograd.version_of(parameter)) for parameter in self.parameters)
 
     def arrive(self) -> None:
         with _lock:
-            if not self.is_over:
-                self._finish()
+            if self.is_over:
+                return
+            self._land()
+            try:
+                self._check_not_written()
+                self._update()
+            except BaseException as error:
+                names = self.replica.name_list(self.indices)
+                self.crossing.failed = self.crossing.failed or (
+                    f"the update of {names} failed ({type(error).__name__}), which was left for the next forward. The "
+                    "model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
+                    "this state."
+                )
+                raise
 
     def drop(self) -> None:
         with _lock:
             if not self.is_over:
-                self.is_over = True
+                self._land()
                 for _, _, launched in self.buckets:
                     torch.ops._c10d_functional.wait_tensor.default(launched)
 
-    def _finish(self) -> None:
+    def _land(self) -> None:
+        """Nobody comes for it any more."""
         self.is_over = True
-        parameters = self.parameters
         for address in self.addresses:
             in_flight.pop(address, None)
+
+    def _check_not_written(self) -> None:
+        """What was written would get an update on top that belongs to what was there before.
+
+        Raises:
+            ReductionError: somebody has written to parameters.
+        """
+        pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
+        written = [index for index, before, now in pairs if before != now]
+        if written:
+            raise ReductionError(
+                f"{self.replica.name_list(written)} changed while an update was in flight (overlap_forward=True). Call "
+                "dp_compile.optim.synchronize(model) before parameters are changed past the module's methods."
+            )
+
+    def _update(self) -> None:
+        parameters = self.parameters
         numbers = [str(number) for number, _, _ in self.buckets]
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that. Or it is
-        # Dynamo, which looks at the module's buffers while it traces.
+        # Dynamo, which looks at the module's buffers while it traces; or somebody who computes with fake tensors.
         with (
             compiler.not_compiling(),
+            autograd.without_dispatch_modes(),
             autograd.named_range(f"dp_compile::bucket {' and '.join(numbers)} update, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),

@@ -33,7 +33,7 @@ from dp_compile.engine.settling import meeting, table_of
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.in_backward import InBackward
-from dp_compile.optim.partial_steps import check_in_place
+from dp_compile.optim.partial_steps import check_in_place, said_of
 from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of
 from dp_compile.optim.states import State, States, cut, gathered
 from dp_compile.passes.reduction import Launched, launch_stage
@@ -341,7 +341,7 @@ class Sharded(InBackward):
             held[self._own[index]] = state
         self._alive().state = held
         self._has_state = True
-        self._broken, self._awaits_step = "", False
+        self._failed, self._awaits_step, self._options = "", False, ()
 
     @contextlib.contextmanager
     def as_whole(self, states: States) -> Iterator[torch.optim.Optimizer]:
@@ -400,6 +400,7 @@ class Sharded(InBackward):
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         replica = self._replicated()
+        self._options = said_of(self._alive())
         if keep_graph:
             raise ReductionError(
                 "retain_graph=True, but a backward with a sharded optimizer changes parameters at its end: it cannot "
@@ -505,6 +506,7 @@ class Sharded(InBackward):
 
     def released(self) -> None:
         """The module is not replicated any more: there is nobody who would reduce parts, or whole gradients."""
+        super().released()
         for index in self.covered:
             if isinstance(self.parameters[index].grad, ShardedGradient):
                 self.parameters[index].grad = None
