@@ -387,7 +387,8 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
         return plain(self, *args, **kwargs)
 
     # Code of its own: how often it was compiled is counted for all that share it.
-    forward.__code__ = forward.__code__.replace(co_qualname=f"{kind.__qualname__}.forward")
+    made: Any = forward
+    made.__code__ = made.__code__.replace(co_qualname=f"{kind.__qualname__}.forward")
     return forward
 
 

@@ -266,9 +266,7 @@ class InBackward:
             self._steps.forget()
             self._indices = tuple(place[id(each)] for each in now if id(each) in place)
             at = Counter(each.data_ptr() for each in now if each.numel())
-            self._alone = frozenset(
-                index for index in self._indices if at[replica.parameters[index].data_ptr()] <= 1
-            )
+            self._alone = frozenset(index for index in self._indices if at[replica.parameters[index].data_ptr()] <= 1)
         return tuple(index for index in self._indices if replica.parameters[index].requires_grad)
 
     # --- for the engine

@@ -84,8 +84,8 @@ class PartialSteps:
         if chosen is None or not chosen.fits(groups):
             mine = {id(parameter) for parameter in parameters}
             every = tuple(group["params"] for group in groups)
-            some = [[each for each in group if id(each) in mine] for group in every]
-            chosen = self._chosen[choice] = _Chosen(every, tuple(map(len, every)), some)
+            kept = [[each for each in group if id(each) in mine] for group in every]
+            chosen = self._chosen[choice] = _Chosen(every, tuple(map(len, every)), kept)
         try:
             for group, then in zip(groups, options, strict=False):  # later groups came later
                 group.update(then)

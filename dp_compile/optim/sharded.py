@@ -564,8 +564,9 @@ class Sharded(InBackward):
         for each in found:
             each.copy_((both[1:] > 0).view(each.shape))
         if self._max_norm is not None:
-            # As torch's own: of gradients of two dtypes in the wider one, which of them the first parameter has or not.
-            norm = both[0].sqrt().to(reduce(torch.promote_types, {self.parameters[each].dtype for each in self.covered}))
+            # As torch's own: of gradients of two dtypes in the wider one, whichever the first parameter has.
+            kinds = {self.parameters[index].dtype for index in self.covered}
+            norm = both[0].sqrt().to(reduce(torch.promote_types, kinds))
             self._alive().total_norm = norm  # type: ignore[attr-defined]
             with self._narrowed(gradients):
                 torch.nn.utils.clip_grads_with_norm_([self._own[index] for index in gradients], self._max_norm, norm)
@@ -655,16 +656,20 @@ def strides_of(plan: BucketPlan) -> dict[int, tuple[int, ...]]:
 
 def lies_as(parameter: torch.Tensor, stride: Sequence[int]) -> bool:
     """Whether the elements of a parameter lie in that order; a dimension of size one may have any step."""
-    return parameter.stride() == stride or not parameter.numel() or all(
-        size == 1 or own == planned
-        for size, own, planned in zip(parameter.shape, parameter.stride(), stride, strict=True)
+    return (
+        parameter.stride() == stride
+        or not parameter.numel()
+        or all(
+            size == 1 or own == planned
+            for size, own, planned in zip(parameter.shape, parameter.stride(), stride, strict=True)
+        )
     )
 
 
 def _other_order(name: str, parameter: torch.Tensor, stride: Sequence[int]) -> str:
     return (
-        f"{name} has strides {parameter.stride()}, it had {tuple(stride)} when replicate() was called: gradients come in "
-        "that order, of which each rank updates a part. Call to(memory_format=...) before replicate()."
+        f"{name} has strides {parameter.stride()}, it had {tuple(stride)} when replicate() was called: gradients come "
+        "in that order, of which each rank updates a part. Call to(memory_format=...) before replicate()."
     )
 
 

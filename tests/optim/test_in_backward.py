@@ -515,7 +515,9 @@ def changed_between(compile_model: Callable[[nn.Module], Any]) -> list[str]:
     def halve_tensor() -> None:
         both.mine.param_groups[0]["lr"].mul_(0.5)
 
-    for number, change in enumerate((lambda: group.update(lr=0.02), lambda: group.update(betas=(0.8, 0.9)), halve_tensor)):
+    for number, change in enumerate(
+        (lambda: group.update(lr=0.02), lambda: group.update(betas=(0.8, 0.9)), halve_tensor)
+    ):
         both.backward(number)
         before = dict(group)
         change()
