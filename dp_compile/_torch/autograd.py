@@ -16,6 +16,7 @@ with named():
     from torch.autograd import profiler as _profiler
     from torch.autograd.variable import Variable as _Variable
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
@@ -122,6 +123,11 @@ def leaves_dtensors(node: object) -> bool:
 def dispatch_mode_is_active() -> bool:
     """Whether a TorchDispatchMode is on: capture then fails or records the wrong thing."""
     return _dispatch_modes_active() > 0
+
+
+def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no TorchDispatchMode is on: one of fake tensors would compute nothing, one that counts would count."""
+    return _disable_current_modes() if dispatch_mode_is_active() else contextlib.nullcontext()
 
 
 def profiler_is_on() -> bool:

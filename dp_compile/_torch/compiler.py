@@ -6,11 +6,10 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-_NOTES: Final = "_dp_compile_notes"
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 
@@ -72,31 +71,6 @@ def traces_for(backend: str) -> bool:
         if getattr(compiler_fn, "compiler_name", None) == backend:
             return True
         compiler_fn = getattr(compiler_fn, "_torchdynamo_orig_backend", None)
-    return False
-
-
-def note_in_trace(word: str) -> None:
-    """Note something of the code that Dynamo makes in this thread at the moment, of one frame and one attempt."""
-    vars(_output()).setdefault(_NOTES, set()).add(word)
-
-
-def is_noted_in_trace(word: str) -> bool:
-    """Whether that was noted of the code which is being compiled now."""
-    try:
-        return word in vars(_output()).get(_NOTES, ())
-    except AttributeError:  # somebody calls the backend by himself
-        return False
-
-
-def is_frame_of(function: Callable[..., Any]) -> bool:
-    """Whether what is being compiled now starts with the first line of a function, or of one that it is around."""
-    frame = _attribute("torch._dynamo.symbolic_convert", "tls")
-    tx = getattr(frame, "current_tx", None)
-    inner: Callable[..., Any] | None = function
-    while tx is not None and inner is not None:
-        if getattr(inner, "__code__", None) is tx.output.root_tx.f_code:
-            return True
-        inner = getattr(inner, "__func__", getattr(inner, "__wrapped__", None))
     return False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +15,17 @@ with named():
     from torch.amp import GradScaler as GradScaler
 
     _found_inf: Callable[..., dict[Any, torch.Tensor]] = GradScaler._found_inf_per_device
+    _DisableAutocast: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C._DisableAutocast
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """The update of an optimizer's class, without the hooks that stand around `step()`."""
+    """The update of an optimizer's class, without the hooks that stand around `step()`.
+
+    Autocast is for forwards, inside of which this may run: Adafactor multiplies matrices.
+    """
     step: Any = type(optimizer).step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+    with _DisableAutocast():
+        (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
@@ -36,6 +43,12 @@ def has_in_backward_optimizer(parameter: torch.Tensor) -> bool:
     return bool(getattr(parameter, "_in_backward_optimizers", ()))
 
 
-def mark_for_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Let every GradScaler call `step()` itself, with what it found in `optimizer.found_inf`."""
+def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    """Let every GradScaler call `step()` itself, with what it found in `optimizer.found_inf`; returns what ends that.
+
+    It must end: with the mark a scaler leaves it to the optimizer to unscale and to skip, which only fused ones do.
+    """
+    if "_step_supports_amp_scaling" in vars(optimizer):
+        return lambda: None
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    return functools.partial(vars(optimizer).pop, "_step_supports_amp_scaling", None)

@@ -26,6 +26,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
 from dp_compile.modules.meeting import group_on
+from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.functional_hook import FunctionalHook, State, register
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
@@ -70,6 +71,9 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
                 f"parameter {place} of params is a {parameter.dtype} {type(parameter.detach()).__name__} on "
                 f"{parameter.device}, which has no average. Averaged are dense {', '.join(map(str, AVERAGED))}."
             )
+    if in_flight:
+        for replica in {owner[0] for owner in map(owners.find, found.values()) if owner is not None}:
+            replica.arrive()  # updates that an optimizer has left for the next forward
     return list(found.values())
 
 

@@ -227,6 +227,7 @@ class _ShadowHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         replica = self._membership.replica
+        replica.arrive()  # left before ranks ran out of inputs; one that had none has read nothing since
         process_group = replica.group.process_group
         own = dist.get_rank(process_group) if is_last_joiner else -1
         source = torch.tensor([own], device=replica.device)

@@ -51,9 +51,10 @@ def full_state_dict(optimizer: torch.optim.Optimizer, to: int | None = None) -> 
 def sharded_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """This rank's part of the state, for `torch.distributed.checkpoint.save`: `{"optimizer": sharded_state_dict(...)}`.
 
-    `{"state": {parameter: {name: tensor}}, "param_groups": JSON}` with the names of parameters in the module. Of a
-    parameter that is cut, each tensor is saved as one of one dimension, put together of the ranks' parts, in the order
-    of the parameter's memory. No communication; the tensors are those of the optimizer, not copies.
+    `{"state": {parameter: {name: tensor}}, "param_groups": JSON, "orders": JSON}` with the names of parameters in the
+    module. Of a parameter that is cut, each tensor is saved as one of one dimension, put together of the ranks' parts,
+    in the order of the parameter's memory; `orders` says which, where it is not row by row. No communication; the
+    tensors are those of the optimizer, not copies.
 
     Raises:
         ConfigError: the optimizer is not sharded.
@@ -69,7 +70,8 @@ def sharded_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
             for key, value in own.items()
             if value is not None
         }
-    return {"state": state, "param_groups": json.dumps(_groups(sharded, optimizer))}
+    said = {"param_groups": json.dumps(_groups(sharded, optimizer)), "orders": json.dumps(_orders(sharded))}
+    return {"state": state, **said}
 
 
 def load_sharded_state_dict(
@@ -85,7 +87,8 @@ def load_sharded_state_dict(
         key: under which it was saved.
 
     Raises:
-        ConfigError: the optimizer is not sharded, or the checkpoint is of another one.
+        ConfigError: the optimizer is not sharded, or the checkpoint is of another one, or of parameters in another
+            memory format.
     """
     from torch.distributed.checkpoint.filesystem import FileSystemReader  # takes a while to load
     from torch.distributed.checkpoint.state_dict_loader import load
@@ -113,8 +116,12 @@ def load_sharded_state_dict(
             f"the checkpoint has state of {', '.join(sorted(foreign)[:8])}, which this optimizer does not have. Load "
             "it into an optimizer over the same parameters."
         )
+    if f"{key}.orders" in stored:  # not in the first ones
+        given["orders"] = ""
     whole = {key: given}
     load(whole, storage_reader=reader, process_group=sharded.group)
+    if "orders" in given:
+        _check_orders(_orders(sharded), json.loads(whole[key]["orders"]))
     _take_groups(optimizer, groups, json.loads(whole[key]["param_groups"]))
     sharded.hold_own({
         index: {name: value.part if isinstance(value, StatePart) else value for name, value in state.items()}
@@ -141,6 +148,25 @@ def _groups(sharded: Sharded, optimizer: torch.optim.Optimizer) -> list[dict[str
         | {"params": [name_of[id(each)] for each in group["params"] if id(each) in name_of]}
         for group in optimizer.param_groups
     ]
+
+
+def _orders(sharded: Sharded) -> dict[str, list[int]]:
+    """The strides of parameters that are cut and do not lie row by row, by name."""
+    covered = sharded.covered if sharded.cuts else ()
+    return {
+        sharded.names[index]: list(sharded.parameters[index].stride())
+        for index in covered
+        if not sharded.parameters[index].is_contiguous()
+    }
+
+
+def _check_orders(mine: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
+    if other := [name for name in sorted({*mine, *saved}) if mine.get(name) != saved.get(name)]:
+        raise ConfigError(
+            f"the checkpoint has the elements of {', '.join(other[:8])} in another order than this module: its memory "
+            "format was another one. Call to(memory_format=...) before replicate(), as it was when it was saved, or "
+            "save and load full_state_dict(optimizer)."
+        )
 
 
 def _take_groups(

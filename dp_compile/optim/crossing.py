@@ -2,9 +2,10 @@
 
 | who reads                                                        | what waits                                    |
 |------------------------------------------------------------------|-----------------------------------------------|
-| a forward in one graph of the backend `dp_compile`               | an op in front of each first read             |
+| a forward in one graph of the backend `dp_compile`               | an op in front of each first read, and its end |
 | a forward of that backend in several graphs                      | the first graph, for everything               |
-| a call of the module, or of a part of it, that is not compiled   | a forward pre-hook, for everything            |
+| a forward that runs uncompiled, whyever that is                  | its first line, for everything                |
+| a call of a part of the module that is not compiled              | a forward pre-hook, for everything            |
 | `parameters()`, `modules()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything      |
 | `parameters()` of a module around it                             | `named_modules()` of this one, for everything |
 | the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
@@ -15,12 +16,13 @@ A forward of another backend is refused where it is traced. Whoever reads a para
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 import threading
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -32,11 +34,11 @@ from dp_compile.engine.agreement import agree
 from dp_compile.engine.observers import UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import meeting, table_of
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
-from dp_compile.passes.crossing import in_flight
+from dp_compile.passes.crossing import START, in_flight
 from dp_compile.passes.reduction import EagerOps, dtype_of, view_of
 from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import Bucket, Layout, Rows
@@ -46,7 +48,6 @@ from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import Coalesced, Optimal, Planned, nominal_cost
 
 BACKEND: Final = "dp_compile"
-STARTS_HERE: Final = "all of a module's forward is in this code"
 POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
 _lock = threading.RLock()
 
@@ -74,6 +75,8 @@ class Crossing:
         self._options: tuple[dict[str, Any], ...] = ()
         self._left: list[_Left] = []
         self._last = LeftBehind()
+        self.failed = ""
+        """Why an update was not done, or not all of it: the model is of no step."""
         self._stays = False
         """The last forward was one graph that waits for each parameter by itself: the next one may be so too."""
 
@@ -91,7 +94,7 @@ class Crossing:
         assert replica is not None
         assert optimizer is not None
         on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
-        left = _Left(replica, optimizer, self._steps, self._options, tuple(indices), on_its_way, replica.told)
+        left = _Left(self, replica, optimizer, self._steps, self._options, tuple(indices), on_its_way, replica.told)
         if replica.rehearses:
             left.drop()
         else:
@@ -131,8 +134,13 @@ class Crossing:
     def arrive(self) -> None:
         """Let nothing be in flight."""
         left, self._left = self._left, []
-        for each in left:
-            each.arrive()
+        try:
+            for each in left:
+                each.arrive()
+        except BaseException:
+            for each in left:
+                each.drop()
+            raise
 
     def release(self) -> None:
         """The module is not replicated any more: it is left as it was."""
@@ -168,6 +176,7 @@ class LeftBehind:
 class _Left:
     """An update whose gradients are on their way. Holds the parameters as long as that is so."""
 
+    crossing: Crossing
     replica: Replica
     optimizer: torch.optim.Optimizer
     steps: PartialSteps
@@ -179,6 +188,8 @@ class _Left:
     """Who hears of the backward."""
     addresses: tuple[int, ...] = ()
     """Of its parameters, when the backward ended."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """Where each of them lay then, and how often it had been written to."""
     poisoned: list[torch.Tensor] = field(default_factory=list)
     is_over: bool = False
 
@@ -194,29 +205,63 @@ class _Left:
                 self.poisoned = [each.detach().clone() for each in self.parameters]
                 for parameter in self.parameters:
                     parameter.fill_(torch.nan)
+        self.versions = self._versions_now()
+
+    def _versions_now(self) -> tuple[tuple[int, int], ...]:
+        return tuple((parameter.data_ptr(), autograd.version_of(parameter)) for parameter in self.parameters)
 
     def arrive(self) -> None:
         with _lock:
-            if not self.is_over:
-                self._finish()
+            if self.is_over:
+                return
+            self._land()
+            try:
+                self._check_not_written()
+                self._update()
+            except BaseException as error:
+                names = self.replica.name_list(self.indices)
+                self.crossing.failed = self.crossing.failed or (
+                    f"the update of {names} failed ({type(error).__name__}), which was left for the next forward. The "
+                    "model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
+                    "this state."
+                )
+                raise
 
     def drop(self) -> None:
         with _lock:
             if not self.is_over:
-                self.is_over = True
+                self._land()
                 for _, _, launched in self.buckets:
                     torch.ops._c10d_functional.wait_tensor.default(launched)
 
-    def _finish(self) -> None:
+    def _land(self) -> None:
+        """Nobody comes for it any more."""
         self.is_over = True
-        parameters = self.parameters
         for address in self.addresses:
             in_flight.pop(address, None)
+
+    def _check_not_written(self) -> None:
+        """What was written would get an update on top that belongs to what was there before.
+
+        Raises:
+            ReductionError: somebody has written to parameters.
+        """
+        pairs = zip(self.indices, self.versions, self._versions_now(), strict=True)
+        written = [index for index, before, now in pairs if before != now]
+        if written:
+            raise ReductionError(
+                f"{self.replica.name_list(written)} changed while an update was in flight (overlap_forward=True). Call "
+                "dp_compile.optim.synchronize(model) before parameters are changed past the module's methods."
+            )
+
+    def _update(self) -> None:
+        parameters = self.parameters
         numbers = [str(number) for number, _, _ in self.buckets]
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that. Or it is
-        # Dynamo, which looks at the module's buffers while it traces.
+        # Dynamo, which looks at the module's buffers while it traces; or somebody who computes with fake tensors.
         with (
             compiler.not_compiling(),
+            autograd.without_dispatch_modes(),
             autograd.named_range(f"dp_compile::bucket {' and '.join(numbers)} update, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -317,10 +362,43 @@ def watch(model: nn.Module, crossing: Crossing) -> None:
         return
     found = _classes.get(kind)
     if found is None:
-        body = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": _forward_of(kind)}
         found = _classes[kind] = type(kind.__name__, (_Reads, kind), body)
     root.__class__ = found
     _put_hooks(root, replica_of(root))
+
+
+def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
+    """The forward of a class, which waits for everything wherever it is not compiled itself.
+
+    In the forward and not in front of it: Dynamo compiles hooks by themselves, and may then leave the forward alone. It
+    was recompiled too often, say, or breaks before anything is computed.
+    """
+    plain = kind.forward
+
+    # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
+    @functools.wraps(plain, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_other_backends()
+            START(self.training)
+        else:
+            _starts(self)
+        return plain(self, *args, **kwargs)
+
+    # Code of its own: how often it was compiled is counted for all that share it.
+    made: Any = forward
+    made.__code__ = made.__code__.replace(co_qualname=f"{kind.__qualname__}.forward")
+    return forward
+
+
+@compiler.untraced("updates of parameters are waited for")
+def _starts(module: nn.Module) -> None:
+    replica = replica_of(module)
+    replica.arrive()
+    for each in replica.after.updates:
+        if each.crossing is not None:
+            each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
 
 
 def plan_for(replica: Replica) -> None:
@@ -352,7 +430,7 @@ def plan_for(replica: Replica) -> None:
 
 
 class _Waits(Installed):
-    """In front of a forward that is not compiled, and of state dicts; of the module and of each part of it."""
+    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it."""
 
     def __init__(self, replica: Replica) -> None:
         self._replica = weakref.ref(replica)
@@ -368,32 +446,6 @@ class _Waits(Installed):
         replica = self._replica()
         if replica is not None:
             replica.arrive()
-
-
-class _WaitsAtTheStart(_Waits):
-    """The same in front of all of the module's forward."""
-
-    def __call__(self, *_: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            _refuse_other_backends()
-            _note_start()
-        else:
-            self._arrive()
-
-    @compiler.untraced("updates of parameters are waited for")
-    def _arrive(self) -> None:
-        replica = self._replica()
-        if replica is not None:
-            replica.arrive()
-            for each in replica.after.updates:
-                if each.crossing is not None:
-                    each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
-
-
-@compiler.constant
-def _note_start() -> bool:
-    compiler.note_in_trace(STARTS_HERE)
-    return True
 
 
 @compiler.constant
@@ -416,9 +468,9 @@ _KEY: Final = -1
 
 
 def _put_hooks(root: nn.Module, replica: Replica) -> None:
-    hook, at_the_start = _Waits(replica), _WaitsAtTheStart(replica)
+    hook = _Waits(replica)
     for hooks in _hooks_of(root):
-        hooks.setdefault(_KEY, at_the_start if hooks is root._forward_pre_hooks else hook)
+        hooks.setdefault(_KEY, hook)
         hooks.move_to_end(_KEY, last=False)
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import fx, nn
 
-from dp_compile._torch import compiler, inductor
+from dp_compile._torch import inductor
 from dp_compile.engine.observers import FORWARD
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
-from dp_compile.optim.crossing import STARTS_HERE
-from dp_compile.passes.crossing import ArriveBeforeUse, in_flight
+from dp_compile.passes.crossing import ArriveBeforeUse, in_flight, take_starts_out
 
 
 def compile_forward(
@@ -41,8 +40,12 @@ def compile_forward(
     crossing = [(position, found) for position, each in enumerate(inputs) if (found := _crossing_replica_of(each))]
     settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
     broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
-    starts_here = compiler.is_noted_in_trace(STARTS_HERE) or any(map(_starts_with, owners))
+    starts_here = take_starts_out(graph_module.graph)
     breaks = broken is None or broken.graph_break
+    if starts_here:
+        graph_module.recompile()
+        if not any(node.op.startswith("call_") for node in graph_module.graph.nodes):
+            return _waiting_for_all(graph_module.forward)
     if not crossing:
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, None, settings)
         return _waiting_for_all(compiled) if starts_here and breaks else compiled
@@ -66,14 +69,6 @@ def compile_forward(
 def _crossing_replica_of(value: Any) -> Replica | None:
     found = owners.find(value) if isinstance(value, nn.Parameter) else None
     return found[0] if found is not None and any(each.crossing for each in found[0].after.updates) else None
-
-
-def _starts_with(replica: Replica) -> bool:
-    """Whether the code that is being made starts with a module's forward: torch calls its hooks by themselves then."""
-    root = replica.outline.root()
-    return (
-        root is not None and any(each.crossing for each in replica.after.updates) and compiler.is_frame_of(root.forward)
-    )
 
 
 def _waiting_for_all(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,14 +103,18 @@ def _noting(
     """
 
     def run(*args: Any) -> Any:
+        replicas = [found[0] for found in (owners.find(args[position]) for position in parameters) if found is not None]
         with contextlib.ExitStack() as stack:
-            for found in filter(None, (owners.find(args[position]) for position in parameters)):
+            for replica in replicas:
                 if breaks:
-                    found[0].arrive()
+                    replica.arrive()
                 if breaks or starts_here:
-                    _say(found[0], whole=not breaks)
-                if found[0].told.audience:
-                    stack.enter_context(found[0].told.following(FORWARD))
-            return compiled(*args)
+                    _say(replica, whole=not breaks)
+                if replica.told.audience:
+                    stack.enter_context(replica.told.following(FORWARD))
+            result = compiled(*args)
+        for replica in replicas if starts_here else ():
+            replica.arrive()  # what it has not read: the loss may, which has the weight of the head
+        return result
 
     return run

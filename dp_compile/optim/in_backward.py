@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.modules.tensor_parallel import refuse_dtensors
 from dp_compile.optim.crossing import Crossing, plan_for, watch
-from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip
+from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip, said_of, what_changed
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, InBackward] = weakref.WeakKeyDictionary()
 
@@ -168,6 +169,8 @@ class InBackward:
         self._parameters: list[nn.Parameter] = []
         """All of the optimizer, as they were last seen, and where in the module they are."""
         self._indices: tuple[int, ...] = ()
+        self._alone: frozenset[int] = frozenset()
+        """Those of which no other parameter has the memory: else it matters which is updated first."""
         self._steps = PartialSteps()
         self.crossing = Crossing(replica, optimizer, self._steps) if overlaps else None
         self._updated: set[int] = set()
@@ -175,7 +178,10 @@ class InBackward:
         self._done: frozenset[int] = frozenset()
         """Those of the last backward, with what it left for the next forward."""
         self._awaits_step = False
-        self._broken = ""
+        self._options: tuple[dict[str, Any], ...] = ()
+        """Of the optimizer's groups, as the last synchronised backward found them; nothing behind its `step()`."""
+        self._unmark: Callable[[], object] = lambda: None
+        self._failed = ""
 
     @property
     def replica(self) -> Replica | None:
@@ -185,6 +191,11 @@ class InBackward:
     @property
     def is_alive(self) -> bool:
         return self._optimizer() is not None
+
+    @property
+    def _broken(self) -> str:
+        """Why the model is of no step."""
+        return self._failed or ("" if self.crossing is None else self.crossing.failed)
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -204,7 +215,7 @@ class InBackward:
                 optimizer.register_load_state_dict_pre_hook(self._arrive),
             ]
         if self._given_scaler is None:
-            optim.mark_for_scaler(optimizer)
+            self._unmark = optim.mark_for_scaler(optimizer)
 
     def _arrive(self, *_: Any) -> None:
         if self.crossing is not None:
@@ -213,6 +224,7 @@ class InBackward:
     def remove(self) -> None:
         """Leave the optimizer alone."""
         self._arrive()
+        self._unmark()
         for handle in self._handles:
             handle.remove()
 
@@ -238,6 +250,8 @@ class InBackward:
 
     def released(self) -> None:
         """The optimizer goes on as it is, in `step()`."""
+        self._unmark()
+        self._options = ()
         if self.crossing is not None:
             self.crossing.release()
 
@@ -251,6 +265,8 @@ class InBackward:
             self._parameters = now
             self._steps.forget()
             self._indices = tuple(place[id(each)] for each in now if id(each) in place)
+            at = Counter(each.data_ptr() for each in now if each.numel())
+            self._alone = frozenset(index for index in self._indices if at[replica.parameters[index].data_ptr()] <= 1)
         return tuple(index for index in self._indices if replica.parameters[index].requires_grad)
 
     # --- for the engine
@@ -283,12 +299,13 @@ class InBackward:
             obstacle = "check_nan looks at the gradients behind the backward"
         elif whole and (others := self._others(indices)):
             obstacle = f"the norm or the check is over {others} more parameters, not of this module or frozen"
+        self._options = () if obstacle else said_of(self._alive())
         if obstacle:
             return Wanted(obstacle=obstacle)
         if whole:
             complex_ones = any(replica.parameters[index].is_complex() for index in indices)
             return Wanted(indices, whole=True) if not complex_ones else Wanted(obstacle="complex parameters")
-        real = tuple(index for index in indices if not replica.parameters[index].is_complex())
+        real = tuple(index for index in indices if index in self._alone and not replica.parameters[index].is_complex())
         return Wanted(real, in_flight=self._in_flight, crosses=self.crossing is not None)
 
     def _others(self, indices: Sequence[int]) -> int:
@@ -313,7 +330,7 @@ class InBackward:
         if not self._updated or replica is None or self._broken:
             return
         names = replica.name_list(sorted(self._updated))
-        self._broken = (
+        self._failed = (
             f"a backward failed ({type(error).__name__}) after the optimizer had updated {len(self._updated)} of "
             f"{len(self._indices)} parameters in it: {names}. The model is of no step now: load a checkpoint, with "
             "optimizer.load_state_dict() too, which ends this state."
@@ -359,6 +376,11 @@ class InBackward:
             )
         if self._broken:
             raise ReductionError(self._broken)
+        if self._options and (changed := what_changed(self._options, optimizer)):
+            raise ReductionError(
+                f"{changed} between the backward and optimizer.step(): the backward has updated already, with what it "
+                "found. Set options, and step schedulers, before the backward or behind optimizer.step()."
+            )
         if self._given_scaler is None and hasattr(optimizer, "found_inf"):
             raise ReductionError(
                 "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
@@ -366,7 +388,7 @@ class InBackward:
             )
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._awaits_step = False
+        self._awaits_step, self._options = False, ()
         self._updated.clear()
         if self.crossing is not None:
             self.crossing.step_ended()
@@ -376,7 +398,9 @@ class InBackward:
                 replica.parameters[index].grad = None
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
-        self._broken, self._awaits_step = "", False
+        self._failed, self._awaits_step, self._options = "", False, ()
+        if self.crossing is not None:
+            self.crossing.failed = ""
         self._updated.clear()
 
     def _alive(self) -> torch.optim.Optimizer:

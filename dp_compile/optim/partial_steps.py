@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from dp_compile._torch import autograd
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ReductionError
@@ -35,12 +36,26 @@ def check_kind(optimizer: Any) -> None:
         raise ConfigError(f"{kind.__name__}(differentiable=True) cannot update in the backward. Use it as it is.")
 
 
+class _Chosen(NamedTuple):
+    """Some parameters of each group, and the lists that they were found in, with their lengths."""
+
+    every: tuple[list[nn.Parameter], ...]
+    lengths: tuple[int, ...]
+    some: list[list[nn.Parameter]]
+
+    def fits(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Whether the groups are still those: one may have been added, also while an update is in flight."""
+        return len(groups) == len(self.every) and all(
+            group["params"] is every and len(every) == length
+            for group, every, length in zip(groups, self.every, self.lengths, strict=True)
+        )
+
+
 class PartialSteps:
     """Of one optimizer, for several choices of parameters."""
 
     def __init__(self) -> None:
-        self._chosen: dict[Hashable, list[list[nn.Parameter]]] = {}
-        """For each choice the parameters of each group."""
+        self._chosen: dict[Hashable, _Chosen] = {}
 
     def forget(self) -> None:
         """The optimizer's groups hold other parameters now."""
@@ -65,13 +80,16 @@ class PartialSteps:
         """
         groups = optimizer.param_groups
         before = [(group, dict(group)) for group in groups]
-        if choice not in self._chosen:
-            chosen = {id(parameter) for parameter in parameters}
-            self._chosen[choice] = [[each for each in group["params"] if id(each) in chosen] for group in groups]
+        chosen = self._chosen.get(choice)
+        if chosen is None or not chosen.fits(groups):
+            mine = {id(parameter) for parameter in parameters}
+            every = tuple(group["params"] for group in groups)
+            kept = [[each for each in group if id(each) in mine] for group in every]
+            chosen = self._chosen[choice] = _Chosen(every, tuple(map(len, every)), kept)
         try:
             for group, then in zip(groups, options, strict=False):  # later groups came later
                 group.update(then)
-            for group, some in zip(groups, self._chosen[choice], strict=True):
+            for group, some in zip(groups, chosen.some, strict=True):
                 group["params"] = some
             optimizer.param_groups = [group for group in groups if group["params"]]
             yield
@@ -93,6 +111,29 @@ def options_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
         }
         for group in optimizer.param_groups
     )
+
+
+def said_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:
+    """The options of each group, to be compared later: a tensor stands there with how often it was written to."""
+    return tuple(
+        {name: (value, _writes(value)) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    )
+
+
+def what_changed(before: Sequence[dict[str, Any]], optimizer: torch.optim.Optimizer) -> str:
+    """The first option that is not what `said_of` found, in words; what came later did not change."""
+    for number, (then, group) in enumerate(zip(before, optimizer.param_groups, strict=False)):
+        for name, (value, writes) in then.items():
+            now = group.get(name)
+            same = now is value or (not isinstance(now, torch.Tensor) and now == value)
+            if not same or _writes(now) != writes:
+                return f"{name} of parameter group {number} changed"
+    return ""
+
+
+def _writes(value: object) -> int:
+    return autograd.version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 def clip(parameters: Sequence[nn.Parameter], max_norm: float) -> torch.Tensor:

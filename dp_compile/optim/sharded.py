@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any, Final, NoReturn
 
 import torch
@@ -32,7 +33,7 @@ from dp_compile.engine.settling import meeting, table_of
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.in_backward import InBackward
-from dp_compile.optim.partial_steps import check_in_place
+from dp_compile.optim.partial_steps import check_in_place, said_of
 from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of
 from dp_compile.optim.states import State, States, cut, gathered
 from dp_compile.passes.reduction import Launched, launch_stage
@@ -140,6 +141,7 @@ class Sharded(InBackward):
         for obstacle, stands in obstacles.items():
             if stands:
                 raise ConfigError(f"the optimizer of this module cannot be sharded: {obstacle}. Use shard=False.")
+        planned, at = strides_of(replica.plan), dict[int, str]()
         for parameter in self._owned_now(optimizer):
             index = self._place_of(replica, parameter)
             if index is None:
@@ -153,6 +155,14 @@ class Sharded(InBackward):
                 raise ConfigError(
                     f"{replica.names[index]} has strides {parameter.stride()}, with gaps in its memory: it cannot be "
                     "cut. Make it contiguous before replicate()."
+                )
+            if self.cuts and not lies_as(parameter, planned[index]):
+                raise ConfigError(_other_order(replica.names[index], parameter, planned[index]))
+            other = at.setdefault(parameter.data_ptr(), replica.names[index]) if parameter.numel() else ""
+            if other not in ("", replica.names[index]):
+                raise ConfigError(
+                    f"{replica.names[index]} shares its memory with {other}, and ranks would update the one without "
+                    "the other. Let both be one nn.Parameter before replicate(), or use shard=False."
                 )
 
     def _owned_now(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -239,6 +249,17 @@ class Sharded(InBackward):
             if own.data_ptr() != parameter.data_ptr() + piece.start * parameter.element_size():
                 own.data = flat(parameter)[piece.start : piece.stop]
 
+    def _check_order(self, replica: Replica) -> None:
+        """Gradients lie in buckets as parameters lay in memory when they were replicated; parts are cut out of both.
+
+        Raises:
+            ReductionError: a parameter's elements are in another order now.
+        """
+        planned = strides_of(replica.plan) if self.cuts else {}
+        for index in self.covered if self.cuts else ():
+            if not lies_as(self.parameters[index], planned[index]):
+                raise ReductionError(_other_order(self.names[index], self.parameters[index], planned[index]))
+
     def _is_laid_out(self, replica: Replica) -> bool:
         plan, _, same = self._looked_at
         if plan is not replica.plan:
@@ -320,7 +341,7 @@ class Sharded(InBackward):
             held[self._own[index]] = state
         self._alive().state = held
         self._has_state = True
-        self._broken, self._awaits_step = "", False
+        self._failed, self._awaits_step, self._options = "", False, ()
 
     @contextlib.contextmanager
     def as_whole(self, states: States) -> Iterator[torch.optim.Optimizer]:
@@ -354,6 +375,7 @@ class Sharded(InBackward):
         if self._take_in_added(replica) and not self.cuts:  # else the plan may change before the end
             self._lay_out()
         self._find_groups(replica)
+        self._check_order(replica)
         self._find_memory()
         for index in self.covered:
             if isinstance(replica.parameters[index].grad, ShardedGradient):
@@ -378,6 +400,7 @@ class Sharded(InBackward):
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         replica = self._replicated()
+        self._options = said_of(self._alive())
         if keep_graph:
             raise ReductionError(
                 "retain_graph=True, but a backward with a sharded optimizer changes parameters at its end: it cannot "
@@ -486,6 +509,7 @@ class Sharded(InBackward):
 
     def released(self) -> None:
         """The module is not replicated any more: there is nobody who would reduce parts, or whole gradients."""
+        super().released()
         for index in self.covered:
             if isinstance(self.parameters[index].grad, ShardedGradient):
                 self.parameters[index].grad = None
@@ -543,7 +567,9 @@ class Sharded(InBackward):
         for each in found:
             each.copy_((both[1:] > 0).view(each.shape))
         if self._max_norm is not None:
-            norm = both[0].sqrt().to(self.parameters[self.covered[0]].dtype)
+            # As torch's own: of gradients of two dtypes in the wider one, whichever the first parameter has.
+            kinds = {self.parameters[index].dtype for index in self.covered}
+            norm = both[0].sqrt().to(reduce(torch.promote_types, kinds))
             self._alive().total_norm = norm  # type: ignore[attr-defined]
             with self._narrowed(gradients):
                 torch.nn.utils.clip_grads_with_norm_([self._own[index] for index in gradients], self._max_norm, norm)
@@ -624,6 +650,30 @@ class Sharded(InBackward):
 def flat(parameter: torch.Tensor) -> torch.Tensor:
     """All elements in the order of the memory, which has no gaps."""
     return parameter.detach().as_strided((parameter.numel(),), (1,))
+
+
+def strides_of(plan: BucketPlan) -> dict[int, tuple[int, ...]]:
+    """In what order the elements of each gradient lie in its bucket, by index."""
+    return {gradient.index: gradient.stride for gradient in plan.gradients}
+
+
+def lies_as(parameter: torch.Tensor, stride: Sequence[int]) -> bool:
+    """Whether the elements of a parameter lie in that order; a dimension of size one may have any step."""
+    return (
+        parameter.stride() == stride
+        or not parameter.numel()
+        or all(
+            size == 1 or own == planned
+            for size, own, planned in zip(parameter.shape, parameter.stride(), stride, strict=True)
+        )
+    )
+
+
+def _other_order(name: str, parameter: torch.Tensor, stride: Sequence[int]) -> str:
+    return (
+        f"{name} has strides {parameter.stride()}, it had {tuple(stride)} when replicate() was called: gradients come "
+        "in that order, of which each rank updates a part. Call to(memory_format=...) before replicate()."
+    )
 
 
 @contextlib.contextmanager

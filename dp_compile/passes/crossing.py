@@ -33,6 +33,7 @@ from dp_compile.plan.crossing import why_not_left
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
 _library.define("arrive(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
+_library.define("forward_starts(bool training) -> ()")
 
 
 class InFlight(Protocol):
@@ -70,11 +71,23 @@ def _nothing(*_: object) -> None:
 
 _library.impl("leave_in_flight", _leave, "CompositeExplicitAutograd")
 _library.impl("arrive", arrive, "CompositeExplicitAutograd")
-for _name in ("leave_in_flight", "arrive"):
+_library.impl("forward_starts", _nothing, "CompositeExplicitAutograd")
+for _name in ("leave_in_flight", "arrive", "forward_starts"):
     torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
 
 LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
 ARRIVE = has_side_effect(torch.ops.dp_compile.arrive.default)
+START = has_side_effect(torch.ops.dp_compile.forward_starts.default)
+"""Traced where a module's forward starts, for whoever compiles the graph: see `take_starts_out`. Takes the module's
+mode: a forward that breaks in evaluation, where Dynamo keeps of it only that it does, is another code in training."""
+
+
+def take_starts_out(graph: fx.Graph) -> bool:
+    """Whether the forward of a module starts in a graph of Dynamo's; what has said so is taken out of it."""
+    starts = graph.find_nodes(op="call_function", target=START)
+    for node in starts:
+        graph.erase_node(node)
+    return bool(starts)
 
 
 @dataclass(frozen=True, slots=True)

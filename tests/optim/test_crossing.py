@@ -25,12 +25,14 @@ from beside import batch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel
 from twins import ADAMW, SGD, SMALL, Make, Net, Twins, twins, two_groups
 
 import dp_compile
 import dp_compile.plan.crossing
+from dp_compile.averaging import PeriodicModelAverager
 from dp_compile.optim.crossing import POISON_VARIABLE
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
@@ -199,8 +201,30 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "a call of a part": lambda model, run: model.layers[1](batch(77)),
     "evaluation": lambda model, run: evaluated(model, run),
     "inference mode": lambda model, run: inferred(model, run),
+    "an averager": lambda model, run: averaged_in_place(model.layers[1].weight),
+    "the end of a join": lambda model, run: joined(model),
+    "fake tensors": lambda model, run: beside_fake_tensors(model),
     "a graph that breaks": lambda model, run: torch.compile(Broken(model), backend="dp_compile")(batch(77)),
 }
+
+
+def averaged_in_place(parameter: nn.Parameter) -> torch.Tensor:
+    PeriodicModelAverager(1).average_parameters([parameter])
+    return parameter.detach().clone()
+
+
+def joined(model: Any) -> torch.Tensor:
+    with dp_compile.join(model):
+        pass  # no inputs on any rank
+    result: torch.Tensor = model.layers[1].weight.detach().clone()
+    return result
+
+
+def beside_fake_tensors(model: Any) -> torch.Tensor:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        list(model.parameters())
+    result: torch.Tensor = model.layers[1].weight.detach().clone()
+    return result
 
 
 class Broken(nn.Module):
@@ -252,6 +276,42 @@ def test_readers_wait(ranks2: Ranks, name: str) -> None:
         ranks2.run(read, name)
 
 
+def in_autocast() -> None:
+    """Whoever reads first casts; the update does not."""
+    both = crossing(make=OPTIMIZERS["adafactor"])
+    for number in range(3):
+        go(both, number)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            torch.testing.assert_close(both.ours(batch(9)), both.theirs(batch(9)), rtol=0, atol=0)
+        both.compare()
+
+
+def test_a_reader_in_autocast(ranks2: Ranks) -> None:
+    ranks2.run(in_autocast)
+
+
+class Twice(Tied):
+    """Two parameters in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].weight.data = self.layers[1].weight.data
+
+
+def groups_and_memory() -> None:
+    """A group is added while updates are in flight, and of two parameters in one memory each has its update."""
+    both = crossing(Twice, ADAMW)
+    for number in range(4):
+        go(both, number)
+        for optimizer in (both.mine, both.other) if number == 2 else ():
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "lr": 0.5})
+    both.compare()
+
+
+def test_groups_that_are_added_and_memory_that_is_shared(ranks2: Ranks) -> None:
+    ranks2.run(groups_and_memory)
+
+
 def optimizer_s_own_state() -> None:
     with poisoned():
         both = crossing(make=ADAMW)
@@ -290,9 +350,16 @@ class Reads(Net):
         return super().forward(x)
 
 
-def in_pieces(breaks: list[bool]) -> list[int]:
+class ReadsFirst(Reads):
+    """Before anything is computed: there is no graph in front of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Net.forward(self, x + bias_of(self) if self.breaks else x)
+
+
+def in_pieces(build: Callable[[], nn.Module], breaks: list[bool]) -> list[int]:
     with poisoned():
-        both, counts = crossing(Reads), []
+        both, counts = crossing(build), []
         for number, each in enumerate(breaks):
             both.ours.breaks = both.theirs.breaks = each  # type: ignore[assignment]
             go(both, number)
@@ -301,14 +368,66 @@ def in_pieces(breaks: list[bool]) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("breaks", [[True, True, True], [False, True, True, False]])
-def test_what_is_read_between_the_pieces_of_a_forward(ranks2: Ranks, breaks: list[bool]) -> None:
-    """Only a forward that is one graph lets updates stay; one that breaks where it did not before waits at its start.
+@pytest.mark.parametrize(
+    ("build", "breaks"),
+    [(Reads, [True, True, True]), (Reads, [False, True, True, False]), (ReadsFirst, [False, True, False, True])],
+)
+def test_what_is_read_between_the_pieces_of_a_forward(
+    ranks2: Ranks, build: Callable[[], nn.Module], breaks: list[bool]
+) -> None:
+    """Only a forward that is one graph lets updates stay; one that breaks waits at its start, and so do all behind it.
 
     With `is_whole` of each graph by itself the last graph of a forward in pieces let them stay, and `bias_of` read NaN.
+    With a hook in front of the forward, which Dynamo compiles by itself, nobody waited if a known one broke at once.
     """
-    for counts in ranks2.run(in_pieces, breaks):
-        assert [count == 0 for count in counts] == breaks
+    for counts in ranks2.run(in_pieces, build, breaks):
+        assert [count == 0 for count in counts] == [True in breaks[: number + 1] for number in range(len(breaks))]
+
+
+def recompiled_too_often() -> list[int]:
+    with poisoned(), torch._dynamo.config.patch(recompile_limit=1), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        both, counts = crossing(), []
+        both.run = torch.compile(both.ours, backend="dp_compile", dynamic=False)
+        for number, rows in enumerate((1, 1, 2, 1)):
+            x = torch.cat([batch(number)] * rows)
+            both.run(x).square().mean().backward()
+            both.run_theirs(x).square().mean().backward()
+            both.step()
+            counts.append(left())
+        compare(both, exact=False)
+    return counts
+
+
+def test_a_forward_that_dynamo_leaves_alone(ranks2: Ranks) -> None:
+    """It reads its own parameter before any hook of a part of it: it read the one of the step before."""
+    assert ranks2.run(recompiled_too_often) == [[LEFT, LEFT, 0, LEFT]] * 2
+
+
+class Body(Net):
+    """The loss reads its head, the forward does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 5)
+
+
+def head_outside() -> list[int]:
+    with poisoned():
+        both, counts = crossing(Body), []
+        for number in range(3):
+            for model, run in ((both.ours, both.run), (both.theirs, both.run_theirs)):
+                head: Any = model.head
+                nn.functional.linear(run(batch(number)), head.weight, head.bias).square().mean().backward()
+            both.step()
+            counts.append(left())
+        compare(both, exact=False)
+    return counts
+
+
+def test_what_the_loss_reads_past_the_module(ranks2: Ranks) -> None:
+    for counts in ranks2.run(head_outside):
+        assert min(counts) > 0
 
 
 def of_any_size() -> list[int]:
@@ -531,6 +650,40 @@ def failed_backward() -> None:
 
 def test_a_backward_that_fails(ranks2: Ranks) -> None:
     ranks2.run(failed_backward)
+
+
+def written(way: str) -> list[str]:
+    both = crossing()
+    go(both, 0)
+    state = copy.deepcopy((both.ours.state_dict(), both.mine.state_dict()))
+    go(both, 1)
+    weight: Any = both.ours.layers[1].weight  # type: ignore[index,union-attr]
+    if way == "written to":
+        with torch.no_grad():
+            weight.zero_()
+    elif way == "elsewhere":
+        weight.data = weight.data.clone()
+    else:
+        both.mine.state[weight]["momentum_buffer"] = torch.zeros(5)
+    said = []
+    for attempt in (lambda: both.run(batch(2)), lambda: both.run(batch(2)).sum().backward(), both.mine.step):
+        with pytest.raises(Exception) as error:  # noqa: PT011
+            attempt()
+        said.append(str(error.value))
+    for model, optimizer in ((both.ours, both.mine), (both.theirs, both.other)):
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(copy.deepcopy(state[1]))
+    go(both, 3)
+    both.compare()
+    return said
+
+
+@pytest.mark.parametrize("way", ["written to", "elsewhere", "its update fails"])
+def test_parameters_that_change_in_flight(ranks2: Ranks, way: str) -> None:
+    """The update would be of what was there before; and one that failed would be missing on one rank."""
+    for first, *others in ranks2.run(written, way):
+        assert ("synchronize(model)" in first) is (way != "its update fails")
+        assert all("load_state_dict" in each for each in others)
 
 
 def dropped() -> list[int]:

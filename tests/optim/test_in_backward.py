@@ -510,6 +510,61 @@ def test_a_grad_scaler_that_was_not_given(ranks: Ranks) -> None:
         assert "scaler=scaler" in text
 
 
+def changed_between(compile_model: Callable[[nn.Module], Any]) -> list[str]:
+    both, said = twins(make=OPTIMIZERS["adamw_fused"], compile_model=compile_model), []
+    group = both.mine.param_groups[1]
+
+    def halve_tensor() -> None:
+        both.mine.param_groups[0]["lr"].mul_(0.5)
+
+    for number, change in enumerate(
+        (lambda: group.update(lr=0.02), lambda: group.update(betas=(0.8, 0.9)), halve_tensor)
+    ):
+        both.backward(number)
+        before = dict(group)
+        change()
+        with pytest.raises(dp_compile.ReductionError) as error:
+            both.mine.step()
+        said.append(str(error.value))
+        group.update(before)
+        if change is not halve_tensor:
+            both.step()  # and behind it they may change
+            both.compare()
+    return said
+
+
+@pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
+def test_options_that_change_before_the_step(ranks: Ranks, compile_model: Callable[[nn.Module], Any]) -> None:
+    """The update was done with those of before; a rank that falls back would do it with those of now."""
+    for said in ranks.run(changed_between, compile_model):
+        for text, part in zip(said, ("lr of parameter group 1", "betas of parameter group 1", "lr of"), strict=True):
+            assert f"{part}" in text
+            assert "between the backward and optimizer.step()" in text
+
+
+def scaler_behind_none() -> None:
+    """In a module that was given its optimizer without a scaler before."""
+    both = twins(compile_model=not_compiled)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
+    dp_compile.unreplicate(both.ours)
+    for again in (False, True):
+        if again:
+            dp_compile.replicate(both.ours, config=SMALL)
+            dp_compile.optim.in_backward(both.ours, both.mine, scaler=scalers[0])
+        for run, scaler, optimizer in zip((both.run, both.run_theirs), scalers, (both.mine, both.other), strict=True):
+            x = batch(int(again)) if again else torch.ones(3, 6)
+            scaler.scale(run(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        both.compare()
+
+
+def test_a_grad_scaler_later(ranks: Ranks) -> None:
+    """What told scalers not to unscale for this optimizer stayed: with the second module it stepped unscaled."""
+    ranks.run(scaler_behind_none)
+
+
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 

@@ -665,6 +665,72 @@ def test_a_checkpoint_of_something_else(ranks: Ranks, tmp_path: Path) -> None:
 # --- what cannot be ---------------------------------------------------------------------------------------------------
 
 
+def turn(model: nn.Module) -> nn.Module:
+    return model.to(memory_format=torch.channels_last if model.stem.weight.is_contiguous() else torch.contiguous_format)  # type: ignore[union-attr,operator,call-overload,no-any-return]
+
+
+def another_order(directory: str) -> list[str]:
+    """Cut parameters whose elements lie otherwise than their gradients, or than what was saved."""
+    both = sharded(Last, make=ADAMW_ONE)
+    both.train(0)
+    dcp.save({"optimizer": sharded_state_dict(both.mine)}, checkpoint_id=directory)
+    turn(both.ours)
+    other = sharded(lambda: turn(Last()), make=ADAMW_ONE)
+    late = dp_compile.replicate(Last(), config=SMALL)
+    turn(late)
+    shares = Net()
+    shares.layers[3].weight.data = shares.layers[0].weight.data
+    dp_compile.replicate(shares, config=SMALL)
+    said = []
+    attempts: list[Callable[[], object]] = [
+        lambda: both.backward(1),
+        lambda: load_sharded_state_dict(other.mine, directory),
+        lambda: dp_compile.optim.in_backward(late, ADAMW_ONE(late.parameters()), shard=True),
+        lambda: dp_compile.optim.in_backward(shares, ADAMW_ONE(shares.parameters()), shard=True),
+    ]
+    for attempt in attempts:
+        with pytest.raises(dp_compile.DPCompileError) as error:
+            attempt()
+        said.append(str(error.value))
+    turn(both.ours)
+    both.other.zero_grad()
+    both.train(1)
+    return said
+
+
+def test_elements_in_another_order(ranks: Ranks, tmp_path: Path) -> None:
+    """Silently, ranks updated elements with the gradients of others."""
+    expected = ["stem.weight has strides", "in another order", "stem.weight has strides", "shares its memory"]
+    for said in ranks.run(another_order, str(tmp_path)):
+        for text, part in zip(said, expected, strict=True):
+            assert part in text
+
+
+class HalfFirst(nn.Module):
+    """Its first parameter is narrower than the norm of all gradients is large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest = nn.Parameter(torch.zeros(6).half()), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.rest(x) * 1e3 + self.first.float()
+        return result
+
+
+def of_two_dtypes() -> None:
+    both = sharded(HalfFirst, make=lambda each: torch.optim.SGD(each, lr=0.1), max_norm=1.0)
+    for number in range(2):
+        both.backward(number)
+        both.step()
+        both.compare()
+    assert both.mine.total_norm > 1e5  # type: ignore[attr-defined]
+
+
+def test_the_norm_of_two_dtypes(ranks2: Ranks) -> None:
+    ranks2.run(of_two_dtypes)
+
+
 def refused() -> list[str]:
     def ready(**options: Any) -> Any:
         return dp_compile.replicate(Net(), **{"config": SMALL} | options)
