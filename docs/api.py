@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import dp_compile
-from dp_compile import optim
+from dp_compile import optim, state
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import DPCompileError
 
@@ -30,8 +30,10 @@ def document() -> str:
     classes = {name: value for name, value in values.items() if inspect.isclass(value) and name not in errors}
     functions = {name: value for name, value in values.items() if name not in errors | classes}
     in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
+    in_state = {name: value for name, value in vars(state).items() if _is_public(name, value, state.__name__)}
     parts = [HEAD, "## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
     parts += ["\n## Errors\n", *_rows(errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
+    parts += ["\n## In `dp_compile.state`\n", *_rows(in_state)]
     parts += ["\n## Options: `ReplicateConfig`\n", *_options()]
     return "\n".join(parts) + "\n"
 
@@ -39,6 +41,10 @@ def document() -> str:
 def main() -> None:
     """Write the page: the other tables take minutes."""
     (Path(__file__).parent / "api.md").write_text(document())
+
+
+def _is_public(name: str, value: object, module: str) -> bool:
+    return not name.startswith("_") and getattr(value, "__module__", None) == module
 
 
 def _is_error(value: object) -> bool:

@@ -83,8 +83,8 @@ _HOME = {
     "warmup": "modules.warmup",
     "what_if": "insight.what_if",
 }
-_ROOMS = ("optim",)
-"""Names of it are asked for by its own: `dp_compile.optim.in_backward`."""
+_ROOMS = ("optim", "state")
+"""Names of them are asked for by theirs: `dp_compile.optim.in_backward`."""
 __all__ = sorted([*_HOME, *_ROOMS])
 
 

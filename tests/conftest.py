@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
+from meshes import keep_groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dp_compile._torch import dynamo
@@ -72,6 +73,19 @@ def ranks3() -> Iterator[Ranks]:
 def ranks4() -> Iterator[Ranks]:
     """Four real processes in one gloo group."""
     yield from _pool(4, "forkserver")
+
+
+@pytest.fixture(scope="session")
+def mesh_ranks() -> Iterator[Ranks]:
+    """Four real processes that keep the groups of their meshes; of `meshed`."""
+    yield from _pool(4, "forkserver")
+
+
+@pytest.fixture
+def meshed(mesh_ranks: Ranks) -> Ranks:
+    """They may be new ones: those in which a test failed are gone."""
+    mesh_ranks.run(keep_groups)
+    return mesh_ranks
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ ROOMS = (
     ("insight",),
     ("decentralized",),
     ("averaging", "optim"),
+    ("state",),
     ("modules",),
     ("engine",),
     ("passes",),

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dp_compile._torch import missing
+
 
 def _kind() -> type[Any] | None:
     module = sys.modules.get("torch.distributed.tensor")
@@ -31,7 +33,7 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        part: torch.Tensor = _waited_for(tensor.to_local())  # type: ignore[attr-defined]
+        part: torch.Tensor = waited_for(tensor.to_local())  # type: ignore[attr-defined]
         return part.detach()  # of a parameter it says that it is one too
 
 
@@ -95,7 +97,19 @@ def is_partial(tensor: Any) -> bool:
     return any(bool(placement.is_partial()) for placement in tensor.placements)
 
 
-def _waited_for(part: Any) -> torch.Tensor:
+def waited_for(part: Any) -> torch.Tensor:
     """A part that a collective may still be on its way to."""
     found: torch.Tensor = part if type(part) is torch.Tensor or not hasattr(part, "wait") else part.wait()
     return found
+
+
+def parent_of(mesh: Any) -> Any:
+    """The mesh that another was sliced from; itself if from none."""
+    with missing.named():
+        return mesh._get_root_mesh()
+
+
+def shards_of(tensor: torch.Tensor) -> list[Any] | None:
+    """The local shards of a `ShardedTensor`; `None` for any other tensor."""
+    kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
+    return None if kind is None or type(tensor) is not kind else list(tensor.local_shards())  # type: ignore[attr-defined]

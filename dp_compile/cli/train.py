@@ -15,6 +15,8 @@ examples:
       two processes on this machine; about two minutes on two cores
   dp-compile train --check
       25 steps beside torch's DistributedDataParallel; exits with 1 if any parameter ends up elsewhere
+  dp-compile train --ranks 4 --tp 2
+      two copies of the model, each spread over two processes
   torchrun --nproc-per-node 2 --no-python dp-compile train --layers 8 --width 256 --bucket-cap-mb 4
       under torchrun, a larger model in more buckets
 
@@ -87,6 +89,14 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
         metavar="N",
         help="processes (one per GPU with NCCL where there are two GPUs or more, else 2 on CPU with gloo; under "
         "torchrun, torchrun's)",
+    )
+    group.add_argument(
+        "--tp",
+        type=int,
+        default=default.tp,
+        metavar="N",
+        help="tensor parallel: N ranks share one copy of the model and train on the same batches; gradients are "
+        "averaged over the copies (%(default)s)",
     )
     group.add_argument(
         "--bucket-cap-mb",

@@ -25,6 +25,7 @@ from dp_compile.engine.hook_state import HookState
 from dp_compile.engine.quantized_hook import QuantizedHook
 from dp_compile.plan.topologies import topology
 from dp_compile.train.options import CHECK_TOLERANCE, COMM_HOOKS, TrainOptions
+from dp_compile.train.tensor_parallel import whole
 
 HOOKS: Final = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
 """torch's own, by the dtype in which gradients travel."""
@@ -83,14 +84,16 @@ class Verdict:
 
 
 class Twin:
-    """A copy of `model` under torch's DDP, trained by the same loop. Make it before the model is replicated.
+    """A copy of `model` under torch's DDP, trained by the same loop. Make it before the model is replicated, or spread.
+
+    `group`: the ranks whose batches differ, all if none is given.
 
     Where gradients travel in another dtype torch's hook for it reduces; in eight bits torch has none like ours, and its
     DDP averages in float32. Where the model computes in one, the copy is called with casts of its parameters, and
     compiled. With a topology it is no DDP: `mix` stands in front of its updates.
     """
 
-    def __init__(self, model: nn.Module, options: TrainOptions) -> None:
+    def __init__(self, model: nn.Module, options: TrainOptions, group: dist.ProcessGroup | None = None) -> None:
         self.module, self.options = copy.deepcopy(model), options
         self._start = {name: value.detach().clone() for name, value in model.named_parameters()}
         ran = "eager" if options.mp is None else "compiled, with casts of its parameters"
@@ -105,7 +108,7 @@ class Twin:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
             self._topology = topology(options.topology, dist.get_world_size(), local)
             return
-        self.ddp = DistributedDataParallel(running)
+        self.ddp = DistributedDataParallel(running, process_group=group)
         wire = str(config.wire_dtype or COMM_HOOKS[options.comm_hook]).removeprefix("torch.")
         if wire in HOOKS:
             distributed.register_comm_hook(self.ddp, HOOKS[wire])
@@ -125,7 +128,7 @@ class Twin:
     def compare(self, model: nn.Module, steps: int) -> Verdict:
         """Compare with `model`; the same answer on every rank."""
         theirs = dict(self.module.named_parameters())
-        mine = dict(model.named_parameters())
+        mine = {name: whole(value) for name, value in model.named_parameters()}
         differences = torch.stack([_distance(mine[name], theirs[name]) for name in mine])
         moved = torch.stack([_distance(mine[name], self._start[name]) for name in mine]).max()
         # Ranks can disagree only if a reduction was wrong; then the worst one counts. Gloo's maximum drops NaN.

@@ -158,6 +158,6 @@ def _run_rank(options: TrainOptions, rank: int, local_rank: int, local_world_siz
         timeout=timedelta(seconds=options.timeout_s),
         device_id=device if uses_gpu else None,
     )
-    passed = train(options, Place(rank=rank, world_size=options.ranks, device=device))
+    passed = train(options, Place(rank=rank, world_size=options.ranks, device=device, tp=options.tp))
     dist.destroy_process_group()
     return passed

@@ -22,6 +22,7 @@ from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
 from dp_compile.optim import in_backward
 from dp_compile.optim.crossing import BACKEND
+from dp_compile.train import tensor_parallel
 from dp_compile.train.check import Twin, register_hook
 from dp_compile.train.data import VOCABULARY, Batch, Corpus, batches, held_out_batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -35,11 +36,21 @@ SHOW_EVERY = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a rank runs, and whom it is with."""
+    """Where a rank runs, and whom it is with. `tp` neighbours share one copy of the model, and their batches."""
 
     rank: int
     world_size: int
     device: torch.device
+    tp: int = 1
+
+    @property
+    def copy(self) -> int:
+        """Which copy of the model it has, or has a part of."""
+        return self.rank // self.tp
+
+    @property
+    def copies(self) -> int:
+        return self.world_size // self.tp
 
 
 @dataclass(slots=True)
@@ -88,9 +99,13 @@ def train(options: TrainOptions, place: Place) -> bool:
         heads=options.heads,
     )
     model = GPT(sizes).to(place.device)
-    twin = Twin(model, options) if options.check else None
+    mesh = None if options.tp == 1 else tensor_parallel.mesh_of(place.world_size, place.tp, place.device)
+    data = None if mesh is None else mesh["dp"]
+    twin = Twin(model, options, None if data is None else data.get_group()) if options.check else None
+    if mesh is not None:
+        tensor_parallel.parallelize(model, mesh["tp"])
     if options.topology is None:
-        replicate(model, config=options.replicate_config())
+        replicate(model, device_mesh=data, config=options.replicate_config())
     if options.comm_hook is not None:
         register_hook(model, options.comm_hook)
     run = Run(options, place, corpus, model, twin)
@@ -129,14 +144,14 @@ class Run:
 
     def __init__(self, options: TrainOptions, place: Place, corpus: Corpus, model: GPT, twin: Twin | None) -> None:
         self.options, self.place, self.corpus, self.model, self.twin = options, place, corpus, model, twin
-        self.tokens_per_step = options.batch_size * options.context * place.world_size
+        self.tokens_per_step = options.batch_size * options.context * place.copies
         self._bar: tqdm[Any] | None = None
         self._held_out = held_out_batches(
             corpus.held_out,
             context=options.context,
             batch_size=options.batch_size,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=place.copy,
+            world_size=place.copies,
         )
 
     def run(self) -> tuple[float, float, Timing]:
@@ -172,12 +187,13 @@ class Run:
         """Print what is going to be trained on what, and by whom."""
         options, place = self.options, self.place
         count = sum(parameter.numel() for parameter in self.model.parameters())
+        each = "each" if place.tp == 1 else f"for each {place.tp}, which share a copy of the model"
         self.say(
             f"model  GPT, layers {options.layers}, width {options.width}, heads {options.heads}, "
             f"context {options.context}: {count:,} parameters\n"
             f"data   {self.corpus}\n"
             f"ranks  {place.world_size} on {place.device.type} ({dist.get_backend()}), {options.batch_size} sequences "
-            f"each: {self.tokens_per_step:,} tokens per step\n"
+            f"{each}: {self.tokens_per_step:,} tokens per step\n"
         )
 
     def conclude(self, before: float, after: float, timing: Timing) -> None:
@@ -227,8 +243,8 @@ class Run:
             self.corpus.train,
             context=options.context,
             batch_size=options.batch_size,
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=place.copy,
+            world_size=place.copies,
             seed=options.seed,
         ):
             yield inputs.to(place.device), targets.to(place.device)

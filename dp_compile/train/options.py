@@ -48,6 +48,14 @@ where the next forward reads them."""
 _NOT_MIXED: Final = ("reduce_dtype", "comm_hook", "bucket_cap_mb", "save_step")
 """Options on gradients that are reduced, or what explains their reduction."""
 
+_BESIDE_TENSOR_PARALLEL: Final = {
+    "comm_hook": "a hook would see parts of gradients. --reduce-dtype casts them",
+    "topology": "parameters are mixed as a whole",
+    "optimizer": "an optimizer in the backward does not know DTensor parameters. Leave it out",
+    "save_step": "a step is predicted for one group of ranks",
+}
+"""Options that are refused with `--tp`, and why."""
+
 _CHOICES: Final[dict[str, Collection[str | None]]] = {
     "reduce_dtype": REDUCE_DTYPES,
     "mp": MP_DTYPES,
@@ -68,6 +76,7 @@ class TrainOptions:
     `bf16` or `fp16`; the loss stays float32, and is not scaled. `comm_hook`: a name of `COMM_HOOKS`. `momentum`: of
     SGD, in the place of AdamW. `optimizer`: where parameters are updated, of `OPTIMIZERS`. `topology`: a name of
     `dp_compile.plan.topologies`: ranks mix parameters, and reduce no gradient.
+    `tp`: how many of the ranks share one copy of the model, as tensor parallel spreads it.
     `save_step`: a file for what explains the step (`dp_compile.step.Step`), which rank 0 writes at the end.
 
     Raises:
@@ -82,6 +91,7 @@ class TrainOptions:
     steps: int = 300
     evaluate_every: int = 100
     ranks: int = 2
+    tp: int = 1
     bucket_cap_mb: float | None = None
     reduce_dtype: str | None = None
     mp: str | None = None
@@ -97,7 +107,7 @@ class TrainOptions:
     save_step: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "context", "batch_size", "steps", "evaluate_every", "ranks"):
+        for name in ("layers", "width", "heads", "context", "batch_size", "steps", "evaluate_every", "ranks", "tp"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{_flag(name)} must be >= 1, got {getattr(self, name)}.")
         if self.width % self.heads:
@@ -114,6 +124,7 @@ class TrainOptions:
         if self.comm_hook is not None and self.reduce_dtype is not None:
             raise ConfigError("--comm-hook and --reduce-dtype both say in which dtype gradients travel. Give one.")
         self._check_topology()
+        self._check_tensor_parallel()
         for name in ("lr", "timeout_s", "bucket_cap_mb"):
             self._check_positive(name)
         self._check_ranges()
@@ -133,6 +144,21 @@ class TrainOptions:
         if said:
             raise ConfigError(f"with --topology no gradient is reduced. Leave {', '.join(map(_flag, said))} out.")
         topology(self.topology, self.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def _check_tensor_parallel(self) -> None:
+        if self.tp == 1:
+            return
+        for name in ("ranks", "width", "context"):
+            if getattr(self, name) % self.tp:
+                raise ConfigError(f"{_flag(name)} must be a multiple of --tp {self.tp}, got {getattr(self, name)}.")
+        said = {"comm_hook": self.comm_hook, "topology": self.topology, "save_step": self.save_step}
+        said |= {"optimizer": None if self.optimizer == "plain" else self.optimizer}
+        for name, value in said.items():
+            if value is not None:
+                instead = _BESIDE_TENSOR_PARALLEL[name]
+                raise ConfigError(f"{_flag(name)} {value} does not work with --tp: {instead}.")
+        if self.ddp_python_hook is False:
+            raise ConfigError("--no-ddp-python-hook does not work with --tp: torch's C++ reducer knows no DTensors.")
 
     def _check_positive(self, name: str) -> None:
         value = getattr(self, name)

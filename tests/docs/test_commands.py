@@ -133,6 +133,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "engine/test_tensor_parallel.py::test_the_page",
             "by day without the compiler",
         ),
+        "from dp_compile import state": ("engine/test_tensor_parallel.py::test_the_page",),
     },
     "testing.md": {
         '"""A model as you might have one, and how it is trained."""': (SUITE, SAME_FILES),

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from torch import fx, nn
+from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import (
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -33,52 +32,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.testing._internal.distributed._tensor import common_dtensor
 
 import dp_compile
 from dp_compile import averaging
-from dp_compile._torch import distributed
-from dp_compile.fx.collectives import is_collective
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.result import PassResult
 from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
-NAMES = ("dp", "tp")
 TOKENS, STEPS = 12, 4
-
-
-@functools.cache
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape, mesh_dim_names=NAMES if len(shape) == 2 else ("between", "inside", "tp"))
-
-
-def dp_of(mesh: DeviceMesh) -> tuple[DeviceMesh, int, int]:
-    """What to replicate over, how many ranks that are, and the place of this one among them."""
-    dp = mesh["dp"] if mesh.ndim == 2 else mesh["between", "inside"]
-    places = list(itertools.product(*map(range, dp.shape)))
-    coordinate = dp.get_coordinate()
-    assert coordinate is not None
-    return dp, dp.size(), places.index(tuple(coordinate))
-
-
-def keep_groups() -> None:
-    """torch keeps what it learns of DTensors by mesh, with groups that a rank of the tests would end (torch 2.13)."""
-    distributed.end_other_groups = lambda: None
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Ranks]:
-    """Four ranks of this file alone."""
-    ranks = Ranks(4, "forkserver")
-    yield ranks
-    ranks.stop()
-
-
-@pytest.fixture
-def meshed(pool: Ranks) -> Ranks:
-    """They may be new ones: those in which a test failed are gone."""
-    pool.run(keep_groups)
-    return pool
 
 
 class Net(nn.Module):
@@ -141,11 +103,6 @@ def batch(step: int, rank: int) -> torch.Tensor:
 def loss_of(model: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
     logits = model(tokens, **options)
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens.roll(1, 1).flatten())
-
-
-def full(tensor: Any) -> torch.Tensor:
-    result: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return result.detach()
 
 
 def models(plan: str, shape: tuple[int, ...], *, tied: bool, **options: Any) -> tuple[Any, Any, DeviceMesh]:
@@ -261,7 +218,7 @@ def test_equals_one_process(
 ) -> None:
     results = meshed.run(_train, plan, way, shape, options)
     for place in range(len(results[0][1])):
-        check_orders([orders[place] for _, orders in results])
+        assert not unordered([orders[place] for _, orders in results])
     assert bool(results[0][1]) == (way == "captured")
     for backwards, _ in results:
         without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
@@ -271,45 +228,12 @@ def test_equals_one_process(
 
 def _train(
     plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]
-) -> tuple[dict[str, int], list[dict[Group, list[str]]]]:
+) -> tuple[dict[str, int], list[Orders]]:
     Reads.found.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # anomaly mode says that it is on
         backwards = train(plan, way, shape, passes=(Reads(), *DEFAULT_PASSES, Reads(last=True)), **options)
     return backwards, list(Reads.found)
-
-
-Group = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Reads:
-    """A pass that changes nothing and reads the order of collectives, by the ranks of their group."""
-
-    last: bool = False
-    name: ClassVar[str] = "reads"
-    realises_plan: ClassVar[bool] = False
-    found: ClassVar[list[dict[Group, list[str]]]] = []
-
-    def __call__(self, graph: fx.Graph, plans: Any) -> PassResult:
-        orders: dict[Group, list[str]] = {}
-        for node in filter(is_collective, graph.nodes):
-            group = tuple(dist.get_process_group_ranks(distributed.group_of_name(str(node.args[-1]))))
-            said = f"{node.target} of {list(node.args[0].meta['val'].shape)}"
-            orders.setdefault(group, []).append(said)
-        if self.last:
-            before = self.found.pop()
-            for group, order in before.items():  # no bucket is there yet: all of tensor parallel
-                assert orders[group] == order
-        self.found.append(orders)
-        return PassResult(changed=False)
-
-
-def check_orders(orders: list[dict[Group, list[str]]]) -> None:
-    """Of one backward: the ranks of each group have its collectives in the same order."""
-    for order in orders:
-        for group, own in order.items():
-            assert all(orders[other][group] == own for other in group)
 
 
 @pytest.mark.nightly
@@ -328,6 +252,61 @@ def test_two_levels_beside_it(way: str) -> None:
         eight.run(train, "everything", way, (2, 2, 2))
     finally:
         eight.stop()
+
+
+def torchs_transformer(way: str, config: dp_compile.ReplicateConfig, sequence: bool, layers: int) -> dict[str, int]:
+    """torch's own model, spread as it spreads itself, for twenty steps beside one process."""
+    torch._dynamo.reset()
+    mesh = mesh_of((2, 2))
+    torch.manual_seed(0)
+    alone = common_dtensor.Transformer(common_dtensor.ModelArgs(n_layers=layers, dropout_p=0.0))
+    model = copy.deepcopy(alone)
+    # Heads that one rank has as a whole: CPUs have no attention over DTensors.
+    common_dtensor.Transformer.parallelize(model, mesh["tp"], sequence, local_output_for_attn=True)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=config)
+    before = facts_of(model)
+    run = model if way == "eager" else torch.compile(model, backend=config.backend)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, alone)]
+
+    def loss_of(each: Any, step: int, rank: int) -> torch.Tensor:
+        tokens = torch.randint(8, (3, 16), generator=torch.Generator().manual_seed(10 * step + rank))
+        return nn.functional.cross_entropy(each(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+
+    start = [parameter.detach().clone() for parameter in alone.parameters()]
+    for step in range(20):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss_of(run, step, mesh["dp"].get_local_rank()).backward()
+        (sum(loss_of(alone, step, rank) for rank in range(2)) / 2).backward()
+        if step in (0, 19):
+            compare(model, alone, f"step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+    compare(model, alone, "the end")
+    assert facts_of(model) == before
+    assert model.output.weight is model.tok_embeddings.weight
+    assert all((end - begin).abs().max() > 1e-3 for end, begin in zip(alone.parameters(), start, strict=True))
+    found = dict(dp_compile.report(model).backwards)
+    dp_compile.unreplicate(model)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("way", "config", "sequence", "layers"),
+    [
+        ("eager", AOT, True, 1),
+        pytest.param("eager", AOT, False, 2, marks=NIGHTLY),
+        pytest.param("captured", AOT, True, 2, marks=NIGHTLY),
+        pytest.param("captured", AOT, False, 2, marks=NIGHTLY),
+        pytest.param("captured", dp_compile.ReplicateConfig(), True, 2, marks=NIGHTLY),
+        pytest.param("captured", dp_compile.ReplicateConfig(), False, 2, marks=NIGHTLY),
+    ],
+)
+def test_torchs_own_transformer(
+    meshed: Ranks, way: str, config: dp_compile.ReplicateConfig, sequence: bool, layers: int
+) -> None:
+    expected = {"captured" if way == "captured" else "eager hooks": 20}
+    assert meshed.run(torchs_transformer, way, config, sequence, layers) == 4 * [expected]
 
 
 # --- beside other options --------------------------------------------------------------------------------------
@@ -496,14 +475,17 @@ def run_the_page(code: str, path: str) -> tuple[dict[str, int], list[float]]:
     torch.manual_seed(dist.get_rank() // 2)
     loader = [(torch.randn(2, 6), torch.randn(2, 6)) for _ in range(3)]
     names: dict[str, Any] = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
-    exec(code.replace('checkpoint_id="checkpoint"', f"checkpoint_id={path!r}"), names)
+    exec(code.replace('checkpoint_id="', f'checkpoint_id="{path}/'), names)
+    # The chunk is that of the weight at the end: what was copied back, and made a DTensor, are the same.
+    assert torch.equal(full(names["weight"]), full(names["average"]["up.weight"]))
+    assert names["part"].numel() == 2 * names["average"]["up.weight"].to_local().numel()
     values = [full(parameter).flatten() for parameter in names["model"].parameters()]
     return dict(dp_compile.report(names["model"]).backwards), torch.cat(values).tolist()
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=NIGHTLY)])
 def test_the_page(meshed: Ranks, tmp_path: Path, compiled: bool) -> None:
-    code = python_of("tensor_parallel.md")
+    code = python_of("tensor_parallel.md") + python_of("tensor_parallel.md", 1)
     assert "torch.compile(model)" in code
     code = code if compiled else code.replace("torch.compile(model)", "model")
     results = meshed.run(run_the_page, code, str(tmp_path))
@@ -511,8 +493,12 @@ def test_the_page(meshed: Ranks, tmp_path: Path, compiled: bool) -> None:
         assert backwards == {"captured" if compiled else "eager hooks": 3}
         assert values == results[0][1]
     alone = OfThePage()
-    load_alone(alone.state_dict(), tmp_path)
-    assert torch.cat([each.detach().flatten() for each in alone.parameters()]).tolist() == results[0][1]
+    for state in (alone.state_dict(), {"average": alone.state_dict()}):
+        with torch.no_grad():
+            for parameter in alone.parameters():
+                parameter.zero_()
+        load_alone(state, tmp_path / ("average" if "average" in state else "checkpoint"))
+        assert torch.cat([each.detach().flatten() for each in alone.parameters()]).tolist() == results[0][1]
 
 
 # --- what is refused -------------------------------------------------------------------------------------------

@@ -109,6 +109,14 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
             ("--topology", "ring", "--optimizer", "in-backward"),
             "with --topology no gradient is reduced. Leave --optimi",
         ),
+        (("--tp", "0"), "--tp must be >= 1, got 0"),
+        (("--tp", "3", "--ranks", "4"), "--ranks must be a multiple of --tp 3, got 4"),
+        (("--tp", "2", "--context", "33"), "--context must be a multiple of --tp 2, got 33"),
+        (("--tp", "2", "--optimizer", "sharded"), "--optimizer sharded does not work with --tp: an optimizer in the"),
+        (("--tp", "2", "--comm-hook", "int8"), "--comm-hook int8 does not work with --tp: a hook would see parts"),
+        (("--tp", "2", "--topology", "complete"), "--topology complete does not work with --tp: parameters are mixed"),
+        (("--tp", "2", "--save-step", "step.json"), "--save-step step.json does not work with --tp: a step is pre"),
+        (("--tp", "2", "--no-ddp-python-hook"), "--no-ddp-python-hook does not work with --tp: torch's C++ reducer"),
         (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, sharded, crossing, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
@@ -264,6 +272,18 @@ def test_updates_in_the_backward_end_where_torch_does(optimizer: str) -> None:
     assert process.returncode == 0, f"{out}\n{err}"
     assert "check passed: parameters after 8 steps, beside torch's DistributedDataParallel (eager)" in out
     assert re.search(r"^  \d+ parameters updated in it$", out, re.MULTILINE)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("option", "beside"), [((), "eager"), (("--mp", "bf16"), "compiled, with casts of its")])
+def test_tensor_parallel_ends_where_torch_does(option: tuple[str, ...], beside: str) -> None:
+    """Two copies of the model, each on two ranks, beside torch's DDP with two whole ones."""
+    process = start("--steps", "8", "--check", "--ranks", "4", "--tp", "2", *option)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, f"{out}\n{err}"
+    assert f"check passed: parameters after 8 steps, beside torch's DistributedDataParallel ({beside}" in out
+    assert "4 on cpu (gloo), 4 sequences for each 2, which share a copy of the model: 256 tokens per step" in out
+    assert "python hooks, 2 ranks, backwards: 8 captured" in out
 
 
 @pytest.mark.nightly

@@ -1,0 +1,84 @@
+"""Meshes of two and three dimensions for the tests beside tensor parallel, over the ranks of `meshed`."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from dp_compile._torch import distributed
+from dp_compile.fx.collectives import is_collective
+from dp_compile.passes.result import PassResult
+
+NAMES = ("dp", "tp")
+LEVELS = ("between", "inside", "tp")
+
+
+@functools.cache
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names or (NAMES if len(shape) == 2 else LEVELS))
+
+
+def dp_of(mesh: DeviceMesh) -> tuple[DeviceMesh, int, int]:
+    """What to replicate over, how many ranks that are, and the place of this one among them."""
+    dp = mesh["dp"] if mesh.ndim == 2 else mesh["between", "inside"]
+    places = list(itertools.product(*map(range, dp.shape)))
+    coordinate = dp.get_coordinate()
+    assert coordinate is not None
+    return dp, dp.size(), places.index(tuple(coordinate))
+
+
+def keep_groups() -> None:
+    """torch keeps what it learns of DTensors by mesh, with groups that a rank of the tests would end (torch 2.13)."""
+    distributed.end_other_groups = lambda: None
+
+
+def full(tensor: Any) -> torch.Tensor:
+    """All of a tensor on this rank."""
+    result: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return result.detach()
+
+
+Orders = dict[tuple[int, ...], list[str]]
+"""What is launched, by the ranks of a group."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """A pass that changes nothing and reads the order of collectives, by the ranks of their group."""
+
+    last: bool = False
+    name: ClassVar[str] = "reads"
+    realises_plan: ClassVar[bool] = False
+    found: ClassVar[list[Orders]] = []
+
+    def __call__(self, graph: fx.Graph, plans: Any) -> PassResult:
+        orders: Orders = {}
+        for node in filter(is_collective, graph.nodes):
+            group = tuple(dist.get_process_group_ranks(distributed.group_of_name(str(node.args[-1]))))
+            said = f"{node.target} of {list(node.args[0].meta['val'].shape)}"
+            orders.setdefault(group, []).append(said)
+        if self.last:
+            before = self.found.pop()
+            for group, order in before.items():  # no bucket is there yet: all of tensor parallel
+                assert orders[group] == order
+        self.found.append(orders)
+        return PassResult(changed=False)
+
+
+def unordered(orders: Sequence[Orders]) -> list[tuple[int, ...]]:
+    """Of one backward, by rank: the groups of which not all ranks have the collectives in the same order."""
+    return [
+        group
+        for order in orders
+        for group, own in order.items()
+        if any(orders[other].get(group) != own for other in group)
+    ]
