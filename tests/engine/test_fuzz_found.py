@@ -111,3 +111,18 @@ def test_a_hook_that_remembers_something_of_a_parameter_without_elements(ranks: 
     steps = (Step((Micro((3, 2)),)),)
     case = FuzzCase(blocks=(BlockSpec("layouts", hidden=2, dtype="float64"),), width=1, steps=steps, comm_hook=True)
     assert_equal(ranks, case)
+
+
+def test_a_gradient_that_is_kept_and_not_added_to(ranks: Ranks) -> None:
+    """Behind a cast the node of a parameter that is not used is in the graph, and gets nothing: the old gradient stood
+    twice among the inputs, which Dynamo takes for a bug of its own."""
+    kept = Step((Micro((2, 2), way=(1, 1)),), set_to_none=False)
+    case = FuzzCase(
+        blocks=(BlockSpec("tied"),),
+        width=3,
+        steps=(Step((Micro((2, 2), way=(0, 0)),)), kept),
+        ways=((), (0,)),
+        find_unused=True,
+        compute="bfloat16",
+    )
+    assert_equal(ranks, case)
