@@ -92,6 +92,11 @@ def layout_of(tensor: torch.Tensor) -> str:
     return f"{layout}, part {list(mesh.get_coordinate())} of {list(mesh.shape)}"
 
 
+def placements_of(tensor: torch.Tensor | None) -> tuple[str, ...]:
+    """How a DTensor lies over each dimension of its mesh; empty for any other tensor, and for none."""
+    return tuple(map(str, tensor.placements)) if is_dtensor(tensor) else ()  # type: ignore[union-attr]
+
+
 def is_partial(tensor: Any) -> bool:
     """Whether the values of a DTensor are what its ranks' parts add up to."""
     return any(bool(placement.is_partial()) for placement in tensor.placements)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from dp_compile._torch import dynamo
+from dp_compile._torch.dtensors import placements_of
 from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
@@ -23,6 +24,10 @@ from dp_compile.plan.buckets import BucketPlan
 
 Place = tuple[int, int]
 """Which gradient: the replica's position in this backward, the parameter's index in the replica."""
+
+
+Layouts = tuple[tuple[str, ...], ...]
+"""The placements of tensors, of each none or one for each dimension of its mesh."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,8 @@ class Binding:
     kept: tuple[Place, ...]
     wanted: tuple[tuple[Wanted, ...], ...] = ()
     """What optimizers update in it, of each replica."""
+    layouts: Layouts = ()
+    """Beside DTensor parameters: how the gradients lie that parameters had before. Dynamo does not look at that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +77,7 @@ class _Memory:
     existing: list[bool]
     switches: list[tuple[weakref.ref[Replica], bool, BucketPlan, tuple[Wanted, ...]]]
     unhooked: list[weakref.ref[torch.Tensor]]
+    layouts: Layouts
     binding: Binding
 
     def matches(
@@ -78,9 +86,11 @@ class _Memory:
         existing: list[bool],
         replicas: Sequence[Replica],
         unhooked: Sequence[torch.Tensor],
+        layouts: Layouts,
     ) -> bool:
         return (
             existing == self.existing
+            and layouts == self.layouts
             and len(replicas) == len(self.switches)
             and all(
                 replica is ref()
@@ -111,21 +121,28 @@ class Binder:
         mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
         existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
         unhooked = [inputs[position] for position in sites.unhooked]
-        if self._memory is not None and self._memory.matches(mine, existing, replicas, unhooked):
+        layouts: Layouts = ()
+        if any(replica.dtensors for replica in replicas):
+            layouts = tuple(placements_of(inputs[position].grad) for position in sites.accumulations)
+        if self._memory is not None and self._memory.matches(mine, existing, replicas, unhooked, layouts):
             return self._memory.binding
         for hook in mine:
             if hook is not None and hook.replica is None:
                 hook(inputs[sites.hook_calls[mine.index(hook)].parameter])  # says that nobody reduces it any more
-        binding = _bind(replicas, mine, existing)
+        binding = _bind(replicas, mine, existing, layouts)
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
         if complete:
             switches = [(weakref.ref(each), each.reduces, each.plan, each.after.wanted) for each in replicas]
-            self._memory = _Memory(mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], binding)
+            self._memory = _Memory(
+                mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], layouts, binding
+            )
         return binding
 
 
-def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existing: Sequence[bool]) -> Binding:
+def _bind(
+    replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existing: Sequence[bool], layouts: Layouts
+) -> Binding:
     ordinal = {id(replica): position for position, replica in enumerate(replicas)}
     hooked = tuple(
         (ordinal[id(hook.replica)], hook.index) if hook is not None and id(hook.replica) in ordinal else None
@@ -139,7 +156,9 @@ def _bind(replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existin
         if (position, index) not in got and parameter.grad is not None
     )
     code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
-    return Binding(code_keys, hooked, tuple(existing), kept, tuple(replica.after.wanted for replica in replicas))
+    return Binding(
+        code_keys, hooked, tuple(existing), kept, tuple(replica.after.wanted for replica in replicas), layouts
+    )
 
 
 def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:

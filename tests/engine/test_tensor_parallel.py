@@ -157,12 +157,15 @@ def train(
     config: dp_compile.ReplicateConfig = AOT,
     *,
     set_to_none: bool = True,
-    accumulate: bool = True,
+    accumulate: int = 2,
     hook: Any = None,
     tolerance: float = 1e-5,
     passes: tuple[Any, ...] | None = None,
 ) -> dict[str, int]:
-    """Some steps beside one process with the joint batch. Returns which way the backwards went."""
+    """Some steps beside one process with the joint batch. Returns which way the backwards went.
+
+    Each `accumulate`th step has a backward without synchronisation before its own.
+    """
     model, alone, mesh = models(plan, shape, tied=plan == "everything")
     dp, ranks, here = dp_of(mesh)
     dp_compile.replicate(model, device_mesh=dp, config=config, passes=passes)
@@ -174,7 +177,7 @@ def train(
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
-        if accumulate and step % 2:
+        if accumulate and step % accumulate == accumulate - 1:
             # A partial gradient, or what is to become one, stays from a backward without synchronisation.
             with dp_compile.no_sync(model):
                 loss_of(run, batch(step, 50 + here)).backward()
@@ -203,18 +206,22 @@ NIGHTLY = pytest.mark.nightly
     [
         ("colwise", "eager", (2, 2), {}, "eager hooks"),
         ("everything", "eager", (2, 2), {"set_to_none": False}, "eager hooks"),
-        ("everything", "captured", (2, 2), {"accumulate": False}, "captured"),
+        ("everything", "captured", (2, 2), {"accumulate": 0}, "captured"),
         pytest.param("everything", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "captured", (2, 2), {"set_to_none": False}, "captured", marks=NIGHTLY),
+        # What is left by the first has no layout of the parameter, what is left by later ones has.
+        pytest.param(
+            "everything", "captured", (2, 2), {"set_to_none": False, "accumulate": 1}, "captured", marks=NIGHTLY
+        ),
         pytest.param("colwise", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
-        pytest.param("everything", "hooks", (2, 2), {"accumulate": False}, "eager hooks", marks=NIGHTLY),
+        pytest.param("everything", "hooks", (2, 2), {"accumulate": 0}, "eager hooks", marks=NIGHTLY),
         pytest.param("everything", "captured", (1, 4), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "captured", (4, 1), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "eager", (4, 1), {}, "eager hooks", marks=NIGHTLY),
     ],
 )
 def test_equals_one_process(
-    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, bool], found: str
+    meshed: Ranks, plan: str, way: str, shape: tuple[int, int], options: dict[str, int], found: str
 ) -> None:
     results = meshed.run(_train, plan, way, shape, options)
     for place in range(len(results[0][1])):
@@ -222,13 +229,12 @@ def test_equals_one_process(
     assert bool(results[0][1]) == (way == "captured")
     for backwards, _ in results:
         without = {"eager hooks": "without sync", "captured": "captured without sync"}[found]
-        local = {without: STEPS // 2} if options.get("accumulate", True) else {}
+        every = options.get("accumulate", 2)
+        local = {without: STEPS // every} if every else {}
         assert backwards == {found: STEPS} | local
 
 
-def _train(
-    plan: str, way: str, shape: tuple[int, int], options: dict[str, bool]
-) -> tuple[dict[str, int], list[Orders]]:
+def _train(plan: str, way: str, shape: tuple[int, int], options: dict[str, int]) -> tuple[dict[str, int], list[Orders]]:
     Reads.found.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # anomaly mode says that it is on
@@ -347,6 +353,26 @@ def unused(way: str) -> None:
 @pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
 def test_unused_parameters(meshed: Ranks, way: str) -> None:
     meshed.run(unused, way)
+
+
+def narrow() -> None:
+    """Three features over four ranks: a gradient comes as a whole, and torch adds no whole to a part of that."""
+    model, alone, mesh = models("colwise", (1, 4), tied=False, hidden=3)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+    for set_to_none in (True, True, False):
+        for each in (model, alone):
+            each.zero_grad(set_to_none=set_to_none)
+        if not set_to_none:
+            with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+                loss_of(model, batch(0, 0)).backward()
+            return
+        for each in (model, alone):
+            loss_of(each, batch(0, 0)).backward()
+        compare(model, alone, "narrow")
+
+
+def test_fewer_rows_than_ranks(meshed: Ranks) -> None:
+    meshed.run(narrow)
 
 
 def uneven() -> None:
