@@ -177,9 +177,10 @@ class CompiledBackward:
                 if (ordinal, index) in self._binding.kept:
                     grad = replica.parameters[index].grad
                     assert grad is not None
-                    # A copy: compiled autograd hands it over as well where the parameter's node is reached by no gradient,
-                    # and Dynamo (torch 2.13) fails on a tensor that stands twice in that list; and one view of a bucket
-                    # beside another to which is added is more than AOTAutograd can trace with dynamic shapes.
+                    # A copy: compiled autograd hands it over as well where the parameter's node is reached by no
+                    # gradient, and Dynamo (torch 2.13) fails on a tensor that stands twice in that list; and one view
+                    # of a bucket beside another to which is added is more than AOTAutograd can trace with dynamic
+                    # shapes.
                     yield own_part(grad).detach().clone()
             for index in range(len(replica.parameters)):
                 yield from replica.state_of_hook(index).values()
