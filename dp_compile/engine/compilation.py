@@ -35,6 +35,7 @@ from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
+from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
@@ -382,10 +383,11 @@ class CompiledBackward:
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
         crosses = tuple(tuple(each.crosses for each in replica.after.wanted) for replica in self._replicas)
-        whole: inductor.CustomGraphPass = pipeline
+        # In front of all that the pipeline verifies.
+        whole = inductor.ChainedPass(inductor.Keyed(OwnMemory(is_whole=not self._is_broken)), pipeline)
         if self._updates and any(map(any, crosses)):
-            # Behind all that the pipeline verifies: every reduction has its wait until here.
-            whole = inductor.ChainedPass(pipeline, inductor.Keyed(LeaveReductions(self._plans, crosses)))
+            # Behind all of it: every reduction has its wait until here.
+            whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
         with observing(self._note_written), self._taking(graph_module):
             return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
 
