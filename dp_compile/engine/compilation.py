@@ -353,7 +353,7 @@ class CompiledBackward:
             for listener in listeners:
                 listener.stage(observers.CAPTURED, graph_module.graph)
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
-                shares = memory_of([*_flat(example_inputs)], self._updated_parameters()) if self._updates else ()
+                shares = memory_of([*_flat(example_inputs)], self._written_together()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
                 return self._telling(compiled, shares)
 
@@ -436,11 +436,11 @@ class CompiledBackward:
 
         Args:
             compiled: the code.
-            shares: in the memory of which updated parameter each input lay when it was made.
+            shares: in the memory of which updated parameters each input lay when it was made.
         """
 
         def run(*args: Any) -> Any:
-            if self._updates and memory_of([*_flat(args)], self._updated_parameters()) != shares:
+            if self._updates and memory_of([*_flat(args)], self._written_together()) != shares:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
@@ -454,8 +454,14 @@ class CompiledBackward:
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
 
-    def _updated_parameters(self) -> list[nn.Parameter]:
-        return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
+    def _written_together(self) -> list[list[nn.Parameter]]:
+        """The parameters that updates write to, each with those that are written to whenever it is."""
+        found: list[list[nn.Parameter]] = []
+        for each in self._updates:
+            parameters = self._replicas[each.replica].parameters
+            mine = [parameters[index] for index in each.indices]
+            found += [[*mine, *(parameters[index] for index in each.beside)]] if each.beside else [[p] for p in mine]
+        return found
 
     def _name(self, place: Place) -> str:
         names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}

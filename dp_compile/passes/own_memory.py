@@ -84,7 +84,7 @@ def _copied(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    """In whose memory a node's result lies, by what is called: copies that were taken out left their storages behind."""
+    """In whose memory a node's result lies, by what is called: copies that were taken out left storages behind."""
     while (looked_at := _looked_at(node)) is not None:
         node = looked_at
     return node

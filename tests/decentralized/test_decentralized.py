@@ -275,6 +275,39 @@ def test_the_same_bits_in_every_way(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(ways, WAYS[name]) == [({"captured": 5}, True)] * 2
 
 
+class LateReader(nn.Module):
+    """The gradient of the last layer is ready first, when `late`, of the same bucket, has still to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.late, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.tanh(torch.tanh(self.first(x)) @ self.late.weight.detach()))
+        return result
+
+
+def late_reader(as_views: bool) -> None:
+    found = []
+    torch._dynamo.reset()
+    for run_by in (compiled, not_compiled):
+        torch.manual_seed(0)
+        model = decentral(LateReader(), "complete", param_as_bucket_view=as_views, bucket_size_in_mb=200 / 2**20)
+        with torch.no_grad():
+            model.late.weight += dist.get_rank()  # what arrives is something else
+        train(model, run_by(model), range(3))
+        found.append(values(model))
+        dp_compile.unreplicate(model)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_all_that_a_bucket_mixes_is_read_before(ranks2: Ranks, as_views: bool) -> None:
+    """Also a parameter that got no gradient in this backward, which nevertheless reads it."""
+    ranks2.run(late_reader, as_views)
+
+
 # --- where decent-dp is wrong or silent -----------------------------------------------------------------------------
 
 
