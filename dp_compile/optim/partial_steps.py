@@ -105,7 +105,7 @@ class PartialSteps:
                 group.update(now)
             for parameter in () if keep_gradients else parameters:
                 parameter.grad = None
-        for group, some, found in zip(groups, self._chosen[choice], noted, strict=True):
+        for group, some, found in zip(groups, chosen.some, noted, strict=True):
             if found and len(some) < sum(each.requires_grad for each in group["params"]):
                 raise ReductionError(
                     f"{type(optimizer).__name__}.step() changed {', '.join(map(repr, found))} of a parameter group, "
