@@ -109,7 +109,7 @@ def _is_apart(one: fx.Node, other: fx.Node) -> bool:
     if not all(isinstance(place, int) for span in spans for place in span):
         return False
     (start, end), (other_start, other_end) = spans
-    return end <= other_start or other_end <= start
+    return bool(end <= other_start or other_end <= start)
 
 
 def _span(tensor: torch.Tensor) -> tuple[Any, Any]:
