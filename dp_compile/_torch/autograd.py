@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -33,6 +33,11 @@ NO_GRAPH_TASK: Final = -1
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """How often a tensor has been changed in place. Asked for every parameter twice in a backward: no call of Python."""
+
+
+def note_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that tensors were written to in a way that it does not see: what was saved of them is of no use."""
+    torch.autograd.graph.increment_version(tensors)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

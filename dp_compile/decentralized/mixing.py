@@ -10,7 +10,10 @@ Which ranks a step is with is data: an index into process groups that were made 
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -22,14 +25,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch import distributed
+from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
 from dp_compile.engine.gradients import dense_strides
+from dp_compile.engine.logs import warn_once
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, ConfigError, ReductionError
 from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
 from dp_compile.plan.topologies import Edge, Topology
+
+logger = logging.getLogger("dp_compile.decentralized")
 
 ALIGNMENT_BYTES: Final = 128
 """Where parameters start in the memory of their bucket: what a kernel was compiled for stays so."""
@@ -75,6 +81,8 @@ class MixedBucket:
     addresses: list[int] = field(init=False)
     under_way: tuple[Edge, dist.Work | None] | None = None
     """With whom it is mixed next; nobody has to be waited for if the rank is alone in that step."""
+    versions: list[int] = field(default_factory=list)
+    """How often each parameter had been changed when it was sent."""
 
     def __post_init__(self) -> None:
         self.addresses = [each.data_ptr() for each in self.parameters]
@@ -83,6 +91,9 @@ class MixedBucket:
     def indices(self) -> tuple[int, ...]:
         """Places of the parameters in their module."""
         return tuple(member.gradient.index for member in self.plan.members)
+
+    def versions_now(self) -> list[int]:
+        return [autograd.version_of(each) for each in self.parameters]
 
     def arriving_parameters(self) -> Iterator[torch.Tensor]:
         """`arriving`, as it is of each parameter."""
@@ -165,6 +176,7 @@ class Mixer:
             )
         edge, work = bucket.under_way
         if work is not None:
+            self._tell_of_changes(bucket, edge)
             with ExitStack() as around:
                 for listener in self.listeners:
                     around.enter_context(listener.arriving(bucket.number, edge))
@@ -174,12 +186,35 @@ class Mixer:
             return
         if before is not None:
             before(edge, edge.weight)
-        own = (1 - self.factor) + self.factor * edge.own_factor
+        own = self._own_part(edge)
         for mine, arrived in zip(bucket.mine, bucket.arriving, strict=True):
             if own == 0:
                 mine.copy_(arrived)
             else:
                 mine.mul_(own).add_(arrived, alpha=self.factor)
+        autograd.note_writes(bucket.parameters)
+
+    def _own_part(self, edge: Edge) -> float:
+        """What stays of a rank's own parameters, beside what comes back of them as they were sent."""
+        return (1 - self.factor) + self.factor * edge.own_factor
+
+    def _tell_of_changes(self, bucket: MixedBucket, edge: Edge) -> None:
+        replica = self._replica()
+        if replica is None or not replica.config.check_reductions or bucket.versions_now() == bucket.versions:
+            return
+        versions = zip(bucket.indices, bucket.versions, bucket.versions_now(), strict=True)
+        changed = [index for index, then, now in versions if then != now and index not in replica.local.exempt]
+        if changed:
+            warn_once(
+                logger,
+                [replica],
+                "%s changed between two steps, after being sent to be mixed: %.0f %% of the change stays. Change "
+                "parameters with load_state_dict() of the whole module, after global_avg(will_revert=False), or in "
+                "the optimizer's step().",
+                replica.name_list(changed),
+                100 * self._own_part(edge),
+                key="parameters changed between two steps",
+            )
 
     def send(self, bucket: MixedBucket) -> None:
         """Start what the next step mixes with. The ranks of an edge send their buckets in the same order."""
@@ -188,7 +223,7 @@ class Mixer:
         if len(edge.ranks) > 1:
             for mine, sent in zip(bucket.mine, bucket.arriving, strict=True):
                 torch.mul(mine, edge.share, out=sent)
-            bucket.under_way = edge, self.start(bucket.buffer, edge)
+            bucket.under_way, bucket.versions = (edge, self.start(bucket.buffer, edge)), bucket.versions_now()
         for listener in self.listeners:
             listener.sent(bucket.number, *bucket.under_way)
 
@@ -263,7 +298,8 @@ class Mixer:
             tensors += [each for each in replica.buffers if each.is_floating_point()]
         self.arrive()  # one communicator at a time
         before = [(each, each.detach().clone()) for each in tensors] if keep else []
-        self._everybody.average([each.detach() for each in tensors], self.step, self.group)
+        with self._writing():
+            self._everybody.average([each.detach() for each in tensors], self.step, self.group)
         self.kept = before
         if not keep:
             self.accept()
@@ -281,10 +317,23 @@ class Mixer:
         """
         if not self.kept:
             raise ReductionError("parameters are not an average that could be taken back. Call global_avg() before.")
-        with torch.no_grad():
+        with torch.no_grad(), self._writing():
             for tensor, value in self.kept:
                 tensor.copy_(value)
         self.kept = []
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Inside, parameters are written to that will be what they were: that is no change between two steps.
+
+        autograd is told, which does not know that parameters lie there.
+        """
+        before = [bucket.versions_now() for bucket in self.buckets]
+        yield
+        for bucket, versions in zip(self.buckets, before, strict=True):
+            autograd.note_writes(bucket.parameters)
+            written = map(operator.sub, bucket.versions_now(), versions)
+            bucket.versions = list(map(operator.add, bucket.versions, written))
 
     def distance_to_average(self) -> float:
         """The Euclidean norm of the difference between this rank's own parameters and their average, which is set."""

@@ -23,7 +23,7 @@ from dp_compile.decentralized.updates import CLIPS, MixingUpdates
 from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_of
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicate import replicate, unreplicate
 from dp_compile.modules.replicated_module import behind, is_pending, replica_of, unwrap
@@ -133,6 +133,7 @@ def decentralize(
     updates.averages_buffers = sync_buffer_in_global_avg
     updates.handles = [
         inner.register_state_dict_pre_hook(_WarnsOfOneRanks()),
+        inner.register_load_state_dict_pre_hook(_RefusesToLoad()),
         inner.register_load_state_dict_post_hook(_Forgets()),
     ]
     return module
@@ -243,6 +244,17 @@ class _WarnsOfOneRanks(Installed):
             "is said once.",
             stacklevel=3,
         )
+
+
+class _RefusesToLoad(Installed):
+    """What is loaded over an average that will be taken back would be lost then."""
+
+    def __call__(self, module: nn.Module, *_: Any) -> None:
+        if mixing_of(module).mixer.kept:
+            raise ReductionError(
+                "load_state_dict() while parameters are the average of all ranks, which will be taken back: what is "
+                "loaded would be lost. Load outside of global_average(), or call revert_global_avg() before."
+            )
 
 
 class _Forgets(Installed):

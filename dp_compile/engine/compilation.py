@@ -35,6 +35,7 @@ from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
+from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
@@ -356,7 +357,7 @@ class CompiledBackward:
             for listener in listeners:
                 listener.stage(observers.CAPTURED, graph_module.graph)
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
-                shares = memory_of([*_flat(example_inputs)], self._updated_parameters()) if self._updates else ()
+                shares = memory_of([*_flat(example_inputs)], self._written_together()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
                 return self._telling(compiled, shares)
 
@@ -386,10 +387,11 @@ class CompiledBackward:
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
         crosses = tuple(tuple(each.crosses for each in replica.after.wanted) for replica in self._replicas)
-        whole: inductor.CustomGraphPass = pipeline
+        # In front of all that the pipeline verifies.
+        whole = inductor.ChainedPass(inductor.Keyed(OwnMemory(is_whole=not self._is_broken)), pipeline)
         if self._updates and any(map(any, crosses)):
-            # Behind all that the pipeline verifies: every reduction has its wait until here.
-            whole = inductor.ChainedPass(pipeline, inductor.Keyed(LeaveReductions(self._plans, crosses)))
+            # Behind all of it: every reduction has its wait until here.
+            whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
         with observing(self._note_written), self._taking(graph_module):
             return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
 
@@ -438,11 +440,11 @@ class CompiledBackward:
 
         Args:
             compiled: the code.
-            shares: in the memory of which updated parameter each input lay when it was made.
+            shares: in the memory of which updated parameters each input lay when it was made.
         """
 
         def run(*args: Any) -> Any:
-            if self._updates and memory_of([*_flat(args)], self._updated_parameters()) != shares:
+            if self._updates and memory_of([*_flat(args)], self._written_together()) != shares:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
@@ -456,8 +458,14 @@ class CompiledBackward:
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
         return run
 
-    def _updated_parameters(self) -> list[nn.Parameter]:
-        return [self._replicas[each.replica].parameters[index] for each in self._updates for index in each.indices]
+    def _written_together(self) -> list[list[nn.Parameter]]:
+        """The parameters that updates write to, each with those that are written to whenever it is."""
+        found: list[list[nn.Parameter]] = []
+        for each in self._updates:
+            parameters = self._replicas[each.replica].parameters
+            mine = [parameters[index] for index in each.indices]
+            found += [[*mine, *(parameters[index] for index in each.beside)]] if each.beside else [[p] for p in mine]
+        return found
 
     def _name(self, place: Place) -> str:
         names = {gradient.index: gradient.name for gradient in self._plans[place[0]].gradients}

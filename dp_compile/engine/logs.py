@@ -5,6 +5,7 @@
 | WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
 |         | `capture`           | a backward that is not compiled any more, or not at all                          |
 |         | `compilation`       | a backward that breaks into several graphs; one that is compiled late |
+|         | `decentralized`     | parameters were changed between two steps, of which little or nothing stays      |
 |         | `drift`             | parameters are not compared between ranks, for machines differ                   |
 |         | `dumps`             | graphs are not dumped any more, and why                                          |
 |         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |

@@ -28,6 +28,7 @@ class Wanted:
         in_flight: see `PlaceUpdates`.
         crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
         parts: it gets this rank's part of each bucket, and all of them in every backward.
+        mixes: an update of some parameters of a bucket writes to all of it.
         obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
     """
 
@@ -36,6 +37,7 @@ class Wanted:
     in_flight: int | None = None
     crosses: bool = False
     parts: bool = False
+    mixes: bool = False
     obstacle: str = ""
 
 
@@ -89,6 +91,7 @@ class InBackward:
 
     `replica`, `optimizer`, `bucket`: by position; `bucket` is the last one that holds a gradient of `indices`.
     `hands_over`: it only hands gradients over, and writes to no parameter: this rank's backward does not have them all.
+    `beside`: parameters without a gradient in this backward that it writes to as well.
     """
 
     replica: int
@@ -96,6 +99,7 @@ class InBackward:
     bucket: int
     indices: tuple[int, ...]
     hands_over: bool = False
+    beside: tuple[int, ...] = ()
 
 
 def begin(replica: Replica) -> None:
@@ -161,7 +165,8 @@ def updates_of(
                 left.append(f"all parameters: {reason}")
                 continue
             for bucket, indices in _by_bucket(here, bucket_of, whole=wanted.whole).items():
-                found.append(InBackward(ordinal, number, bucket, tuple(indices)))
+                beside = tuple(index for index in missing if bucket_of[index] == bucket) if wanted.mixes else ()
+                found.append(InBackward(ordinal, number, bucket, tuple(indices), beside=beside))
     return tuple(found), tuple(left)
 
 
@@ -174,11 +179,12 @@ def _by_bucket(indices: Sequence[int], bucket_of: Mapping[int, int], *, whole: b
     return found
 
 
-def memory_of(tensors: Sequence[object], parameters: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the first of these parameters in whose memory it lies; else -1."""
+def memory_of(tensors: Sequence[object], written: Sequence[Sequence[torch.Tensor]]) -> tuple[int, ...]:
+    """For each tensor the first of these groups of parameters in whose memory it lies; else -1."""
     numbers: dict[int, int] = {}
-    for number, parameter in enumerate(parameters):
-        numbers.setdefault(_key(parameter), number)
+    for number, parameters in enumerate(written):
+        for parameter in parameters:
+            numbers.setdefault(_key(parameter), number)
     return tuple(numbers.get(_key(each), -1) if isinstance(each, torch.Tensor) else -1 for each in tensors)
 
 

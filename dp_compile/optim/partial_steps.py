@@ -15,6 +15,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ReductionError
 
 _ALIGNMENT: Final = 16
+_NUMBERS: Final = (bool, int, float, str)
 _REFUSED: Final = {
     torch.optim.LBFGS: "evaluates the model again in its step()",
     torch.optim.SparseAdam: "needs sparse gradients, which are not reduced",
@@ -77,6 +78,9 @@ class PartialSteps:
         Args:
             choice: the same for the same parameters.
             options: what `options_of` said of the groups when the step was due; else they are as they are now.
+
+        Raises:
+            ReductionError: the step changed something of a group of which it had some parameters only.
         """
         groups = optimizer.param_groups
         before = [(group, dict(group)) for group in groups]
@@ -92,13 +96,36 @@ class PartialSteps:
             for group, some in zip(groups, chosen.some, strict=True):
                 group["params"] = some
             optimizer.param_groups = [group for group in groups if group["params"]]
+            given = [dict(group) for group in groups]
             yield
+            noted = [_changes(then, group) for then, group in zip(given, groups, strict=True)]
         finally:
             optimizer.param_groups = groups
             for group, now in before:
                 group.update(now)
             for parameter in () if keep_gradients else parameters:
                 parameter.grad = None
+        for group, some, found in zip(groups, chosen.some, noted, strict=True):
+            if found and len(some) < sum(each.requires_grad for each in group["params"]):
+                raise ReductionError(
+                    f"{type(optimizer).__name__}.step() changed {', '.join(map(repr, found))} of a parameter group, "
+                    "but it updates the group in several steps here, of some parameters each. Use an optimizer that "
+                    "keeps what it counts or estimates for each parameter, in its state."
+                )
+            group.update(found)
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What a step wrote to a group: an optimizer may count its steps there."""
+    return {
+        name: value
+        for name, value in now.items()
+        if name != "params" and (name not in before or _is_other(before[name], value))
+    }
+
+
+def _is_other(before: Any, now: Any) -> bool:
+    return before is not now and not (type(before) is type(now) and type(now) in _NUMBERS and before == now)
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], ...]:

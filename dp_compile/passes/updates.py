@@ -151,6 +151,7 @@ class PlaceUpdates:
 
     Args:
         shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
+            Parameters that are written to together have one number.
         in_flight: for each replica and optimizer how many buckets may be on their way, or done and not yet used, when
             the next one is launched; `None`: no update before all is computed. 0, where nothing is launched: each
             update right behind what it needs.

@@ -20,6 +20,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
+from dp_compile.decentralized import mixing
+from dp_compile.decentralized.module import mixing_of
 from dp_compile.decentralized.updates import MixingUpdates
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredStep
@@ -273,6 +275,39 @@ WAYS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WAYS)
 def test_the_same_bits_in_every_way(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(ways, WAYS[name]) == [({"captured": 5}, True)] * 2
+
+
+class LateReader(nn.Module):
+    """The gradient of the last layer is ready first, when `late`, of the same bucket, has still to be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.late, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.tanh(torch.tanh(self.first(x)) @ self.late.weight.detach()))
+        return result
+
+
+def late_reader(as_views: bool) -> None:
+    found = []
+    torch._dynamo.reset()
+    for run_by in (compiled, not_compiled):
+        torch.manual_seed(0)
+        model = decentral(LateReader(), "complete", param_as_bucket_view=as_views, bucket_size_in_mb=200 / 2**20)
+        with torch.no_grad():
+            model.late.weight += dist.get_rank()  # what arrives is something else
+        train(model, run_by(model), range(3))
+        found.append(values(model))
+        dp_compile.unreplicate(model)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_all_that_a_bucket_mixes_is_read_before(ranks2: Ranks, as_views: bool) -> None:
+    """Also a parameter that got no gradient in this backward, which nevertheless reads it."""
+    ranks2.run(late_reader, as_views)
 
 
 # --- where decent-dp is wrong or silent -----------------------------------------------------------------------------
@@ -529,6 +564,73 @@ def averages() -> None:
 
 def test_averages_and_checkpoints(ranks2: Ranks) -> None:
     ranks2.run(averages)
+
+
+def changed_outside() -> list[str]:
+    """Parameters that are changed between two steps, read in a graph of before, loaded over an average."""
+    said: list[str] = []
+    for as_views in (True, False):
+        model: Any = decentral(mlp(), "ring", param_as_bucket_view=as_views)
+        train(model, model, range(2))
+        with model.global_average():
+            loss = model(mine(0)).sum()
+            with pytest.raises(dp_compile.ReductionError, match="what is loaded would be lost"):
+                model.load_state_dict(mlp().state_dict())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.zero_grad()
+        said.clear()
+        with mock.patch.object(mixing.logger, "warning", lambda text, *args: said.append(text % args)):
+            train(model, model, range(2, 4))
+            model.load_state_dict(mlp().state_dict())
+            train(model, model, range(4, 6))
+            assert not said
+            for _ in range(2):
+                with torch.no_grad():
+                    model[2].weight.clamp_(-0.1, 0.1)
+                train(model, model, range(6, 7))
+        dp_compile.unreplicate(model)
+    return said
+
+
+def test_changes_between_steps_are_told(ranks2: Ranks) -> None:
+    for said in ranks2.run(changed_outside):
+        (only,) = said
+        assert only.startswith("2.weight changed between two steps, after being sent to be mixed: 0 % of the change")
+
+
+class Counts(torch.optim.Optimizer):
+    """Counts its steps in its groups, and takes a shorter one each time."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad, alpha=group["lr"] / group["steps"])
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_what_an_optimizer_keeps_in_its_groups() -> None:
+    """Is kept where it has all parameters of a group in a step, else refused: it would count buckets, or nothing."""
+    model: Any = decentral(mlp(), optimizer=Counts, bucket_size_in_mb=25)
+    optimizer = mixing_of(model).optimizer
+    plain = mlp()
+    other = Counts(plain.parameters())
+    for step in range(3):
+        train(model, model, range(step, step + 1))
+        plain(mine(step)).square().mean().backward()
+        other.step()
+        other.zero_grad()
+    assert optimizer.param_groups[0]["steps"] == 3
+    assert all(map(torch.equal, values(model), values(plain)))
+    model = decentral(mlp(), optimizer=Counts)
+    with pytest.raises(dp_compile.ReductionError, match="changed 'steps' of a parameter group"):
+        train(model, model, range(1))
 
 
 def accumulated() -> None:

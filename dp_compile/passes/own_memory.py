@@ -1,0 +1,118 @@
+"""Gradients lie in memory of their own: whoever writes to one, as clipping does, writes to no other.
+
+autograd copies a gradient that it hands to two parameters, and so does what compiled autograd traces. Inductor takes
+these copies out again as operations that change nothing (`remove_noop_ops`, torch 2.13): the gradients of a weight and
+of what is added to it became one tensor, and an update was given memory that the rest of the backward reads.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_compile.fx.storages import storages_of
+from dp_compile.passes.analysis import is_reduction
+from dp_compile.passes.updates import UPDATE_LATER, read_update
+
+_CLONE = torch.ops.aten.clone.default
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMemory:
+    """Copies what a graph returns twice, and what it gives to an update and somebody else reads.
+
+    Args:
+        is_whole: the graph is a backward, which returns gradients and what follows from them. A piece of one may return
+            a tensor and views of it, which the next piece takes for that.
+    """
+
+    is_whole: bool
+
+    def __call__(self, graph: fx.Graph) -> None:
+        graph.eliminate_dead_code()  # what nobody uses reads nothing
+        self._separate_outputs(graph)
+        for update in graph.find_nodes(op="call_function", target=UPDATE_LATER):
+            _separate_gradients(graph, update)
+
+    def _separate_outputs(self, graph: fx.Graph) -> None:
+        output, taken = graph.output_node(), dict[fx.Node, list[fx.Node]]()
+
+        def own(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return type(value)(map(own, value))
+            if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
+                return value
+            others = taken.setdefault(_root(value), [])
+            if value in others or (self.is_whole and not all(_is_apart(value, other) for other in others)):
+                return _copied(graph, value, output)
+            others.append(value)
+            return value
+
+        output.args = own(output.args)
+
+
+def _separate_gradients(graph: fx.Graph, update: fx.Node) -> None:
+    tensors, gradients = update.args[:2]
+    assert isinstance(gradients, Sequence)
+    update.args = (tensors, [_own(graph, each, update) for each in read_update(update).gradients], *update.args[2:])
+
+
+def _own(graph: fx.Graph, gradient: fx.Node, update: fx.Node) -> fx.Node:
+    root = _root(gradient)
+    if is_reduction(root):  # in a bucket, at a place of its own
+        return gradient
+    family, uses = [root], 0
+    for node in family:
+        for user in node.users:
+            if _looked_at(user) is node:
+                family.append(user)
+            else:
+                uses += read_update(user).gradients.count(node) if user is update else 2
+    return gradient if uses == 1 and root.op != "placeholder" else _copied(graph, gradient, update)
+
+
+def _copied(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
+    with graph.inserting_before(before):
+        copy = graph.call_function(_CLONE, (node,))
+    copy.meta["val"] = _CLONE(node.meta["val"])
+    return copy
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """In whose memory a node's result lies, by what is called: copies that were taken out left storages behind."""
+    while (looked_at := _looked_at(node)) is not None:
+        node = looked_at
+    return node
+
+
+def _looked_at(node: fx.Node) -> fx.Node | None:
+    """What a view is a view of."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several
+        return node.args[0] if _looked_at(node.args[0]) is not None else None
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return None
+    returned = [each.alias_info for each in node.target._schema.returns]
+    is_view = len(returned) == 1 and returned[0] is not None
+    return node.args[0] if is_view and isinstance(node.args[0], fx.Node) else None
+
+
+def _is_apart(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two views of one memory have no element in common, for sure."""
+    if storages_of(one).keys() != storages_of(other).keys():
+        return False  # where they lie was noted in different memories
+    spans = [_span(each.meta["val"]) for each in (one, other)]
+    if not all(isinstance(place, int) for span in spans for place in span):
+        return False
+    (start, end), (other_start, other_end) = spans
+    return bool(end <= other_start or other_end <= start)
+
+
+def _span(tensor: torch.Tensor) -> tuple[Any, Any]:
+    """From the first element of a tensor in its storage to behind the last."""
+    steps = ((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset(), tensor.storage_offset() + sum(steps) + 1

@@ -1,0 +1,188 @@
+"""Gradients in memory of their own: what a graph returns twice, and what updates are given, is copied; nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from graphs import trace
+from torch import fx, nn
+
+import dp_compile
+from dp_compile.passes.own_memory import OwnMemory
+from dp_compile.passes.updates import UPDATE_LATER, read_update
+
+aten = torch.ops.aten
+
+
+def separated(function: Callable[..., Any], *inputs: torch.Tensor, is_whole: bool = True) -> fx.GraphModule:
+    module = trace(function, *inputs)
+    OwnMemory(is_whole)(module.graph)
+    module.graph.lint()
+    module.recompile()
+    return module
+
+
+def copies(module: fx.GraphModule) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=aten.clone.default))
+
+
+def twice(x: torch.Tensor) -> Any:
+    found = x.sum(0)
+    return found, found
+
+
+def as_a_view(x: torch.Tensor) -> Any:
+    found = x.sum(0)
+    return found, found.view(1, -1)
+
+
+def overlapping(x: torch.Tensor) -> Any:
+    found = x * 2
+    return found[:2], found[1:]
+
+
+def apart(x: torch.Tensor) -> Any:
+    found = x * 2
+    return (*found.split(2), found.sum(0), found.sum(0))
+
+
+def noted_elsewhere(x: torch.Tensor) -> Any:
+    found = x * 2
+    return found[:2], (found * 1)[2:]
+
+
+@pytest.mark.parametrize(
+    ("function", "expected", "in_a_piece"),
+    [(twice, 1, 1), (as_a_view, 1, 0), (overlapping, 1, 0), (apart, 0, 0)],
+)
+def test_what_is_returned(function: Callable[..., Any], expected: int, in_a_piece: int) -> None:
+    x = torch.randn(4, 3)
+    module = separated(function, x)
+    assert copies(module) == expected
+    found = module(x)
+    for one, other in zip(found, function(x), strict=True):
+        assert torch.equal(one, other)
+    for each in found:
+        each.fill_(7.0)  # of no other
+        assert sum(bool((one == 7.0).any()) for one in found) == 1
+        each.fill_(0.0)
+    assert copies(separated(function, x, is_whole=False)) == in_a_piece
+
+
+def test_views_of_a_copy_that_was_taken_out() -> None:
+    """Where they lie in memory was noted in that of the copy."""
+    module = trace(noted_elsewhere, torch.randn(4, 3))
+    (copy,) = [node for node in module.graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 1]
+    copy.replace_all_uses_with(copy.args[0])
+    module.graph.erase_node(copy)
+    OwnMemory(is_whole=True)(module.graph)
+    assert copies(module) == 1
+
+
+def read_elsewhere(p: torch.Tensor, x: torch.Tensor) -> Any:
+    gradient = x * 2
+    UPDATE_LATER([p], [gradient.view(-1)], [0], 0, 0, 0)
+    return gradient @ x
+
+
+def read_by_it_alone(p: torch.Tensor, x: torch.Tensor) -> Any:
+    UPDATE_LATER([p], [(x * 2).view(-1)], [0], 0, 0, 0)
+    return x @ x
+
+
+def given_twice(p: torch.Tensor, x: torch.Tensor) -> Any:
+    gradient = x.sum(0)
+    UPDATE_LATER([p, p], [gradient, gradient], [0, 1], 0, 0, 0)
+    return x @ x
+
+
+def given_to_two(p: torch.Tensor, x: torch.Tensor) -> Any:
+    gradient = x.sum(0)
+    UPDATE_LATER([p], [gradient], [0], 0, 0, 0)
+    UPDATE_LATER([p], [gradient], [1], 0, 0, 1)
+    return x @ x
+
+
+def an_input(p: torch.Tensor, x: torch.Tensor) -> Any:
+    UPDATE_LATER([p], [x.view(-1)], [0], 0, 0, 0)
+    return p * 2
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(read_elsewhere, 1), (read_by_it_alone, 0), (given_twice, 2), (given_to_two, 2), (an_input, 1)],
+)
+def test_what_updates_are_given(function: Callable[..., Any], expected: int) -> None:
+    module = separated(function, torch.zeros(9), torch.randn(3, 3))
+    assert copies(module) == expected
+    given = [
+        gradient
+        for node in module.graph.find_nodes(op="call_function", target=UPDATE_LATER)
+        for gradient in read_update(node).gradients
+    ]
+    assert len({*given}) == len(given)
+
+
+# --- with Inductor, which takes copies out ----------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    """A weight and what is added to it have one gradient; that of `whole` is what theirs is computed from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.more = nn.Parameter(torch.randn(6, 6)), nn.Parameter(torch.randn(6, 6))
+        self.whole, self.bias = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.zeros(6))
+        self.last = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x, self.weight + self.more) + self.whole + self.bias
+        result: torch.Tensor = self.last(torch.tanh(x))
+        return result
+
+
+def batch(number: int) -> torch.Tensor:
+    return 0.01 * torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+
+
+def loss_of(model: Any, number: int) -> torch.Tensor:
+    loss: torch.Tensor = model(batch(number)).square().sum()
+    return loss
+
+
+def test_gradients_that_are_clipped(fake_group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    model, plain = Twice(), Twice()
+    run = torch.compile(dp_compile.replicate(model))
+    with dp_compile.no_sync(model):
+        loss_of(run, 0).backward()
+    loss_of(plain, 0).backward()
+    for each in (model, plain):
+        torch.nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert dict(dp_compile.report(model).backwards) == {"captured without sync": 1}
+    dp_compile.unreplicate(model)
+
+
+def test_gradients_that_are_clipped_in_the_backward(fake_group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    found = []
+    for compiled in (True, False):
+        model = dp_compile.decentralize(
+            Twice(),
+            topology="complete",
+            optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
+            grad_clip_norm=1.0,  # of the weight's gradient less remains if that of `whole` is scaled before
+            bucket_size_in_mb=1e-6,  # a bucket for each
+        )
+        loss_of(torch.compile(model) if compiled else model, 0).backward()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+        dp_compile.unreplicate(model)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
