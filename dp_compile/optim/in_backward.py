@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from dp_compile._torch import optim
+from dp_compile._torch import compiler, optim
 from dp_compile.engine.observers import UPDATE
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.replica import Replica
@@ -148,6 +148,19 @@ def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any) ->
             "overlap_forward=True together with buckets_in_flight: one leaves gradients for the next forward, the "
             "other wants them out of the way in the backward. Leave one of them out."
         )
+
+
+@compiler.constant
+def _refuse_compiled_step() -> bool:
+    """Run while Dynamo traces.
+
+    Raises:
+        ConfigError: compiled, the step of a rank that falls back rounds otherwise than updates in backwards.
+    """
+    raise ConfigError(
+        "optimizer.step() is compiled, but the optimizer updates in the backward, with its own kernels on every rank. "
+        "Call step() as it is: there is nothing left to compile."
+    )
 
 
 class InBackward:
@@ -368,6 +381,8 @@ class InBackward:
             optimizer.total_norm = clip(every, self._max_norm)
 
     def _check_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_compiled_step()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is not None:
             raise ReductionError(

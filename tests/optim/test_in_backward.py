@@ -542,6 +542,22 @@ def test_options_that_change_before_the_step(ranks: Ranks, compile_model: Callab
             assert "between the backward and optimizer.step()" in text
 
 
+def compiled_step() -> str:
+    both = twins(make=ADAMW)
+    both.backward(0)
+    with pytest.raises(Exception, match="there is nothing left to compile") as error:
+        torch.compile(both.mine.step, backend="eager")()
+    both.step()
+    both.compare()
+    return str(error.value)
+
+
+def test_a_step_that_is_compiled(ranks: Ranks) -> None:
+    """It rounds otherwise, and so ranks drifted apart where one of them fell back."""
+    for text in ranks.run(compiled_step):
+        assert "Call step() as it is" in text
+
+
 def scaler_behind_none() -> None:
     """In a module that was given its optimizer without a scaler before."""
     both = twins(compile_model=not_compiled)
