@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -18,6 +19,17 @@ _PURE_MODULES: Final = frozenset({"_operator", "builtins", "math", "operator", "
 def storages_of(node: fx.Node) -> dict[Storage, Any]:
     """The storages that a node's result lies in, with their sizes in bytes (an int, or symbolic)."""
     return {StorageWeakRef(storage): storage.nbytes() for storage in _storages(node.meta.get("val"))}
+
+
+def viewed_by(node: fx.Node) -> fx.Node | None:
+    """What the result of a node is a view of, by what is called; nothing if it is none."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several
+        return node.args[0] if viewed_by(node.args[0]) is not None else None
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
+        return None
+    returned = [each.alias_info for each in node.target._schema.returns]
+    is_view = len(returned) == 1 and returned[0] is not None
+    return node.args[0] if is_view and isinstance(node.args[0], fx.Node) else None
 
 
 def written_by(node: fx.Node) -> tuple[fx.Node, ...]:

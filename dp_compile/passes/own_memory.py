@@ -7,7 +7,6 @@ of what is added to it became one tensor, and an update was given memory that th
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_compile.fx.storages import storages_of
+from dp_compile.fx.storages import storages_of, viewed_by
 from dp_compile.passes.analysis import is_reduction
 from dp_compile.passes.updates import UPDATE_LATER, read_update
 
@@ -69,7 +68,7 @@ def _own(graph: fx.Graph, gradient: fx.Node, update: fx.Node) -> fx.Node:
     family, uses = [root], 0
     for node in family:
         for user in node.users:
-            if _looked_at(user) is node:
+            if viewed_by(user) is node:
                 family.append(user)
             else:
                 uses += read_update(user).gradients.count(node) if user is update else 2
@@ -85,20 +84,9 @@ def _copied(graph: fx.Graph, node: fx.Node, before: fx.Node) -> fx.Node:
 
 def _root(node: fx.Node) -> fx.Node:
     """In whose memory a node's result lies, by what is called: copies that were taken out left storages behind."""
-    while (looked_at := _looked_at(node)) is not None:
+    while (looked_at := viewed_by(node)) is not None:
         node = looked_at
     return node
-
-
-def _looked_at(node: fx.Node) -> fx.Node | None:
-    """What a view is a view of."""
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):  # one of several
-        return node.args[0] if _looked_at(node.args[0]) is not None else None
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or not node.args:
-        return None
-    returned = [each.alias_info for each in node.target._schema.returns]
-    is_view = len(returned) == 1 and returned[0] is not None
-    return node.args[0] if is_view and isinstance(node.args[0], fx.Node) else None
 
 
 def _is_apart(one: fx.Node, other: fx.Node) -> bool:
