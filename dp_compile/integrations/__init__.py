@@ -7,5 +7,6 @@
 | `first_step.py`   | what all of them say once                                       |
 | `lightning.py`, `pytorch_lightning.py` | `strategy="dp_compile"` of Lightning's twins           |
 | `strategies.py`   | what these two have in common                                   |
+| `torchtitan.py`   | a `parallelize_fn` for torchtitan's model specs                 |
 | `transformers.py` | a mixin for `Trainer`, which works with accelerate's            |
 """

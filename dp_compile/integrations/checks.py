@@ -19,8 +19,9 @@ TESTED: Final = {
     "transformers": ((5,), (6,)),
     "lightning": ((2, 6), (2, 7)),
     "pytorch_lightning": ((2, 6), (2, 7)),
+    "torchtitan": ((0, 3), (0, 4)),
 }
-"""From which release on, and below which one; the extra `test-integrations` says the same."""
+"""From which release on, and below which one; the extras `test-integrations` and `test-torchtitan` say the same."""
 
 
 def refuse_other_versions(package: str) -> None:

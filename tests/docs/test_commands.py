@@ -128,6 +128,9 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     "trainer.md": {
         "from transformers import TrainingArguments": ("integrations/test_trainer.py::test_the_page",),
     },
+    "torchtitan.md": {
+        "import dataclasses": ("integrations/test_torchtitan.py::test_the_page", "with two layers, on CPUs, at night"),
+    },
     "tensor_parallel.md": {
         "import torch, torch.distributed as dist, dp_compile": (
             "engine/test_tensor_parallel.py::test_the_page",

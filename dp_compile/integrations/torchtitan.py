@@ -1,0 +1,237 @@
+"""torchtitan: `parallelize` as the `parallelize_fn` of a model spec, and everything else as before.
+
+torchtitan 0.3 has no way of its own to keep whole parameters on each rank: its data parallelism is FSDP, with a shard
+degree of one if need be. Its trainer calls the function of the spec with a model on the meta device, gives the model
+values afterwards, and divides the loss by the tokens of all ranks: gradients are added up here, and not divided.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from dp_compile._torch import compiler
+from dp_compile.config import BACKENDS, ReplicateConfig
+from dp_compile.engine.module_names import class_name
+from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
+from dp_compile.integrations.first_step import watch_first_step
+from dp_compile.modules.forward_hooks import Installed
+from dp_compile.modules.replicate import replicate
+from dp_compile.modules.replicated_module import ReplicatedModule
+
+refuse_other_versions("torchtitan")
+
+from torchtitan.components.quantization.utils import has_quantization  # noqa: E402
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
+from torchtitan.distributed.compile import apply_compile  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
+from torchtitan.models.common.moe import MoE  # noqa: E402
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_SPLITS: Final = {
+    "dp_shard": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+    "cp": "context_parallel_degree",
+    "ep": "expert_parallel_degree",
+}
+"""What of torchtitan's `ParallelDims` has to be one here, and its option."""
+
+
+def parallelize(
+    model: ModelT,
+    *,
+    parallel_dims: Any,
+    training: Any,
+    parallelism: Any,
+    compile_config: Any,
+    ac_config: Any,
+    dump_folder: str,
+    replicate_config: ReplicateConfig | None = None,
+) -> ModelT:
+    """Replicate a decoder model of torchtitan over `dp_replicate`: `dataclasses.replace(spec, parallelize_fn=this)`.
+
+    Activation checkpointing and compilation of each transformer block are torchtitan's own and as in its
+    `parallelize_llama`; mixed precision means what it means there. The first forward starts the replication: then
+    the model has its values. After the first step one line at INFO says which way backwards go, and that parameters
+    are equal on all ranks.
+
+    Args:
+        model: what the trainer has built, on the meta device or with values. It is changed.
+        parallel_dims: the trainer's. `dp_replicate` is the number of ranks.
+        training: the job's `TrainingConfig`.
+        parallelism: the job's `ParallelismConfig`.
+        compile_config: the job's `CompileConfig`. `inductor` and `aot_eager` compile the backward too, any other
+            backend leaves it to Inductor.
+        ac_config: the job's activation checkpointing, or `None`.
+        dump_folder: for what activation checkpointing writes.
+        replicate_config: options of `dp_compile.replicate`, by `functools.partial`. What the job says of dtypes wins.
+
+    Raises:
+        ConfigError: the job asks for what is not done here: shards, other parallelism, quantization, offloading, CUDA
+            graphs; or for what would have no effect.
+        ModuleError: the model is no decoder, has experts, or is replicated already.
+        DesyncError: in the first forward, ranks have different models.
+    """
+    config = _config(replicate_config, compile_config)
+    _refuse_splits(parallel_dims)
+    _refuse_without_effect(parallelism, compile_config)
+    _refuse_training(training)
+    _refuse_model(model)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    if _compiles_model(compile_config):
+        apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
+    group = {"device_mesh": parallel_dims.get_mesh("dp_replicate")} if parallel_dims.dp_replicate > 1 else {}
+    replicate(model, mp_policy=_mixed_precision(training), config=config, **group)
+    model.register_forward_pre_hook(_Steps(_micro_steps(training, parallel_dims.dp_replicate)))
+    return model
+
+
+class _Steps(Installed):
+    """In front of the forward, behind what starts the replication.
+
+    Of the micro steps of a step the last one reduces. Reducing each would add up what is reduced already: gradients
+    are not divided.
+    """
+
+    def __init__(self, micro_steps: int) -> None:
+        self._micro_steps, self._done = micro_steps, 0
+
+    @compiler.untraced("dp_compile counts the forwards of a model that torchtitan trains")
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._done == 0:
+            _refuse_chunks(module)
+            watch_first_step(module, "torchtitan")
+        if self._done % self._micro_steps == 0:
+            self._refuse_gradients(module)
+        self._done += 1
+        if self._micro_steps > 1:
+            cast(ReplicatedModule, module).set_requires_gradient_sync(self._done % self._micro_steps == 0)
+
+    def _refuse_gradients(self, module: nn.Module) -> None:
+        """Where a step begins there are none, or zeros; on a GPU torchtitan leaves none, and nothing waits for it."""
+        kept = next((each.grad for each in module.parameters() if each.grad is not None), None)
+        if kept is not None and bool(kept.any()):
+            raise ModuleError(
+                f"{class_name(module)} has gradients that are reduced already, at forward {self._done + 1}: a step of "
+                f"this job is {self._micro_steps}, by training.global_batch_size and training.local_batch_size. A "
+                "trainer that accumulates over other numbers has to say so there, and set gradients to zero in "
+                "between."
+            )
+
+
+def _micro_steps(training: Any, ranks: int) -> int:
+    """How often torchtitan's trainer runs the model in a step, as it says itself."""
+    if training.global_batch_size < 0:
+        return 1
+    return max(1, training.global_batch_size // (training.local_batch_size * ranks))
+
+
+def _compiles_model(compile_config: Any) -> bool:
+    return bool(compile_config.enable) and "model" in compile_config.components
+
+
+def _config(given: ReplicateConfig | None, compile_config: Any) -> ReplicateConfig:
+    """The user's options, with the sum of gradients; what compiles the forward compiles the backward as well."""
+    if not isinstance(given, ReplicateConfig | None):
+        raise ConfigError(f"replicate_config must be a ReplicateConfig, got {type(given).__name__}.")
+    if given is None:
+        backend = compile_config.backend
+        given = ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
+    if given.gradient_divide_factor not in (None, 1.0) or given.gradient_predivide_factor is not None:
+        raise ConfigError(
+            "replicate_config says what gradients are divided by, but torchtitan divides the loss by the tokens of "
+            "all ranks. Leave gradient_divide_factor and gradient_predivide_factor out."
+        )
+    return dataclasses.replace(given, gradient_divide_factor=1.0)
+
+
+def _mixed_precision(training: Any) -> MixedPrecisionPolicy:
+    """As torchtitan's FSDP has it; what is as the parameters are is not cast."""
+    own = TORCH_DTYPE_MAP[training.dtype]
+    compute = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    reduce = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == own else compute,
+        reduce_dtype=reduce,
+        cast_forward_inputs=False,
+    )
+
+
+def _refuse_splits(parallel_dims: Any) -> None:
+    asked = {_SPLITS[name]: degree for name in _SPLITS if (degree := getattr(parallel_dims, name)) > 1}
+    if asked:
+        ranks = parallel_dims.world_size
+        raise ConfigError(
+            f"{', '.join(f'parallelism.{name} is {degree}' for name, degree in asked.items())}; dp_compile keeps whole "
+            f"parameters on each rank. Use parallelism.data_parallel_replicate_degree={ranks} and 1 for the others; or "
+            "torchtitan's own parallelize_fn."
+        )
+
+
+def _refuse_without_effect(parallelism: Any, compile_config: Any) -> None:
+    wanted: dict[str, tuple[Any, Any]] = {
+        "parallelism.fsdp_reshard_after_forward": (parallelism.fsdp_reshard_after_forward, "default"),
+        "parallelism.enable_fsdp_symm_mem": (parallelism.enable_fsdp_symm_mem, False),
+        "compile.enable_async_tensor_parallel": (compile_config.enable_async_tensor_parallel, False),
+    }
+    for name, (given, neutral) in wanted.items():
+        if given != neutral:
+            raise ConfigError(
+                f"{name}={given!r} would have no effect: it is for parameters in shards. Leave it at {neutral!r}."
+            )
+    if parallelism.spmd_backend == "full_dtensor":
+        raise ConfigError(
+            "parallelism.spmd_backend is 'full_dtensor', which makes DTensors of all inputs; parameters are plain "
+            "tensors here. Use 'spmd_types' or 'partial_dtensor'."
+        )
+
+
+def _refuse_training(training: Any) -> None:
+    if training.enable_cpu_offload:
+        raise ConfigError(
+            "training.enable_cpu_offload keeps parameters in shards on the CPU; dp_compile keeps whole ones where they "
+            "compute. Leave it off, or use torchtitan's own parallelize_fn."
+        )
+    # On other devices torchtitan itself goes on without.
+    if not training.disable_cuda_graphs and torch.cuda.is_available():
+        raise ConfigError(
+            "training.disable_cuda_graphs is False: torchtitan would record forward and backward as one CUDA graph, in "
+            "which dp_compile's checks after a backward cannot run. Use training.disable_cuda_graphs=True."
+        )
+
+
+def _refuse_chunks(model: nn.Module) -> None:
+    """In the first forward: the loss is none of what a `parallelize_fn` is given."""
+    if getattr(model, "_skip_lm_head", False):
+        raise ConfigError(
+            "the job's loss is a ChunkedLossWrapper, which runs backwards of lm_head piece by piece, apart from the "
+            "model's own; dp_compile reduces the gradients of a whole backward. Give the job the loss that is inside "
+            "of it: config.loss = config.loss.loss_fn."
+        )
+
+
+def _refuse_model(model: nn.Module) -> None:
+    refuse_managed(model, "torchtitan's parallelize_fn")
+    remedy = "Use torchtitan's own parallelize_fn for it."
+    if not isinstance(model, Decoder):
+        raise ModuleError(
+            f"{class_name(model)} is none of torchtitan's decoders, and other models have parallelize functions of "
+            f"their own. {remedy}"
+        )
+    if any(isinstance(each, MoE) for each in model.modules()):
+        raise ModuleError(f"{class_name(model)} has experts, which was not tried with dp_compile. {remedy}")
+    if has_quantization(model.config):
+        raise ConfigError(
+            f"{class_name(model)} has quantized layers (float8, MXFP8 or NVFP4), which were not tried with dp_compile. "
+            f"Build its spec without these converters. {remedy}"
+        )

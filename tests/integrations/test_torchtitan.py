@@ -1,0 +1,210 @@
+"""`parallelize` in torchtitan's own trainer, on two ranks: every step beside its own FSDP, on its debug model."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import titan_jobs
+import torch
+import torch.distributed as dist
+from docs_scripts import python_of
+from launched import as_launched
+from torch import nn
+
+import dp_compile
+from dp_compile.testing.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        find_spec("torchtitan") is None, reason="torchtitan is not installed: pip install -e '.[test-torchtitan]'"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def titan_ranks() -> Iterator[Ranks]:
+    """Two that nobody else uses: torchtitan patches torch's fake mode, and switches a cache of Dynamo off."""
+    ranks = Ranks(2, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[list[str]]:
+    with as_launched() as lines, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield lines
+
+
+def with_ours(config: Any) -> Any:
+    from dp_compile.integrations.torchtitan import parallelize
+
+    config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=parallelize)
+    return config
+
+
+def changes_of(case: str) -> dict[str, Any]:
+    titan_jobs.load()
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    given: dict[str, dict[str, Any]] = {
+        "compiled": {},
+        "plain": {"compile__enable": False},
+        "accumulated": {"training__global_batch_size": 12},
+        "accumulated, plain": {"training__global_batch_size": 8, "compile__enable": False},
+        "bfloat16": {"training__mixed_precision_param": "bfloat16"},
+        "selective": {"activation_checkpoint": SelectiveAC.Config()},
+        "full": {"activation_checkpoint": FullAC.Config(), "training__steps": 5},
+    }
+    return {"compile__enable": True, **given[case]}
+
+
+def side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str], set[str]]:
+    with quietly() as lines:
+        changes = changes_of(case)
+        *ours, trainer = titan_jobs.run(with_ours(titan_jobs.job(**changes)), folder)
+        (model,) = trainer.model_parts
+        ways = set(dp_compile.report(model).backwards)
+        # With torchtitan's other kinds of SPMD its FSDP wants a later torch than 2.13.
+        *theirs, _ = titan_jobs.run(titan_jobs.job(parallelism__spmd_backend="partial_dtensor", **changes), folder)
+        return ours, theirs, lines, ways
+
+
+@pytest.mark.parametrize(
+    "case", ["compiled", "plain", "accumulated", "accumulated, plain", "bfloat16", "selective", "full"]
+)
+def test_every_step_as_torchtitans(titan_ranks: Ranks, case: str, tmp_path: Path) -> None:
+    for rank, (ours, theirs, lines, ways) in enumerate(titan_ranks.run(side_by_side, case, str(tmp_path))):
+        assert len(ours[0]) == (5 if case == "full" else titan_jobs.STEPS)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
+        expected = {"torch reducer" if "plain" in case else "captured"}
+        if case.startswith("accumulated"):
+            expected |= {f"{way} without sync" for way in expected if way == "captured"} | (
+                {"local"} if "plain" in case else set()
+            )
+        assert ways == expected
+        assert len([line for line in lines if line.startswith("torchtitan: backwards are")]) == (rank == 0)
+
+
+def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], set[str]]:
+    with quietly() as lines:
+        titan_jobs.load()
+        names: dict[str, Any] = {}
+        exec(code, names)
+        steps, values, trainer = titan_jobs.run(titan_jobs.small(names["debugmodel"]()), folder)
+        assert len(steps) == titan_jobs.STEPS
+        return lines, values, set(dp_compile.report(trainer.model_parts[0]).backwards)
+
+
+def test_the_page(titan_ranks: Ranks, tmp_path: Path) -> None:
+    """With what torchtitan's debug job has beside it: bfloat16, selective checkpointing."""
+    (said, one, ways), (_, other, _) = titan_ranks.run(run_the_page, python_of("torchtitan.md"), str(tmp_path))
+    assert said[0].startswith("torchtitan: backwards are captured")
+    assert ways == {"captured"}
+    assert one == other
+
+
+# --- what is refused --------------------------------------------------------------------------------------------
+
+
+def call(config: Any, model: nn.Module | None = None, **options: Any) -> nn.Module:
+    """What torchtitan's trainer does with the function, without the trainer."""
+    from torchtitan.distributed import ParallelDims
+
+    from dp_compile.integrations.torchtitan import parallelize
+
+    config.model_spec.model.update_from_config(config=config)
+    with torch.device("meta"):
+        built = config.model_spec.model.build() if model is None else model
+    return parallelize(
+        built,
+        parallel_dims=ParallelDims.from_config(config.parallelism, dist.get_world_size()),
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=None,
+        dump_folder="",
+        **options,
+    )
+
+
+def experts() -> Any:
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    with torch.device("meta"):
+        return model_registry("debugmodel").model.build()
+
+
+def in_chunks() -> Any:
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    return llama3_debugmodel().loss
+
+
+def with_gradients() -> None:
+    """A loop of one's own that never sets gradients to zero."""
+    model: Any = call(titan_jobs.job()).to_empty(device="cpu")
+    model.init_weights()
+    for _ in range(2):
+        model(torch.ones(1, 32, dtype=torch.long)).sum().backward()
+
+
+def refusals(folder: str) -> dict[str, Callable[[], object]]:
+    job, replicas = titan_jobs.job, "parallelism__data_parallel_replicate_degree"
+    quantized = mock.patch("dp_compile.integrations.torchtitan.has_quantization", return_value=True)
+    gpu = mock.patch("torch.cuda.is_available", return_value=True)
+    divided = dp_compile.ReplicateConfig(gradient_divide_factor=2.0)
+    return {
+        "data_parallel_shard_degree is 2": lambda: call(
+            job(**{replicas: 1, "parallelism__data_parallel_shard_degree": -1})
+        ),
+        "tensor_parallel_degree is 2": lambda: call(job(**{replicas: 1, "parallelism__tensor_parallel_degree": 2})),
+        "pipeline_parallel_degree is 2": lambda: call(job(**{replicas: 1, "parallelism__pipeline_parallel_degree": 2})),
+        "context_parallel_degree is 2": lambda: call(job(**{replicas: 1, "parallelism__context_parallel_degree": 2})),
+        "expert_parallel_degree is 2": lambda: call(job(parallelism__expert_parallel_degree=2)),
+        "parallelism.fsdp_reshard_after_forward='never'": lambda: call(
+            job(parallelism__fsdp_reshard_after_forward="never")
+        ),
+        "parallelism.enable_fsdp_symm_mem=True": lambda: call(job(parallelism__enable_fsdp_symm_mem=True)),
+        "compile.enable_async_tensor_parallel=True": lambda: call(job(compile__enable_async_tensor_parallel=True)),
+        "spmd_backend is 'full_dtensor'": lambda: call(job(parallelism__spmd_backend="full_dtensor")),
+        "training.enable_cpu_offload": lambda: call(job(training__enable_cpu_offload=True)),
+        "training.disable_cuda_graphs is False": gpu(lambda: call(job())),
+        "Linear is none of torchtitan's decoders": lambda: call(job(), nn.Linear(2, 2)),
+        "has experts": lambda: call(job(), experts()),
+        "has quantized layers": quantized(lambda: call(job())),
+        "is replicated already": lambda: call(job(), dp_compile.replicate(call(job()))),
+        "must be a ReplicateConfig, got str": lambda: call(job(), replicate_config="fast"),
+        "what gradients are divided by": lambda: call(job(), replicate_config=divided),
+        "loss is a ChunkedLossWrapper": lambda: titan_jobs.run(with_ours(job(loss=in_chunks())), folder),
+        "has gradients that are reduced already, at forward 2": with_gradients,
+    }
+
+
+def refused(folder: str) -> dict[str, str]:
+    """What is said, by what is expected."""
+    with quietly():
+        titan_jobs.load()
+        texts = {}
+        for expected, wrong in refusals(folder).items():
+            try:
+                wrong()
+                texts[expected] = "nothing"
+            except dp_compile.DPCompileError as error:
+                texts[expected] = str(error)
+        return texts
+
+
+def test_what_is_refused(titan_ranks: Ranks, tmp_path: Path) -> None:
+    for texts in titan_ranks.run(refused, str(tmp_path)):
+        assert {expected: text for expected, text in texts.items() if expected not in text} == {}
