@@ -25,6 +25,9 @@ class BucketEvents(autograd.TorchDispatchMode):
     Of a bucket with several stages the first launch is told, and each wait.
     """
 
+    # Code with activation checkpointing calls such: what draws random numbers once more.
+    supports_higher_order_operators = True
+
     def __init__(self, plans: Sequence[BucketPlan], audience: Audience) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._expected = [each for module, plan in enumerate(plans) for each in _launches(module, plan)]

@@ -94,6 +94,18 @@ class TestWhichBucket:
                 ops.wait_tensor(each)
         assert notes.heard == ["launch 0.0", "launch 0.1", "wait 0.0", "wait 0.1", "wait 0.1"]
 
+    def test_code_that_draws_random_numbers_once_more(self) -> None:
+        """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
+        notes, events = self.listen([bucket_of(4)])
+        again, state = torch.ops.higher_order.run_with_rng_state, torch.get_rng_state()
+        with events:
+            drawn = again(state, torch.ops.aten.rand_like.default, torch.ones(4))
+            ops = torch.ops._c10d_functional
+            ops.wait_tensor(ops.all_reduce(drawn, "sum", name()))
+        torch.set_rng_state(state)
+        torch.testing.assert_close(drawn, torch.rand(4), rtol=0, atol=0)
+        assert notes.heard == ["launch 0.0", "wait 0.0"]
+
     def test_collectives_of_others_are_left_alone(self) -> None:
         notes, events = self.listen([bucket_of(4)])
         ops = torch.ops._c10d_functional
