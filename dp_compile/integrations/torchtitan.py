@@ -133,7 +133,7 @@ def _micro_steps(training: Any, ranks: int) -> int:
     """How often torchtitan's trainer runs the model in a step, as it says itself."""
     if training.global_batch_size < 0:
         return 1
-    return max(1, training.global_batch_size // (training.local_batch_size * ranks))
+    return max(1, int(training.global_batch_size // (training.local_batch_size * ranks)))
 
 
 def _compiles_model(compile_config: Any) -> bool:

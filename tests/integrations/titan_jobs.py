@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.utils._triton import has_triton_package
@@ -126,7 +127,7 @@ def job(**changes: Any) -> Any:
     return config
 
 
-def run(config: Any, folder: str) -> tuple[list[tuple[float, float]], list[float], Any]:
+def run(config: Any, folder: str) -> tuple[list[tuple[float, float]], np.ndarray[Any, Any], Any]:
     """What torchtitan's own trainer does with a job: loss and norm of each step, the parameters, the trainer."""
     from torchtitan.components.metrics import MetricsProcessor
 
@@ -146,4 +147,4 @@ def run(config: Any, folder: str) -> tuple[list[tuple[float, float]], list[float
             trainer.close()
             gc.enable()  # torchtitan collects garbage by itself
     values = [getattr(each, "full_tensor", lambda each=each: each)() for each in trainer.model_parts[0].parameters()]
-    return steps, torch.cat([each.detach().flatten() for each in values]).tolist(), trainer
+    return steps, torch.cat([each.detach().flatten() for each in values]).numpy(), trainer
