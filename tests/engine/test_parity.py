@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.engine import flags
 from dp_compile.insight.report import Report
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.reduction import EagerOps, Launched
@@ -383,7 +385,7 @@ def test_unused_on_one_rank_without_passes(ranks: Ranks) -> None:
     ranks.run(run_unused, "compiled", 1, False, False)
 
 
-def run_unused_error(only_rank: int | None) -> str:
+def run_unused_error(only_rank: int | None, few: int = flags.FEW_PARAMETERS) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Branches()
@@ -392,7 +394,8 @@ def run_unused_error(only_rank: int | None) -> str:
     compiled = torch.compile(Both(model), backend="aot_eager")
     skip = dist.get_rank() == only_rank or only_rank is None
     try:
-        compiled(*vectors(dist.get_rank(), 0), skip).sum().backward()
+        with mock.patch.object(flags, "FEW_PARAMETERS", few):
+            compiled(*vectors(dist.get_rank(), 0), skip).sum().backward()
     except dp_compile.ReductionError as error:
         return str(error)
     return "no error"
@@ -419,7 +422,9 @@ def test_unused_is_an_error_on_every_rank(ranks: Ranks) -> None:
     assert "find_unused_parameters=True" in second
 
 
-def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks) -> None:
-    first, second, *_ = ranks.run(run_unused_error, 1)
+@pytest.mark.parametrize("few", [0, 2_000])
+def test_unused_on_one_rank_is_an_error_on_every_rank(ranks: Ranks, few: int) -> None:
+    """Of a model with many parameters the flags are looked at in another way."""
+    first, second, *_ = ranks.run(run_unused_error, 1, few)
     assert "on rank 1: right.weight, right.bias" in first
     assert "on this rank: right.weight, right.bias" in second
