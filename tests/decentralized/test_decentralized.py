@@ -566,6 +566,23 @@ def test_averages_and_checkpoints(ranks2: Ranks) -> None:
     ranks2.run(averages)
 
 
+def goes_on_from_an_average() -> None:
+    plain, again = mlp(), decentral(mlp(), "ring", lambda p: torch.optim.SGD(p, lr=1.0))
+    train(again, again, range(3))
+    again.global_avg(will_revert=False)
+    plain.load_state_dict(again.state_dict())
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
+    for each in (again, plain):
+        each(mine(0)).square().mean().backward()
+    optimizer.step()
+    assert all(map(torch.equal, values(again), values(plain)))
+
+
+def test_an_average_that_stays_is_not_mixed_with_what_was_sent_before(ranks4: Ranks) -> None:
+    """Of two ranks what was sent before is that average."""
+    ranks4.run(goes_on_from_an_average)
+
+
 def changed_outside() -> list[str]:
     """Parameters that are changed between two steps, read in a graph of before, loaded over an average."""
     said: list[str] = []

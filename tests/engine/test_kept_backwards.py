@@ -25,7 +25,7 @@ from dp_compile.engine import artifacts, cache_blob
 from dp_compile.engine.artifact_files import GRAPH, Key, Miss, packed, read, write
 from dp_compile.engine.compilation import CompiledBackward
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce
-from dp_compile.engine.replica import Replica
+from dp_compile.engine.replica import AfterReduction, Replica
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.testing.ranks import Ranks
@@ -385,7 +385,7 @@ NOT_KEPT: dict[str, Callable[[Material], Material]] = {
     "a hook of the user's": binding_changed(hooked=(None,)),
     "a comm hook": replica_changed("comm_hook", lambda _: object()),
     "a DTensor": replica_changed("dtensors", lambda _: frozenset({1})),
-    "a part for each rank": replica_changed("scattered", lambda _: frozenset({1})),
+    "a part for each rank": replica_changed("after", lambda _: AfterReduction(scattered=frozenset({1}))),
 }
 
 
