@@ -30,6 +30,8 @@ with named():
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
 
+    without_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
+    """Inside, no device's autocast is on. AOTAutograd runs its compiled backwards in this context too."""
     _set_compiler: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_autograd_compiler
     _Capture: Any = _compiled_autograd.AutogradCompilerInstance
     _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]

@@ -52,7 +52,9 @@ class CapturedBackward:
             # Another thread's backward slipped into our window: run it as it is.
             return torch.compiler.disable(self._graph_module.forward)(inputs, sizes, scalars, hooks, packed)
         backward.ran = True
-        with window.outside():
+        # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes for whoever calls
+        # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
+        with window.outside(), dynamo.without_autocast():
             known = len(self._compiled)
             result = self._run(backward.replicas, inputs, (sizes, scalars, hooks, packed))
             backward.is_new = len(self._compiled) > known

@@ -217,6 +217,33 @@ def test_activation_checkpointing(ranks: Ranks, way: str, use_reentrant: bool) -
             assert broken == ([] if way == "whole" else [True])
 
 
+def backward_in_autocast(side: Side, number: int) -> None:
+    """Nobody means that: what torch.compile makes of a backward computes without, so a captured one does too."""
+    with side.no_sync():
+        loss = side.loss(number + 50)
+        with torch.autocast("cpu", torch.bfloat16, enabled=side.ours):
+            loss.backward()
+    loss = side.loss(number)
+    with torch.autocast("cpu", torch.bfloat16, enabled=side.ours):
+        loss.backward()
+        assert torch.is_autocast_enabled("cpu") is side.ours
+
+
+def two_blocks() -> nn.Sequential:
+    return nn.Sequential(Block(), nn.Linear(6, 6), Block())
+
+
+def run_backward_in_autocast(way: str) -> Report:
+    ways = {"whole": compile_whole, "blocks": compile_blocks}
+    return beside(two_blocks, backward_in_autocast, compile_model=ways[way], bucket_cap_mb=1e-4)
+
+
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_a_captured_backward_that_is_called_in_autocast(ranks: Ranks, way: str) -> None:
+    for report in ranks.run(run_backward_in_autocast, way):
+        assert report.backwards == {"captured": 3, "captured without sync": 3}
+
+
 def doubled(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(2)
