@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ settings.register_profile(
 settings.load_profile("dp_compile")
 # More threads than cores wait for each other by spinning: two workers beside each other took 25 times the CPU time.
 torch.set_num_threads(1)
+# As in the ranks too: compiling makes many objects of which few are garbage.
+gc.set_threshold(20_000, 20, 100)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what tests start
 # As in the ranks: compiling a small model takes a seventh less.
 dynamo.measure_no_guards()

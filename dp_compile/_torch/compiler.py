@@ -118,6 +118,12 @@ def compiled_graphs() -> int:
     return 0 if counters is None else int(counters["stats"]["unique_graphs"])
 
 
+def forget_compiled() -> None:
+    """Let Dynamo compile everything anew, also what it has compiled until now."""
+    if compiled_graphs():
+        _attribute("torch._dynamo", "reset_code_caches")()
+
+
 def forced_eager() -> bool:
     """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
     stance = _attribute("torch._dynamo.eval_frame", "_stance", "stance")

@@ -208,6 +208,8 @@ class Replica:
     revisions: Revisions = field(default_factory=Revisions)
     code_key: str = field(init=False)
     """Replicas with equal keys can share compiled code: the model itself is never part of it."""
+    _passes_code: tuple[str, ...] = field(init=False)
+    """What the passes do, as they were when the module was replicated."""
     _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
 
     # What reduces: settled in the first backward, installed until it is taken off.
@@ -244,6 +246,7 @@ class Replica:
     """Warnings that are given once for each module, and were."""
 
     def __post_init__(self) -> None:
+        self._passes_code = tuple(map(code_key, self.passes))
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
         self.dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
@@ -259,9 +262,8 @@ class Replica:
         )
 
     def _code_key(self) -> str:
-        code = tuple(map(code_key, self.passes))
         config = replace(self.config, gradient_divide_factor=None)  # the plan says it, where code depends on it
-        return repr((self.group.name, self.plan.for_code(), self.passes, code, config))
+        return repr((self.group.name, self.plan.for_code(), self.passes, self._passes_code, config))
 
     @property
     def reduces(self) -> bool:

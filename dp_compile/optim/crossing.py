@@ -6,6 +6,7 @@
 | a forward of that backend in several graphs                      | the first graph, for everything               |
 | a forward that runs uncompiled, whyever that is                  | its first line, for everything                |
 | a call of a part of the module that is not compiled              | a forward pre-hook, for everything            |
+| a call of a part of the module that is compiled by itself        | as a forward of that backend                  |
 | `parameters()`, `modules()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything      |
 | `parameters()` of a module around it                             | `named_modules()` of this one, for everything |
 | the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
@@ -38,7 +39,7 @@ from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
-from dp_compile.passes.crossing import START, in_flight
+from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, dtype_of, view_of
 from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import Bucket, Layout, Rows
@@ -114,7 +115,7 @@ class Crossing:
                 left.depart(poisons=poisons)
             replica = self._left[0].replica
             root = replica.outline.root()
-            if root is not None and _KEY not in root._forward_pre_hooks:
+            if root is not None:
                 _put_hooks(root, replica)
 
     def forward_runs(self, *, whole: bool) -> None:
@@ -342,7 +343,7 @@ class _Reads(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         _arrive_at(self)
-        _take_hooks_off(self)  # A pickle that has them asks for this package. They come back before they are needed.
+        _take_hooks_off(self)  # A pickle that has them asks for this package. The next forward brings them back.
         return super().__reduce_ex__(protocol)
 
 
@@ -352,12 +353,14 @@ _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary(
 def watch(model: nn.Module, crossing: Crossing) -> None:
     """Let whatever reads parameters of a replicated module wait for them. When the module goes, nothing waits any more.
 
-    Its class becomes another one: code that was compiled of its forward until now does not wait, and torch does not
-    look at hooks when it asks whether code still fits (`skip_nnmodule_hook_guards`, torch 2.13).
+    Code that was compiled of its parts until now does not wait, and torch does not look at hooks when it asks whether
+    code still fits (`skip_nnmodule_hook_guards`, torch 2.13): all code is forgotten. The module's class becomes another
+    one.
     """
     root = behind(model)
     kind = type(root)
     weakref.finalize(root, crossing.arrive).atexit = False
+    compiler.forget_compiled()
     if issubclass(kind, _Reads):
         return
     found = _classes.get(kind)
@@ -395,6 +398,7 @@ def _forward_of(kind: type[nn.Module]) -> Callable[..., Any]:
 @compiler.untraced("updates of parameters are waited for")
 def _starts(module: nn.Module) -> None:
     replica = replica_of(module)
+    _put_hooks(behind(module), replica)  # before its parts are compiled
     replica.arrive()
     for each in replica.after.updates:
         if each.crossing is not None:
@@ -438,6 +442,7 @@ class _Waits(Installed):
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             _refuse_other_backends()
+            PART_STARTS()  # Dynamo may compile this by itself, and leave the part alone (torch's own, as `Linear`).
         elif in_flight:
             self._arrive()
 
@@ -468,6 +473,8 @@ _KEY: Final = -1
 
 
 def _put_hooks(root: nn.Module, replica: Replica) -> None:
+    if _KEY in root._forward_pre_hooks:
+        return
     hook = _Waits(replica)
     for hooks in _hooks_of(root):
         hooks.setdefault(_KEY, hook)

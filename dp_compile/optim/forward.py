@@ -13,7 +13,7 @@ from dp_compile.engine.observers import FORWARD
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError
-from dp_compile.passes.crossing import ArriveBeforeUse, in_flight, take_starts_out
+from dp_compile.passes.crossing import ArriveBeforeUse, arrive, in_flight, take_starts_out
 
 
 def compile_forward(
@@ -26,7 +26,7 @@ def compile_forward(
     """What Dynamo calls with each graph. Compiles as the backend `inductor` does, or as the module's `config` says.
 
     Modules without an optimizer that overlaps the forward (`in_backward(..., overlap_forward=True)`) get the code that
-    they would get from `inductor`.
+    they would get from `inductor`, behind a look at whether anything is in flight.
 
     Args:
         graph_module: the graph, its parameters among the inputs.
@@ -40,15 +40,18 @@ def compile_forward(
     crossing = [(position, found) for position, each in enumerate(inputs) if (found := _crossing_replica_of(each))]
     settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
     broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
-    starts_here = take_starts_out(graph_module.graph)
+    starts_here, part_starts = take_starts_out(graph_module.graph)
     breaks = broken is None or broken.graph_break
-    if starts_here:
+    if starts_here or part_starts:
         graph_module.recompile()
         if not any(node.op.startswith("call_") for node in graph_module.graph.nodes):
-            return _waiting_for_all(graph_module.forward)
+            return _waiting_for_all(graph_module.forward, starts_here=starts_here)
     if not crossing:
         compiled = inductor.compile_forward_with_inductor(graph_module, inputs, None, settings)
-        return _waiting_for_all(compiled) if starts_here and breaks else compiled
+        if breaks and (starts_here or part_starts):
+            return _waiting_for_all(compiled, starts_here=starts_here)
+        positions = tuple(position for position, each in enumerate(inputs) if isinstance(each, nn.Parameter))
+        return _waiting_for_its_own(compiled, positions) if positions else compiled
     if inductor.uses_cuda_graphs(settings):
         raise ConfigError(
             "CUDA graphs (mode='reduce-overhead', options={'triton.cudagraphs': True}) replay a forward without "
@@ -71,14 +74,29 @@ def _crossing_replica_of(value: Any) -> Replica | None:
     return found[0] if found is not None and any(each.crossing for each in found[0].after.updates) else None
 
 
-def _waiting_for_all(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Callable[..., Any]:
     """Code with which a forward starts that is in pieces, without parameters: what comes behind it may read any."""
 
     def run(*args: Any) -> Any:
         for each in set(in_flight.values()):
             each.arrive()
-        for replica in owners:
+        for replica in owners if starts_here else ():
             _say(replica, whole=False)
+        return compiled(*args)
+
+    return run
+
+
+def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ...]) -> Callable[..., Any]:
+    """Code that does not wait by itself, as nothing of its module crosses a step.
+
+    Dynamo may run it for another module of the class: a part is told from others by its hooks, and those it does not
+    look at (`skip_nnmodule_hook_guards`, torch 2.13).
+    """
+
+    def run(*args: Any) -> Any:
+        if in_flight:
+            arrive([args[position] for position in parameters])
         return compiled(*args)
 
     return run

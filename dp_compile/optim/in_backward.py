@@ -54,8 +54,9 @@ def in_backward(
             launched: bounds the memory of gradients, but computing may stand still for it. `None`: it never does.
         overlap_forward: leave updates whose gradients are on their way when a backward ends for the next forward, which
             does each right before it reads the parameter. For `torch.compile(model, backend="dp_compile")`; behind any
-            other forward `step()` waits. Whoever reads a parameter past the module's methods calls
-            `model.synchronize()` before (`optim/crossing.py` has who waits). Every rank gives the same.
+            other forward `step()` waits. All that Dynamo has compiled in this process is compiled anew. Whoever reads a
+            parameter past the module's methods calls `model.synchronize()` before (`optim/crossing.py` has who waits).
+            Every rank gives the same.
         shard: each rank reduces, updates and remembers a part: elements of buckets, or whole parameters where the
             optimizer looks at more than elements. All of `step()` is then in the backward, on every rank. Every rank
             calls this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.

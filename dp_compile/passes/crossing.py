@@ -34,6 +34,7 @@ _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define("leave_in_flight(Tensor[] launched, int[] buckets, int[] indices, int replica, int optimizer) -> ()")
 _library.define("arrive(Tensor(a!)[] parameters, Tensor? after=None) -> ()")
 _library.define("forward_starts(bool training) -> ()")
+_library.define("part_starts() -> ()")
 
 
 class InFlight(Protocol):
@@ -72,7 +73,8 @@ def _nothing(*_: object) -> None:
 _library.impl("leave_in_flight", _leave, "CompositeExplicitAutograd")
 _library.impl("arrive", arrive, "CompositeExplicitAutograd")
 _library.impl("forward_starts", _nothing, "CompositeExplicitAutograd")
-for _name in ("leave_in_flight", "arrive", "forward_starts"):
+_library.impl("part_starts", _nothing, "CompositeExplicitAutograd")
+for _name in ("leave_in_flight", "arrive", "forward_starts", "part_starts"):
     torch.library.register_fake(f"dp_compile::{_name}", _nothing, lib=_library)
 
 LEAVE = has_side_effect(torch.ops.dp_compile.leave_in_flight.default)
@@ -82,12 +84,16 @@ START = has_side_effect(torch.ops.dp_compile.forward_starts.default)
 mode: a forward that breaks in evaluation, where Dynamo keeps of it only that it does, is another code in training."""
 
 
-def take_starts_out(graph: fx.Graph) -> bool:
-    """Whether the forward of a module starts in a graph of Dynamo's; what has said so is taken out of it."""
-    starts = graph.find_nodes(op="call_function", target=START)
-    for node in starts:
+PART_STARTS = has_side_effect(torch.ops.dp_compile.part_starts.default)
+"""The same of a part of a module, traced in a hook in front of it."""
+
+
+def take_starts_out(graph: fx.Graph) -> tuple[bool, bool]:
+    """Whether the forwards of a module and of a part start in a graph of Dynamo's; what says so is taken out of it."""
+    starts = [graph.find_nodes(op="call_function", target=op) for op in (START, PART_STARTS)]
+    for node in (*starts[0], *starts[1]):
         graph.erase_node(node)
-    return bool(starts)
+    return bool(starts[0]), bool(starts[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import hashlib
 import importlib.util
 import itertools
@@ -160,16 +161,18 @@ def _texts(name: str, file: Path) -> dict[str, str]:
         name, file = waiting.pop()
         if name not in texts:
             texts[name] = file.read_text(encoding="utf-8")
-            for imported in _imports(texts[name], name, file):
+            package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+            for imported in _imports(texts[name], package):
                 found = _file_of(imported) if _belongs(imported, name) else None
                 if found is not None:
                     waiting.append((imported, found))
     return texts
 
 
-def _imports(text: str, module: str, file: Path) -> Iterator[str]:
+@functools.cache
+def _imports(text: str, package: str) -> tuple[str, ...]:
     """The modules that a source may import, wherever in it: `from a.b import c` is `a`, `a.b` and perhaps `a.b.c`."""
-    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    found: list[str] = []
     for node in ast.walk(ast.parse(text)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -180,7 +183,8 @@ def _imports(text: str, module: str, file: Path) -> Iterator[str]:
             names = [f"{origin}.{alias.name}" for alias in node.names]
         for name in names:
             parts = name.split(".")
-            yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
+            found += [".".join(parts[: count + 1]) for count in range(len(parts))]
+    return tuple(found)
 
 
 def _belongs(name: str, home: str) -> bool:

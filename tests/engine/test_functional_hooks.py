@@ -358,7 +358,9 @@ def exchanged(way: str) -> dict[str, int]:
     return dict(report.backwards)
 
 
-@pytest.mark.parametrize("way", ["captured", "one rank by hooks", "inductor", "blocks"])
+@pytest.mark.parametrize(
+    "way", ["captured", "one rank by hooks", pytest.param("inductor", marks=pytest.mark.nightly), "blocks"]
+)
 def test_hooks_that_exchange_parts(ranks: Ranks, way: str) -> None:
     found = ranks.run(exchanged, way)
     if way in ("captured", "inductor"):

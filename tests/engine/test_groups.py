@@ -120,7 +120,9 @@ def train(others: Sequence[Sequence[int]], cap_mb: float) -> Outcome:
     ("others", "cap_mb", "of_each"),
     [
         pytest.param(OTHERS["pairs and all"], 1e-4, 4, id="pairs and all, small buckets"),
-        pytest.param(OTHERS["pairs across pairs"], 25, 2, id="pairs across pairs, large buckets"),
+        pytest.param(
+            OTHERS["pairs across pairs"], 25, 2, id="pairs across pairs, large buckets", marks=pytest.mark.nightly
+        ),
         pytest.param(OTHERS["pairs and all"], 25, 2, id="pairs and all", marks=pytest.mark.nightly),
         pytest.param(OTHERS["pairs across pairs"], 1e-4, 4, id="pairs across pairs", marks=pytest.mark.nightly),
     ],

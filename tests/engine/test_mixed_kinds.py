@@ -153,9 +153,12 @@ def run_kinds(way: str) -> tuple[dict[str, int], set[tuple[str, str | None, bool
     return dict(report.backwards), found
 
 
+AT_NIGHT = ("many buckets", "inductor", "hook", "policy")
+
+
 @pytest.mark.parametrize(
     "way",
-    [pytest.param(way, marks=[pytest.mark.nightly] if way in ("many buckets", "inductor") else []) for way in WAYS],
+    [pytest.param(way, marks=[pytest.mark.nightly] if way in AT_NIGHT else []) for way in WAYS],
 )
 def test_each_part_travels_as_it_was_said(ranks2: Ranks, way: str) -> None:
     for rank, (ways, found) in enumerate(ranks2.run(run_kinds, way)):

@@ -79,9 +79,12 @@ CASES: dict[str, tuple[dict[str, Any], bool, tuple[int, ...], int]] = {
 }
 
 
+AT_NIGHT = ("no memory", "batched", "accumulated, rank 3")
+
+
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[pytest.mark.nightly] if case in ("no memory", "batched") else []) for case in CASES],
+    [pytest.param(case, marks=[pytest.mark.nightly] if case in AT_NIGHT else []) for case in CASES],
 )
 def test_as_torch_s_ddp(ranks2: Ranks, case: str) -> None:
     (ways, graphs, rate), (others, _, _) = ranks2.run(twenty_steps, *CASES[case])

@@ -218,7 +218,7 @@ def run_rounding(way: str, wire: torch.dtype, options: dict[str, float], value: 
     return found
 
 
-@pytest.mark.parametrize("way", ["captured", "inductor", "torch's reducer"])
+@pytest.mark.parametrize("way", ["captured", pytest.param("inductor", marks=pytest.mark.nightly), "torch's reducer"])
 def test_factors_are_applied_in_the_wider_dtype(ranks2: Ranks, way: str) -> None:
     """What is sent in float32 neither vanishes in float16 before the sum nor leaves its range behind it."""
     smallest = 2.0**-24
@@ -341,7 +341,7 @@ def reduced_by_hand(grad: torch.Tensor, reduction: Reduction) -> torch.Tensor:
         pytest.param("captured", FP16, {}, marks=pytest.mark.nightly),
         ("captured", BF16, {"gradient_predivide_factor": 3.0}),
         pytest.param("captured", F32, {"reduce_dtype": FP16}, marks=pytest.mark.nightly),
-        ("inductor", F32, {"reduce_dtype": BF16}),
+        pytest.param("inductor", F32, {"reduce_dtype": BF16}, marks=pytest.mark.nightly),
         pytest.param("inductor", torch.float64, {}, marks=pytest.mark.nightly),
     ],
 )

@@ -271,7 +271,9 @@ def run_as_the_formula(way: str) -> dict[str, int]:
     return dict(report.backwards)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.nightly if way == "inductor" else ()) for way in WAYS]
+)
 def test_every_way_is_as_the_formula(ranks2: Ranks, way: str) -> None:
     found = ranks2.run(run_as_the_formula, way)
     if way in ("captured", "inductor"):

@@ -479,7 +479,7 @@ def run_auto(way: str) -> tuple[list[list[str]], str, list[float]]:
     return stages_of(report), str(report.plan), [float(bucket.nbytes) for bucket in report.plan.buckets]
 
 
-@pytest.mark.parametrize("way", ["captured", "hooks on some ranks"])
+@pytest.mark.parametrize("way", [pytest.param("captured", marks=pytest.mark.nightly), "hooks on some ranks"])
 def test_each_bucket_on_one_level_or_two(ranks4: Ranks, way: str) -> None:
     first, *others = ranks4.run(run_auto, way)
     assert all(each == first for each in others)

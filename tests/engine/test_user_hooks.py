@@ -94,7 +94,7 @@ def run_hooks(way: str, hook: str, early: bool, buckets: dict[str, Any]) -> dict
 
 
 SET = (("clip", False), ("clip", True), ("replace", False), ("drop", True))
-EVERY_DAY = {"captured in parts": {("clip", False), ("drop", True)}, "one rank falls back once": {("replace", False)}}
+EVERY_DAY = {"captured in parts": {("clip", False)}, "one rank falls back once": {("replace", False)}}
 """Of the ways that are like two of the others in one: each of those has all hooks."""
 
 

@@ -133,7 +133,14 @@ def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "compiled", "regional", "accumulated", pytest.param("power_sgd", marks=pytest.mark.nightly)]
+    "case",
+    [
+        "plain",
+        "compiled",
+        "regional",
+        pytest.param("accumulated", marks=pytest.mark.nightly),
+        pytest.param("power_sgd", marks=pytest.mark.nightly),
+    ],
 )
 def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> None:
     outcomes = ranks2.run(train_side_by_side, case, str(tmp_path))

@@ -150,7 +150,7 @@ NIGHTLY = pytest.mark.nightly
     ("package", "case"),
     [
         ("lightning", "compiled"),
-        ("lightning", "manual"),
+        pytest.param("lightning", "manual", marks=NIGHTLY),
         pytest.param("lightning", "accumulated", marks=NIGHTLY),
         pytest.param("lightning", "inside", marks=NIGHTLY),
         pytest.param("lightning", "plain", marks=NIGHTLY),

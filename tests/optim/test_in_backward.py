@@ -175,8 +175,11 @@ def feature(name: str) -> int:
     return both.updated
 
 
+AT_NIGHT = ("PowerSGD", "static graph", "no passes", "check_nan", "a casting hook")
+
+
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name == "PowerSGD" else []) for name in FEATURES]
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] if name in AT_NIGHT else []) for name in FEATURES]
 )
 def test_beside_what_else_there_is(ranks: Ranks, name: str) -> None:
     assert set(ranks.run(feature, name)) == {FEATURES[name][1]}
@@ -294,7 +297,7 @@ def unused(max_norm: float | None) -> None:
         assert torch.equal(before, both.ours.spare.weight) is (users == 0)  # type: ignore[union-attr,arg-type]
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.nightly)])
 def test_unused_parameters(ranks2: Ranks, max_norm: float | None) -> None:
     ranks2.run(unused, max_norm)
 

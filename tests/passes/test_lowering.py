@@ -329,7 +329,7 @@ OTHER_STRIDES = "aten.convolution_backward.default writes with other strides, or
 @pytest.mark.parametrize(
     ("scale", "layout", "convolution"),
     [
-        pytest.param(1.0, PACKED, ALLOCATES, id="packed"),
+        pytest.param(1.0, PACKED, ALLOCATES, id="packed", marks=pytest.mark.nightly),
         pytest.param(1 / 3, Layout(64), ALLOCATES, id="gaps", marks=pytest.mark.nightly),
         pytest.param(
             1.0,
