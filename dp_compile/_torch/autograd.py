@@ -107,6 +107,12 @@ def leaf_behind(node: object) -> torch.Tensor | None:
     return node.variable if type(node) is _AccumulateGrad else None  # type: ignore[attr-defined]
 
 
+def hooks_behind(leaf: torch.Tensor) -> dict[int, Any]:
+    """What is called behind the accumulation of a leaf's gradient, by torch's numbers; torch sees what is changed."""
+    found: dict[int, Any] | None = leaf._post_accumulate_grad_hooks
+    return {} if found is None else found
+
+
 def accumulates(leaf: torch.Tensor) -> object:
     """The node that accumulates the gradient of a leaf that requires one: the same object as long as somebody has it.
 

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -674,4 +675,60 @@ def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tup
     synced = [replica for replica in replicas if replica.reduces]
     if obstacle is not FIRST_AS_DDP:
         warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
-    return reduce_eagerly(replicas, call.run, reached=partial(_reached, call.tensors))
+    left_out = _LeftOut(frozenset(replicas))
+
+    def run() -> tuple[torch.Tensor, ...]:
+        with left_out.unheard(call.tensors):
+            return call.run()
+
+    def reached(replica: Replica) -> set[int]:
+        return _reached(call.tensors, replica) - left_out.indices[replica]
+
+    return reduce_eagerly(replicas, run, reached=reached)
+
+
+@dataclass(eq=False, slots=True)
+class _LeftOut:
+    """Parameters that compiled code is given and does not use: in a captured backward they are unused.
+
+    A policy of mixed precision casts every parameter where a forward starts. The code of a batch that goes past some of
+    them has their casts, and no gradient. The engine hands that on, and torch calls hooks behind it (2.13), the user's
+    too: those of torch's DDP hear of no parameter that a forward does not use.
+    """
+
+    replicas: frozenset[Replica]
+    indices: defaultdict[Replica, set[int]] = field(default_factory=lambda: defaultdict(set))
+    _hidden: dict[tuple[Replica, int], dict[int, Any]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def unheard(self, outputs: Iterable[Any]) -> Iterator[None]:
+        """Inside, a backward from these calls no hooks of such parameters."""
+        compiled = filter(autograd.is_aot_backward, _nodes(outputs))
+        handles = []
+        for node in {following for each in compiled for following, _ in each.next_functions}:
+            leaf = autograd.leaf_behind(node)
+            place = None if leaf is None else owners.find(leaf)
+            if place is not None and place[0] in self.replicas:
+                handles.append(node.register_prehook(partial(self._look, place)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for place in list(self._hidden):
+                self._show(place)
+
+    def _look(self, place: tuple[Replica, int], gradients: tuple[torch.Tensor | None, ...]) -> None:
+        replica, index = place
+        if gradients[0] is None:
+            hooks = autograd.hooks_behind(replica.parameters[index])
+            self.indices[replica].add(index)
+            self._hidden.setdefault(place, {}).update(hooks)
+            hooks.clear()
+        else:  # a backward inside this one had nothing for it
+            self.indices[replica].discard(index)
+            self._show(place)
+
+    def _show(self, place: tuple[Replica, int]) -> None:
+        replica, index = place
+        autograd.hooks_behind(replica.parameters[index]).update(self._hidden.pop(place, {}))

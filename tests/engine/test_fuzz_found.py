@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 import fuzzing
+import pytest
 import torch
 import torch.distributed as dist
 from fuzzing import BlockSpec, FuzzCase, Micro, Step
@@ -124,5 +125,22 @@ def test_a_gradient_that_is_kept_and_not_added_to(ranks: Ranks) -> None:
         ways=((), (0,)),
         find_unused=True,
         compute="bfloat16",
+    )
+    assert_equal(ranks, case)
+
+
+@pytest.mark.parametrize("hook", ["", "squash"])
+def test_a_parameter_that_compiled_code_casts_and_does_not_use(ranks: Ranks, hook: str) -> None:
+    """Casts of all parameters are in the compiled forward. Hooks heard of those that it does not use, the user's had no
+    gradient to work on, and what no rank used counted as used: it became zeros where torch's DDP leaves nothing."""
+    other = (1, 1) if not hook else (1, 0)
+    case = FuzzCase(
+        blocks=(BlockSpec("linear", hidden=2),),
+        width=2,
+        steps=(Step((Micro((2, 2), way=(1, 1)), Micro((2, 2), way=other, eager=(True, False)))), SAME),
+        ways=((), (0,)),
+        find_unused=True,
+        compute="bfloat16",
+        hook=hook,
     )
     assert_equal(ranks, case)
