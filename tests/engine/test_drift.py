@@ -245,7 +245,7 @@ def test_ranks_agree_how_often(ranks2: Ranks) -> None:
 
 def test_one_rank_alone_compares_nothing(fake_group: dist.ProcessGroup) -> None:
     before = len(drift._comparisons)
-    model = dp_compile.replicate(nn.Linear(4, 4))
+    model = dp_compile.replicate(nn.Linear(4, 4), config=dp_compile.ReplicateConfig(backend="aot_eager"))
     with dp_compile.compiled_backward():
         for _ in range(4):
             model(torch.ones(2, 4)).sum().backward()

@@ -111,7 +111,7 @@ def drop_model() -> list[str]:
 
 
 def test_a_deleted_model_leaves_nothing_behind() -> None:
-    ranks = Ranks(2)  # of its own: no earlier test has left a model there
+    ranks = Ranks(2, "forkserver")  # of its own: no earlier test has left a model there
     try:
         assert ranks.run(drop_model) == [[], []]
     finally:
