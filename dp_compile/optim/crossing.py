@@ -308,8 +308,22 @@ class _Left:
 
 
 def _arrive_at(module: nn.Module) -> None:
-    if in_flight and not torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        if not _code_waits():
+            _arrive_between_graphs(module)
+    elif in_flight:
         replica_of(module).arrive()
+
+
+@compiler.constant
+def _code_waits() -> bool:
+    """Run while Dynamo traces: whether code of the backend that it traces for waits for what it reads."""
+    return compiler.traces_for(BACKEND)
+
+
+@compiler.untraced("updates of parameters are waited for")
+def _arrive_between_graphs(module: nn.Module) -> None:
+    replica_of(module).arrive()
 
 
 class _Reads(nn.Module):
@@ -434,15 +448,19 @@ def plan_for(replica: Replica) -> None:
 
 
 class _Waits(Installed):
-    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it."""
+    """In front of a call that is not compiled, and of state dicts; of the module and of each part of it.
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = weakref.ref(replica)
+    Where the module is compiled its forward waits by itself, for less; a part's does not.
+    """
+
+    def __init__(self, replica: Replica, *, of_part: bool) -> None:
+        self._replica, self._of_part = weakref.ref(replica), of_part
 
     def __call__(self, *_: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
             _refuse_other_backends()
-            PART_STARTS()  # Dynamo may compile this by itself, and leave the part alone (torch's own, as `Linear`).
+            if self._of_part:  # Dynamo may compile this by itself, and leave the part alone (torch's own, as `Linear`)
+                PART_STARTS()
         elif in_flight:
             self._arrive()
 
@@ -475,9 +493,8 @@ _KEY: Final = -1
 def _put_hooks(root: nn.Module, replica: Replica) -> None:
     if _KEY in root._forward_pre_hooks:
         return
-    hook = _Waits(replica)
     for hooks in _hooks_of(root):
-        hooks.setdefault(_KEY, hook)
+        hooks.setdefault(_KEY, _Waits(replica, of_part=hooks is not root._forward_pre_hooks))
         hooks.move_to_end(_KEY, last=False)
 
 

@@ -211,6 +211,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "an averager": lambda model, run: averaged_in_place(model.layers[1].weight),
     "the end of a join": lambda model, run: joined(model),
     "fake tensors": lambda model, run: beside_fake_tensors(model),
+    "code of another backend": lambda model, run: torch.compile(penalty, backend="aot_eager")(model),
     "a graph that breaks": lambda model, run: torch.compile(Broken(model), backend="dp_compile")(batch(77)),
 }
 
@@ -232,6 +233,11 @@ def beside_fake_tensors(model: Any) -> torch.Tensor:
         list(model.parameters())
     result: torch.Tensor = model.layers[1].weight.detach().clone()
     return result
+
+
+def penalty(model: nn.Module) -> torch.Tensor:
+    found: torch.Tensor = sum(each.square().sum() for each in model.parameters())  # type: ignore[assignment]
+    return found
 
 
 class Broken(nn.Module):
