@@ -305,7 +305,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
         with _interrupted_reducers_end(found.replicas):
             with reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
-                result = _run(by_hooks, obstacle, call)
+                result = _run(found, by_hooks, obstacle, call)
                 for replica in synced:
                     if replica not in by_hooks:
                         _complete_reducer(replica, call)
@@ -355,9 +355,12 @@ def _arrivals_without_hooks(replicas: Sequence[Replica], by_hooks: Sequence[Repl
     return {each: NotedArrivals() if each.sync else LocalArrivals(each) for each in others}
 
 
-def _run(by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
+def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
     if not by_hooks:
-        return call.run()
+        if not found.compiled:
+            return call.run()
+        with _LeftOut(frozenset(found.replicas)).unheard(call.tensors):
+            return call.run()
     if obstacle is not None:
         return _run_eagerly(by_hooks, obstacle, call)
     with try_capturing(by_hooks, _capture) as backward:

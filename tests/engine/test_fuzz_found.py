@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 
 import fuzzing
 import pytest
@@ -144,3 +145,7 @@ def test_a_parameter_that_compiled_code_casts_and_does_not_use(ranks: Ranks, hoo
         hook=hook,
     )
     assert_equal(ranks, case)
+    # The model is compiled late, and nobody asks before a backward without synchronisation whether hooks reduce.
+    local = Micro((2, 2), way=(1, 1))
+    late = replace(case, steps=(SAME, Step((local, Micro((2, 2), way=(1, 0)))), SAME), compiled="late")
+    assert_equal(ranks, late)
