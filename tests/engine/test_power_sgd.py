@@ -172,6 +172,7 @@ def test_join(ranks2: Ranks) -> None:
 
 @pytest.mark.usefixtures("fake_group")
 class TestAlone:
+    @pytest.mark.nightly
     def test_a_warm_up_through_the_start_iteration_leaves_no_trace(self) -> None:
         torch._dynamo.reset()
         model = dp_compile.replicate(Net(), config=ONE_BUCKET)

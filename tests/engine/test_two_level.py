@@ -140,7 +140,7 @@ def stages_of(report: Report) -> list[list[str]]:
     ("way", "uneven", "wire"),
     [
         pytest.param("captured", True, None, marks=pytest.mark.nightly),  # as some ranks, where others have hooks
-        ("captured", False, BF16),
+        pytest.param("captured", False, BF16, marks=pytest.mark.nightly),
         ("hooks", True, BF16),
         ("hooks on some ranks", True, None),
         ("not compiled", True, None),

@@ -209,6 +209,7 @@ def train_again_and_again(folder: str) -> list[int]:
     return depths
 
 
+@pytest.mark.nightly
 def test_one_model_trained_again_and_again(ranks2: Ranks, tmp_path: Path) -> None:
     for depths in ranks2.run(train_again_and_again, str(tmp_path)):
         assert depths[0] == depths[1] == depths[2] > 0

@@ -276,7 +276,8 @@ def test_beside_what_else_there_is(ranks: Ranks, name: str) -> None:
     assert set(ranks.run(feature, name)) == {FEATURES[name][1]}
 
 
-@pytest.mark.parametrize("max_norm", [pytest.param(None, marks=pytest.mark.nightly), 0.05])
+@pytest.mark.nightly
+@pytest.mark.parametrize("max_norm", [None, 0.05])
 def test_generated_code(ranks: Ranks, max_norm: float | None) -> None:
     assert set(ranks.run(generated, max_norm)) == {10}
 
