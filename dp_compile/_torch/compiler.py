@@ -120,8 +120,9 @@ def compiled_graphs() -> int:
 
 def forget_compiled() -> None:
     """Let Dynamo compile everything anew, also what it has compiled until now."""
-    if compiled_graphs():
-        _attribute("torch._dynamo", "reset_code_caches")()
+    reset = _attribute("torch._dynamo", "reset_code_caches")
+    if reset is not None:
+        reset()
 
 
 def forced_eager() -> bool:

@@ -357,12 +357,12 @@ def _arrivals_without_hooks(replicas: Sequence[Replica], by_hooks: Sequence[Repl
 
 def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
     if not by_hooks:
-        if not found.compiled:
-            return call.run()
-        with _LeftOut(frozenset(found.replicas)).unheard(call.tensors):
+        # Every backward of a model that is not compiled comes here: the graph is walked for casts only.
+        casts = [each for each in found.replicas if each.precision is not None and found.compiled]
+        with _LeftOut(frozenset(casts)).unheard(call.tensors):
             return call.run()
     if obstacle is not None:
-        return _run_eagerly(by_hooks, obstacle, call)
+        return _run_eagerly(found, by_hooks, obstacle, call)
     with try_capturing(by_hooks, _capture) as backward:
         if backward is not None:
             try:
@@ -371,7 +371,7 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
                 if backward.ran or not compiler.is_reducer_in_the_way(error):
                     raise
                 obstacle = "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
-    return _run_eagerly(by_hooks, obstacle or "another backward is captured at the moment", call)
+    return _run_eagerly(found, by_hooks, obstacle or "another backward is captured at the moment", call)
 
 
 def _capture() -> contextlib.AbstractContextManager[None]:
@@ -671,14 +671,14 @@ def _check_not_stepped(replicas: Sequence[Replica]) -> None:
                 raise ReductionError(stepped_message(replica, indices))
 
 
-def _run_eagerly(replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
+def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
         check_intact(replica)
         replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.reduces]
     if obstacle is not FIRST_AS_DDP:
         warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
-    left_out = _LeftOut(frozenset(replicas))
+    left_out = _LeftOut(frozenset(replicas if found.compiled else ()))
 
     def run() -> tuple[torch.Tensor, ...]:
         with left_out.unheard(call.tensors):
@@ -706,7 +706,7 @@ class _LeftOut:
     @contextlib.contextmanager
     def unheard(self, outputs: Iterable[Any]) -> Iterator[None]:
         """Inside, a backward from these calls no hooks of such parameters."""
-        compiled = filter(autograd.is_aot_backward, _nodes(outputs))
+        compiled = filter(autograd.is_aot_backward, _nodes(outputs)) if self.replicas else ()
         handles = []
         for node in {following for each in compiled for following, _ in each.next_functions}:
             leaf = autograd.leaf_behind(node)
