@@ -195,6 +195,7 @@ def check_measured(ours: int, ddp: int, report: dp_compile.Report, *, within_nby
 
 
 @pytest.mark.usefixtures("fake_group")
+@pytest.mark.nightly
 def test_a_backward_takes_no_more_than_torchs_ddp_and_what_was_simulated() -> None:
     check_measured(*measure("cpu"), within_nbytes=BUCKET_NBYTES // 2)
 

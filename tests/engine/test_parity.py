@@ -169,7 +169,7 @@ def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
     ("kind", "variants"),
     [
         ("mlp", ("small buckets", "accumulation")),
-        ("convnet in channels_last", ("coalesced",)),
+        pytest.param("convnet in channels_last", ("coalesced",), marks=pytest.mark.nightly),
         *(pytest.param(kind, tuple(VARIANTS), marks=pytest.mark.nightly, id=f"{kind}-all") for kind in KINDS),
     ],
 )

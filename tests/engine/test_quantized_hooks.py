@@ -282,6 +282,7 @@ def test_every_way_is_as_the_formula(ranks2: Ranks, way: str) -> None:
         assert found == [{"captured": 5}, {"captured": 3, "eager hooks": 2}]
 
 
+@pytest.mark.nightly
 def test_three_ranks() -> None:
     ranks = Ranks(3, "forkserver")
     try:

@@ -223,6 +223,7 @@ def test_a_grouped_collective_copies_nothing(make: Callable[[], tuple[nn.Module,
     assert code.kernels <= compiled.local.kernels + 1
 
 
+@pytest.mark.nightly
 def test_a_factor_that_no_kernel_takes_costs_a_pass(fake_group: dist.ProcessGroup) -> None:
     """Where the collective cannot average: a convolution's kernel has no factor, one multiplication for each weight."""
     compiled = compile_both(residual, None)

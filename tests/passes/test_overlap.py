@@ -310,6 +310,7 @@ def compile_backward(schedule: ScheduleCollectives, plan: BucketPlan) -> Generat
     return GeneratedBackward(code)
 
 
+@pytest.mark.nightly
 def test_moved_compute_is_where_it_was_put_in_the_generated_code_and_costs_no_kernel() -> None:
     """The plan asks for the third layer's gradients first: the fifth's and fourth's are computed after their launch."""
     given = plan_in_order()

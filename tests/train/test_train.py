@@ -331,6 +331,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named() -> None:
     assert_all_gone(process.pid)
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="counts processes of a session")
 def test_ctrl_c_ends_cleanly() -> None:
     process = start("--steps", "100000")
