@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from dp_compile._torch.dtensors import groups_that_shard
 from dp_compile.engine.agreement import exchange
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_in_backward
@@ -19,15 +21,30 @@ def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs:
     The sum of a bucket is not finite on all ranks as soon as one rank's contribution was not, so all ranks decide the
     same without a word. Only then they tell each other through the store what their backwards started from.
 
+    Ranks that hold other parts of DTensors have other sums, and are asked: those that went on would wait for the others
+    in the next collective of theirs.
+
     Raises:
         ReductionError: names the parameters, and the ranks whose loss was not finite.
     """
-    grads = list(reduced.values())
-    if not grads or bool(torch.stack([grad.isfinite().all() for grad in grads]).all()):
+    if _all_finite(replica, list(reduced.values())):
         return
     names = [f"{name} ({_kind(grad)})" for name, grad in reduced.items() if _kind(grad)]
+    names = names or ["parts of DTensors that other ranks hold"]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
     raise ReductionError(f"reduced gradients are not finite: {', '.join(names[:8])}{more}. {_origin(replica, outputs)}")
+
+
+def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
+    checks = [grad.isfinite().all() for grad in grads]
+    finite = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=replica.device)
+    beside = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))
+    if not beside:
+        return bool(finite)
+    said = finite.int()
+    for group in beside:
+        dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
+    return bool(said)
 
 
 def _kind(grad: torch.Tensor) -> str:

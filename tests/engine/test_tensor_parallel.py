@@ -398,6 +398,47 @@ def test_uneven_inputs(meshed: Ranks) -> None:
     meshed.run(uneven)
 
 
+class Roots(nn.Module):
+    """The gradient of a square root at zero is not finite, and the loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 4, bias=False), nn.Linear(4, 4)
+        nn.init.ones_(self.up.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).sqrt())  # type: ignore[no-any-return]
+
+
+def not_finite() -> str:
+    """One element of one part, on one rank of `dp`."""
+    torch._dynamo.reset()
+    mesh = mesh_of((2, 2))
+    torch.manual_seed(0)
+    model = parallelize_module(Roots(), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    config = replace(AOT, check_nan=True)
+    dp_compile.replicate(model, device_mesh=mesh["dp"], config=config)
+    run = torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 4)
+    run(x).sum().backward()
+    with torch.no_grad():
+        model.up.weight.to_local()[0] *= tuple(mesh.get_coordinate() or ()) != (1, 0)
+    try:
+        run(x).sum().backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_is_not_finite_in_one_part_is_an_error_on_every_rank(meshed: Ranks) -> None:
+    """Those that hold other parts would wait for the ranks that raise, in the next collective of tensor parallel."""
+    said = meshed.run(not_finite)
+    assert ["up.weight (inf)" in each for each in said] == [True, False, True, False], said
+    assert ["not finite: parts of DTensors that other ranks hold. The loss was finite" in each for each in said] == [
+        False, True, False, True
+    ], said  # fmt: skip
+
+
 def clipped() -> None:
     """Plain gradients beside DTensors, and parts of a dimension that some rank holds nothing of."""
     for plan, order, shape in (("colwise", 2.0, (2, 2)), ("everything", math.inf, (2, 2)), ("everything", 3.0, (1, 4))):
