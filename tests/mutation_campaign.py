@@ -3,6 +3,7 @@
     python tests/mutation_campaign.py                     every fault, the tests that it names
     python tests/mutation_campaign.py --only ID --all     one fault; if those pass, the whole suite
     python tests/mutation_campaign.py --collect           every test that sees it, to find tests that say the same
+    PYTEST_ADDOPTS='-m ""' python tests/mutation_campaign.py tests/mutants/nightly/*.toml   those that only nights see
 
 A fault is a table `[[mutant]]`: `id`; `file`, from the root; `old`, a text that stands there exactly once; `new`
 in its place; `why`, what is wrong then; `tests`, the files or tests that should see it, likeliest first.

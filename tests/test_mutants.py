@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mutation_campaign import LISTS, ROOT, Campaign, Mutant, NotPlanted, load
 
-MUTANTS = load(sorted(LISTS.glob("*.toml")))
+MUTANTS = load(sorted(LISTS.rglob("*.toml")))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.id for mutant in MUTANTS])

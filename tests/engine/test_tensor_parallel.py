@@ -206,13 +206,11 @@ NIGHTLY = pytest.mark.nightly
     [
         ("colwise", "eager", (2, 2), {}, "eager hooks"),
         ("everything", "eager", (2, 2), {"set_to_none": False}, "eager hooks"),
-        ("everything", "captured", (2, 2), {"accumulate": 0}, "captured"),
+        pytest.param("everything", "captured", (2, 2), {"accumulate": 0}, "captured", marks=NIGHTLY),
         pytest.param("everything", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "captured", (2, 2), {"set_to_none": False}, "captured", marks=NIGHTLY),
         # What is left by the first has no layout of the parameter, what is left by later ones has.
-        pytest.param(
-            "everything", "captured", (2, 2), {"set_to_none": False, "accumulate": 1}, "captured", marks=NIGHTLY
-        ),
+        ("everything", "captured", (2, 2), {"set_to_none": False, "accumulate": 1}, "captured"),
         pytest.param("colwise", "captured", (2, 2), {}, "captured", marks=NIGHTLY),
         pytest.param("everything", "hooks", (2, 2), {"accumulate": 0}, "eager hooks", marks=NIGHTLY),
         pytest.param("everything", "captured", (1, 4), {}, "captured", marks=NIGHTLY),

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +78,9 @@ def test_only_the_first_ones_and_none_that_compiles() -> None:
     assert len(observer._timed[replica].clocks) == FIRST - 1
     train(model, 5, run)
     assert len(observer._timed[replica].clocks) == FIRST
+    with mock.patch("dp_compile.insight.first_steps.LaunchClock") as made:
+        train(model, 1, run)
+    made.assert_not_called()
     with dp_compile.measure(model):
         train(model, 2, run)
     measured = dp_compile.step_of(model).measured

@@ -135,6 +135,7 @@ def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], 
     with pytest.raises(dp_compile.ModuleError, match="is not replicated"):  # nothing is left after teardown
         dp_compile.report(module)
     assert not module._forward_pre_hooks
+    assert not any(each._post_accumulate_grad_hooks for each in module.parameters())
     return module.losses, nn.utils.parameters_to_vector(module.parameters()).tolist(), module.told
 
 
@@ -149,9 +150,9 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("package", "case"),
     [
-        ("lightning", "compiled"),
+        pytest.param("lightning", "compiled", marks=NIGHTLY),
         pytest.param("lightning", "manual", marks=NIGHTLY),
-        pytest.param("lightning", "accumulated", marks=NIGHTLY),
+        ("lightning", "accumulated"),
         pytest.param("lightning", "inside", marks=NIGHTLY),
         pytest.param("lightning", "plain", marks=NIGHTLY),
         pytest.param("pytorch_lightning", "compiled", marks=NIGHTLY),

@@ -297,7 +297,7 @@ def unused(max_norm: float | None) -> None:
         assert torch.equal(before, both.ours.spare.weight) is (users == 0)  # type: ignore[union-attr,arg-type]
 
 
-@pytest.mark.parametrize("max_norm", [None, pytest.param(0.05, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("max_norm", [pytest.param(None, marks=pytest.mark.nightly), 0.05])
 def test_unused_parameters(ranks2: Ranks, max_norm: float | None) -> None:
     ranks2.run(unused, max_norm)
 
