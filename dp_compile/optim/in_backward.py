@@ -194,6 +194,8 @@ class InBackward:
         self._awaits_step = False
         self._options: tuple[dict[str, Any], ...] = ()
         """Of the optimizer's groups, as the last synchronised backward found them; nothing behind its `step()`."""
+        self._loaded_before_step = False
+        """Whether another state was loaded behind a backward that could update, and in front of its `step()`."""
         self._unmark: Callable[[], object] = lambda: None
         self._failed = ""
 
@@ -298,6 +300,7 @@ class InBackward:
                 "parameters for that backward."
             )
         self._updated.clear()
+        self._loaded_before_step = False
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         replica = self.replica
@@ -397,6 +400,12 @@ class InBackward:
                 f"{changed} between the backward and optimizer.step(): the backward has updated already, with what it "
                 "found. Set options, and step schedulers, before the backward or behind optimizer.step()."
             )
+        if self._loaded_before_step:
+            raise ReductionError(
+                "a state was loaded into the optimizer between the backward and optimizer.step(): the backward has "
+                "updated already, with the state of before. Load before the backward or behind optimizer.step(); a "
+                "step that is not to count ends without optimizer.step()."
+            )
         if self._given_scaler is None and hasattr(optimizer, "found_inf"):
             raise ReductionError(
                 "a GradScaler steps an optimizer that has updated in the backward already, with gradients that were "
@@ -413,8 +422,13 @@ class InBackward:
             for index in self.indices():
                 replica.parameters[index].grad = None
 
-    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+    def _has_another_state(self) -> None:
+        # A rank that has updated has done so with the state before, one that falls back would with that of now.
+        self._loaded_before_step = bool(self._options) and not self._broken
         self._failed, self._awaits_step, self._options = "", False, ()
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._has_another_state()
         if self.crossing is not None:
             self.crossing.failed = ""
         self._updated.clear()

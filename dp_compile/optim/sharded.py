@@ -341,7 +341,7 @@ class Sharded(InBackward):
             held[self._own[index]] = state
         self._alive().state = held
         self._has_state = True
-        self._failed, self._awaits_step, self._options = "", False, ()
+        self._has_another_state()
 
     @contextlib.contextmanager
     def as_whole(self, states: States) -> Iterator[torch.optim.Optimizer]:

@@ -545,6 +545,29 @@ def test_options_that_change_before_the_step(ranks: Ranks, compile_model: Callab
             assert "between the backward and optimizer.step()" in text
 
 
+def loaded_between() -> str:
+    """The first rank falls back: what the other has updated waits for `step()` there."""
+    both = twins(make=ADAMW)
+    both.train(0)
+    state = copy.deepcopy(both.mine.state_dict())
+    both.train(1)
+    both.backward(2, broken=dist.get_rank() == 0)
+    both.mine.load_state_dict(state)
+    with pytest.raises(dp_compile.ReductionError) as error:
+        both.mine.step()
+    both.mine.zero_grad()
+    both.ours.load_state_dict(both.theirs.state_dict())
+    both.mine.load_state_dict(copy.deepcopy(both.other.state_dict()))  # and goes on, as one that left a step out
+    both.theirs.zero_grad()
+    both.train(3, 4)
+    return str(error.value)
+
+
+def test_a_state_that_is_loaded_before_the_step(ranks: Ranks) -> None:
+    for text in ranks.run(loaded_between):
+        assert "a state was loaded into the optimizer between the backward and optimizer.step()" in text
+
+
 def compiled_step() -> str:
     both = twins(make=ADAMW)
     both.backward(0)
