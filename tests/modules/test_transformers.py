@@ -120,10 +120,7 @@ def train(name: str) -> tuple[set[str], list[tuple[int, int, int]]]:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in ("gpt2", "mixture of experts") else pytest.mark.nightly)
-        for name in ARCHITECTURES
-    ],
+    [pytest.param(name, marks=() if name == "mixture of experts" else pytest.mark.nightly) for name in ARCHITECTURES],
 )
 def test_same_gradients_as_torch_ddp(ranks2: Ranks, name: str) -> None:
     for ways, captures in ranks2.run(train, name, timeout_s=400):

@@ -158,6 +158,7 @@ def odd_sizes() -> tuple[nn.Module, torch.Tensor]:
     return nn.Sequential(nn.Linear(7, 13), nn.GELU(), nn.Linear(13, 5)), torch.randn(3, 7)
 
 
+@pytest.mark.nightly
 def test_members_start_at_multiples_of_the_alignment_in_generated_code(fake_group: dist.ProcessGroup) -> None:
     code = compile_both(odd_sizes, 25).reduced
     (bucket,) = code.buckets

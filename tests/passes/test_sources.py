@@ -148,7 +148,10 @@ def test_a_file_beside_a_script_is_in_its_key(package: Path) -> None:
     assert keys[1] == keys[2]
 
 
-def test_a_file_that_was_edited_after_it_was_loaded_is_not_taken_for_what_runs(package: Path) -> None:
+def test_a_file_that_was_edited_after_it_was_loaded_is_not_taken_for_what_runs(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # of two files of one size and second Python takes one's
     (package / "first.py").write_text(text(ran="1"))
     old = loaded("users_package.first").Mine()
     (package / "first.py").write_text(text(ran="2"))
