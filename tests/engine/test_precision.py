@@ -51,8 +51,24 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
 }
 
 
+def check_gradient(name: str, parameter: nn.Parameter, other: nn.Parameter, way: str, wire: torch.dtype) -> None:
+    """Bit by bit, where rounding allows."""
+    assert parameter.grad is not None, name
+    assert parameter.grad.dtype == parameter.dtype
+    assert other.grad is not None, name
+    if dist.get_world_size() > 2:  # where a gradient lies in its bucket decides who adds first, and rounds
+        bound = dist.get_world_size() * torch.finfo(wire).eps * float(other.grad.abs().max())
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=bound)
+    elif parameter.is_complex():  # divided as such by torch
+        torch.testing.assert_close(parameter.grad, other.grad)
+    elif way == "inductor":  # products and sums in another order, which may round to another neighbour
+        torch.testing.assert_close(parameter.grad, other.grad, rtol=2 * torch.finfo(wire).eps, atol=1e-5)
+    else:
+        assert torch.equal(parameter.grad, other.grad), name
+
+
 def run_wire(way: str, wire: torch.dtype, given: str, unused: bool) -> tuple[dict[str, int], str]:
-    """As torch's DDP with its compressing hook, bit by bit, two steps with an accumulation each."""
+    """As torch's DDP with its compressing hook, two steps with an accumulation each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     build = Net if unused else mlp
@@ -80,14 +96,7 @@ def run_wire(way: str, wire: torch.dtype, given: str, unused: bool) -> tuple[dic
                     with torch.autograd.detect_anomaly(check_nan=False) if way == "eager hooks" else nullcontext():
                         run(batch(2 * step + micro)).square().mean().backward()
         for (name, one), other in zip(model.named_parameters(), theirs.module.parameters(), strict=True):
-            assert one.grad is not None, name
-            assert one.grad.dtype == one.dtype
-            if one.is_complex():  # divided as such by torch
-                torch.testing.assert_close(one.grad, other.grad)
-            elif way == "inductor":  # products and sums in another order, which may round to another neighbour
-                torch.testing.assert_close(one.grad, other.grad, rtol=2 * torch.finfo(wire).eps, atol=1e-5)
-            else:
-                assert torch.equal(one.grad, other.grad), name
+            check_gradient(name, one, other, way, wire)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -192,8 +201,8 @@ def run_large(value: float) -> tuple[float, float]:
     return found, float(plain)
 
 
-def test_a_sum_that_does_not_fit_into_float16(ranks: Ranks) -> None:
-    for found, plain in ranks.run(run_large, 40_000.0):
+def test_a_sum_that_does_not_fit_into_float16(ranks2: Ranks) -> None:
+    for found, plain in ranks2.run(run_large, 40_000.0):
         assert plain == float("inf")
         assert found == 40_000.0
 

@@ -543,7 +543,9 @@ def train_with_comm_hook(how: str, name: str) -> dict[str, int]:
                 with model.no_sync() if micro_step == 0 else nullcontext():
                     forward(x).square().mean().backward()
         for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, other.grad)
+            # Of more than two ranks another one adds first, and rounds, where a gradient lies elsewhere in its bucket.
+            rounded = {"rtol": 0.01, "atol": 1e-3} if name == "fp16" and dist.get_world_size() > 2 else {}
+            torch.testing.assert_close(mine.grad, other.grad, **rounded)
             mine.grad = other.grad = None
     assert states[0] == states[1]
     assert (len(states[0]) > 0) is (name == "ours")

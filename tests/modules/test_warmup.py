@@ -207,10 +207,10 @@ def run_differently(missing: bool) -> str:
     return "no error"
 
 
-def test_ranks_have_to_warm_up_alike(ranks: Ranks) -> None:
-    for message in ranks.run(run_differently, False):
+def test_ranks_have_to_warm_up_alike(ranks2: Ranks) -> None:
+    for message in ranks2.run(run_differently, False):
         assert "rank 1 differs from rank 0: batches is 2 there, 1 on rank 0" in message
-    assert ranks.run(run_differently, True)[0] == "warmup(): rank 1 has not called warmup() after 3 s"
+    assert ranks2.run(run_differently, True)[0] == "warmup(): rank 1 has not called warmup() after 3 s"
 
 
 def run_counted() -> int:
