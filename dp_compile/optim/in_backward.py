@@ -267,7 +267,7 @@ class InBackward:
     def released(self) -> None:
         """The optimizer goes on as it is, in `step()`."""
         self._unmark()
-        self._options = ()
+        self._options, self._loaded_before_step = (), False
         if self.crossing is not None:
             self.crossing.release()
 

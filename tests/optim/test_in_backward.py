@@ -560,6 +560,11 @@ def loaded_between() -> str:
     both.mine.load_state_dict(copy.deepcopy(both.other.state_dict()))  # and goes on, as one that left a step out
     both.theirs.zero_grad()
     both.train(3, 4)
+    both.backward(5)
+    both.mine.load_state_dict(copy.deepcopy(both.mine.state_dict()))
+    dp_compile.unreplicate(both.ours)
+    both.ours(batch(6)).square().mean().backward()
+    both.mine.step()  # of an optimizer as any other
     return str(error.value)
 
 
