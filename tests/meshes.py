@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -74,7 +74,7 @@ class Reads:
         return PassResult(changed=False)
 
 
-def unordered(orders: Sequence[Orders]) -> list[tuple[int, ...]]:
+def unordered(orders: Sequence[Mapping[tuple[int, ...], Any]]) -> list[tuple[int, ...]]:
     """Of one backward, by rank: the groups of which not all ranks have the collectives in the same order."""
     return [
         group

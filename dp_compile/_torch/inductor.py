@@ -173,6 +173,25 @@ def lower_as_call(op: Any, *args: Any) -> Any:
     return _fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
+def can_run_first() -> bool:
+    """Whether `run_first` works with this torch."""
+    return hasattr(_state.graph, "additional_star_deps")
+
+
+def run_first(buffer: Any, users: Sequence[Any]) -> None:
+    """Let the call that makes a buffer run before all else, as it needs nothing, and these of its users behind it.
+
+    They write into its memory, which is no dependency that Inductor sees. Nobody else gets the memory later.
+    """
+    graph = _state.graph
+    operation = buffer.get_defining_op()
+    graph.operations.remove(operation)
+    graph.operations.insert(0, operation)
+    graph.never_reuse_buffers.add(buffer.get_name())
+    for user in users:
+        graph.additional_star_deps[user.get_operation_name()].add(buffer.get_name())
+
+
 def empty_cache() -> contextlib.AbstractContextManager[None]:
     """Inside, Inductor's caches start out empty and go away at the end."""
     return cast(Callable[[], contextlib.AbstractContextManager[None]], _fresh_cache)()

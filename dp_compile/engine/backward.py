@@ -288,7 +288,7 @@ def _end_reducer(replica: Replica) -> None:
 
 def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Tensor, ...]:
     if any(map(_wants_hooks, found.replicas)):
-        probe.check()
+        probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
     synced = [replica for replica in found.replicas if replica.reduces]
     with Watched(synced) as watched, updates.one_backward(found.replicas, keep_graph=call.keep_graph):
         _check_alone(found.replicas)
@@ -296,6 +296,8 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
             replica.check_group()
             _check_inputs(replica, call)
             replica.local.begin()
+        # From here to `count_from_here` ranks talk to each other, so the order is a protocol: ranks without inputs hear
+        # of the backward first, then plans change, and who reduces is asked of the plans as they are then.
         _announce(synced)
         for replica in synced:
             revise_if_due(replica)
@@ -474,6 +476,7 @@ def _search(call: _Call) -> _Found:
             owner = owners.find(variable)
             if owner is not None:
                 if not replicas:  # asked late: a backward of other modules need not know
+                    # Where nothing may be captured the answer decides nothing, and the walk can stop sooner.
                     compiled = compiled or getattr(_scope, "forced", False) or not any(map(_may_capture, owners))
                 replicas.add(owner[0])
             elif isinstance(variable, torch.nn.Parameter):

@@ -47,6 +47,7 @@ class CapturedBackward:
         self._compiled: dict[Binding, CompiledBackward] = {}
 
     def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
+        """Run one backward. Compiled autograd keeps this object and calls it in each backward with the same graph."""
         backward = window.current()
         if backward is None:
             # Another thread's backward slipped into our window: run it as it is.
@@ -62,7 +63,7 @@ class CapturedBackward:
 
     def _run(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         binding = self._binder.bind(replicas, inputs, rest[2])
-        if self._settle(replicas, binding, inputs, rest):
+        if self._settle(replicas, binding, inputs, rest):  # other plans: a binding says which
             binding = self._binder.bind(replicas, inputs, rest[2])
         compiled = self._compiled.get(binding)
         if compiled is None:

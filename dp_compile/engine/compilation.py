@@ -33,6 +33,7 @@ from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce, reductions_
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
+from dp_compile.passes.bucket_memory import filling
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.own_memory import OwnMemory
@@ -387,7 +388,7 @@ class CompiledBackward:
             inductor.compile_with_inductor if self._backend == "inductor" else inductor.compile_with_aot_eager
         )
         crosses = tuple(tuple(each.crosses for each in replica.after.wanted) for replica in self._replicas)
-        # In front of all that the pipeline verifies.
+        # In front of all that the pipeline verifies: a copy that it makes is a gradient's source for the passes.
         whole = inductor.ChainedPass(inductor.Keyed(OwnMemory(is_whole=not self._is_broken)), pipeline)
         if self._updates and any(map(any, crosses)):
             # Behind all of it: every reduction has its wait until here.
@@ -449,7 +450,8 @@ class CompiledBackward:
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
             plans, events = self._plans_now, self._events or contextlib.nullcontext()
-            with executing(plans), updating(plans, optimizers), events:
+            memories = [replica.bucket_memory for replica in self._replicas]
+            with executing(plans), filling(memories), updating(plans, optimizers), events:
                 outputs = compiled(*args)
             if self._keeping.key is not None:
                 self._keeping.outputs = tuple(outputs)

@@ -242,6 +242,7 @@ class ReductionRound:
             for index in self.arrived:
                 self._set_grad(index)
             replica.local.used.clear()
+            # Of the first one: the plan is made anew from it once, as torch's DDP rebuilds its buckets.
             replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
             flags = self.averages[len(replica.parameters)]
             replica.hand_out(unused, list(map(self.averages.get, unused)), flags)
@@ -294,6 +295,8 @@ class ReductionRound:
         self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
         if self.due is None:
             self.due = deque(self._order())
+        # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
+        # stage before those, and buckets become complete in the plan's order.
         while self._launch_stage() != (number, 0):
             pass
         # Not yet the last stages: this rank would stand still until the slow link has carried all before them.

@@ -142,8 +142,7 @@ class CaptureRecord:
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
         lines = [head, *([f"  kept backwards: {self.kept}"] if self.kept else [])]
-        lines += [f"  {record}" for record in self.passes]
-        lines = [head, *(f"  {record}" for record in (self.passes if verbose else ()))]
+        lines += [f"  {record}" for record in (self.passes if verbose else ())]
         lines += [
             f"  refused {refusal.node}: {refusal.reason}"
             for record in self.passes

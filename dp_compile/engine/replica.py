@@ -24,6 +24,7 @@ from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
+from dp_compile.passes.bucket_memory import BucketMemory
 from dp_compile.passes.functional_hook import State
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
@@ -203,7 +204,7 @@ class Replica:
     ready: ReadyTimes
     """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
     strategy: str
-    """Where buckets end: a name of `config.STRATEGIES`, or `single`: no pass makes buckets."""
+    """Where buckets end: a name of `config.STRATEGIES`, or of the user's own; `single`: no pass makes buckets."""
     certificate: Certificate | None = None
     revisions: Revisions = field(default_factory=Revisions)
     code_key: str = field(init=False)
@@ -233,6 +234,8 @@ class Replica:
     local: LocalGradients = field(init=False)
     arrivals_in: Arrivals | None = None
     """Where the hooks report, while a backward of this module is under way that somebody of ours has seen begin."""
+    bucket_memory: BucketMemory = field(default_factory=BucketMemory)
+    """Of its large buckets, on CPUs."""
     after: AfterReduction = field(default_factory=AfterReduction)
     unused: UnusedParameters = field(default_factory=UnusedParameters)
     history: History = field(default_factory=History)
@@ -317,6 +320,7 @@ class Replica:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
         same_code = planned.plan.for_code() == self.plan.for_code()
         self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready
+        self.bucket_memory.kept.clear()
         if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
             self.code_key = self._code_key()
 

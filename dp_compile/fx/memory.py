@@ -50,6 +50,7 @@ _REDUCING: Final = frozenset(
         aten.argmin,
         aten.index_put,
         aten._unsafe_index_put,
+        aten._unsafe_masked_index_put_accumulate,
         aten.mean,
         aten.prod,
         aten.scatter,
@@ -117,6 +118,7 @@ def footprint(
     lives_in: Mapping[fx.Node, fx.Node] | None = None,
     stores: Collection[fx.Node] = (),
     without: Collection[fx.Node] = (),
+    kept: Collection[fx.Node] = (),
 ) -> Footprint:
     """The blocks of a graph.
 
@@ -124,12 +126,16 @@ def footprint(
         lives_in: nodes whose memory is a part of another node's, from when the first of them is computed.
         stores: nodes that compute what they are given, if it is pointwise, on the way to where they store it.
         without: nodes that take part in nothing: they make nothing and read nothing.
+        kept: nodes whose memory is there before the graph runs, and stays behind it.
     """
     blocks = _Blocks(graph, lives_in or {}, frozenset(without))
     inlined = blocks.inlined(frozenset(stores))
     reads = {node: blocks.read_by(node, inlined) for node in graph.nodes}
     makes = {node: tuple(block for block in blocks.of(node) if block not in inlined) for node in graph.nodes}
-    return Footprint(makes, reads, blocks.nbytes, blocks.staying())
+    there = {block for node in kept for block in makes[node]}
+    first = next(iter(graph.nodes))
+    makes[first] = tuple(dict.fromkeys((*makes[first], *sorted(there))))
+    return Footprint(makes, reads, blocks.nbytes, blocks.staying() | there)
 
 
 class _Blocks:

@@ -11,9 +11,10 @@ from dp_compile.insight.replica_step import measured_of, step_of_replica
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicated_module import replica_of
+from dp_compile.passes.bucket_memory import KEPT_FROM_NBYTES
 from dp_compile.plan.certificate import Certificate
 from dp_compile.plan.ready_times import ASSUMED
-from dp_compile.plan.words import count
+from dp_compile.plan.words import count, format_bytes
 
 
 def report(module: nn.Module) -> Report:
@@ -38,6 +39,17 @@ def report(module: nn.Module) -> Report:
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
         mixing="\n".join(filter(None, (each.describe() for each in replica.after.updates if each.is_alive))),
+        memory=_kept_memory(replica),
+    )
+
+
+def _kept_memory(replica: Replica) -> str:
+    kept = replica.bucket_memory.kept
+    if not kept:
+        return ""
+    return (
+        f"memory that backwards use again: {format_bytes(sum(each.nbytes() for each in kept.values()))} of "
+        f"{count(len(kept), 'bucket')} above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
     )
 
 

@@ -453,7 +453,7 @@ def _plan_of_one_half(step: Step, scenario: Scenario, cost: AllReduceCost, ready
     gradients = [change(gradient) for gradient in in_plan_order(step.plan.gradients)]
     if strategy == "fixed":
         return plan_fixed(gradients, ReplicateConfig(bucket_cap_mb=scenario.bucket_cap_mb).caps_mb(), layout).plan
-    make = plan_coalesced if strategy == "coalesced" else plan_optimal
+    make = {"optimal": plan_optimal, "coalesced": plan_coalesced}[strategy]
     return make(gradients, cost, ready, _together(step, layout), band=band_for(step)).plan
 
 

@@ -18,7 +18,7 @@ class Report:
     if it was timed, as `explain` says too. `divided_by`: what somebody said that
     sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer
     has to call the comm hook, if it has to. `mixing`: what optimizers do in the backward and what that spares, or with
-    whom a decentralized module mixes its parameters.
+    whom a decentralized module mixes its parameters. `memory`: what stays allocated for buckets between backwards.
     """
 
     mode: str
@@ -31,6 +31,7 @@ class Report:
     why_not_captured: str = ""
     mixing: str = ""
     measured: str = ""
+    memory: str = ""
 
     def __str__(self) -> str:
         return self.text()
@@ -44,4 +45,5 @@ class Report:
         lines.append(str(self.plan))
         for number, record in enumerate(self.captures):
             lines.append(f"captured backward {number}: {record.text(verbose=verbose)}")
+        lines += [self.memory] if self.memory else []
         return "\n".join(lines)

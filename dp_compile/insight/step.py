@@ -167,7 +167,7 @@ class Step:
 
     Args:
         mode: what reduces, for people, as in `Report.mode`.
-        strategy: where buckets end: a name of `config.STRATEGIES`.
+        strategy: where buckets end: a name of `config.STRATEGIES`, or of a strategy of the user's.
         world_size: ranks.
         backend: of the process group: `nccl`, `gloo`, `fake`.
         device: type of the parameters' device.

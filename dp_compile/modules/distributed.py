@@ -51,7 +51,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
     Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. What torch's reducer does
-    with `gradient_as_bucket_view` happens here anyway: it is accepted and changes nothing in the result.
+    with `gradient_as_bucket_view` happens here anyway: it is accepted and changes nothing in the result. Gradients that
+    somebody keeps stay what they were, which torch's do not with it.
 
     It passes `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks
     read, so that `torch.nn.parallel.DistributedDataParallel = dp_compile.DistributedDataParallel` puts it under them.

@@ -75,8 +75,8 @@ class Planning:
     """A plan, and how to make it anew when more is known.
 
     `revise` makes a plan from ready times and, if it was measured, what a collective costs; it is pure. `revisions`
-    are the occasions for it, in their order. `strategy`: a name of `config.STRATEGIES`, or `single`: no pass makes
-    buckets, each gradient is reduced for itself.
+    are the occasions for it, in their order. `strategy`: a name of `config.STRATEGIES`, or of the user's
+    own, or `single`: no pass makes buckets, each gradient is reduced for itself.
     """
 
     strategy: str
@@ -161,7 +161,7 @@ def _plan(
 def _with_options(strategy: str, config: ReplicateConfig) -> Strategy:
     if strategy == "fixed":
         return Fixed(*config.caps_mb())
-    return (Coalesced if strategy == "coalesced" else Optimal)(config.cost, config.replan_after)
+    return {"optimal": Optimal, "coalesced": Coalesced}[strategy](config.cost, config.replan_after)
 
 
 def _as_ddp(

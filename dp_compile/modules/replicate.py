@@ -135,8 +135,8 @@ def replicate(
         broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
         check_reductions: check after each backward that every gradient was reduced exactly once.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
-        gradient_as_bucket_view: accepted, as torch's `replicate` does, and without effect: gradients whose kernels
-            allow it are computed in their buckets, whatever is said.
+        gradient_as_bucket_view: accepted, as torch's `replicate` does, and without effect: gradients are views of their
+            buckets, whatever is said, and a bucket never writes over a gradient that somebody kept.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
             `fully_shard`: the dtype of compute, of what is sent, of outputs. `config` has the same, and more. Or a
@@ -358,6 +358,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         replica.precision = precision
         statement = _statement(target, replica)
         bind_memory(replica)
+    # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
     replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
     _broadcast(replica)
     if pending is None:

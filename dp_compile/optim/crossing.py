@@ -40,7 +40,7 @@ from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
-from dp_compile.passes.reduction import EagerOps, dtype_of, view_of
+from dp_compile.passes.reduction import EagerOps, restored, view_of
 from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import Bucket, Layout, Rows
 from dp_compile.plan.cost import AllReduceCost
@@ -289,9 +289,8 @@ class _Left:
             with self.told.waiting(number):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)
-            _, scale = ops.factors(bucket.key.reduction)
-            if bucket.key.reduction.wire is not None or scale != 1.0:
-                tensor = ops.restore(tensor, scale, dtype_of(bucket.key.dtype))
+            _, post_scale = ops.factors(bucket.key.reduction)
+            (tensor,) = restored(bucket, [tensor], post_scale, ops)
             for member, place in zip(bucket.members, bucket.places(), strict=True):
                 view = view_of(member, tensor, place.offset)
                 if member.rows is None:

@@ -6,7 +6,8 @@
 In eager mode the op copies. Compiled, the bucket is allocated before its members are computed: a matrix product gets
 its part of the bucket as `out=`, generated code stores there, the factor included. Nothing is left to be copied, but
 for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why. If such a
-gradient has the whole bucket for itself, its own memory becomes the bucket.
+gradient has the whole bucket for itself, its own memory becomes the bucket. Memory of large buckets is that of the
+backward before (`bucket_memory.py`).
 
     assemble([a, b])  ->  one flat tensor, a and then b
 
@@ -33,6 +34,7 @@ from torch import fx
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
+from dp_compile.passes.bucket_memory import BUCKET_MEMORY, is_kept
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
 
@@ -85,7 +87,9 @@ def _lower(
         if whole is not None:
             _tell(node, 0, None)
             return whole
-    bucket = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
+    kept = _kept_memory(node, numel, dtype, device)
+    layout = ir.FixedLayout(device, dtype, [numel], [1]) if kept is None else ir.NonOwningLayout(kept)
+    bucket = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     storage = ir.StorageBox(bucket)
     for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
         if place.numel:
@@ -106,7 +110,20 @@ def _lower(
     bucket.name = inductor.graph_being_lowered().register_buffer(bucket)
     bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
     inductor.graph_being_lowered().register_operation(bucket)
+    if kept is not None:
+        inductor.run_first(kept.data.data, [*bucket.inputs, bucket])
     return ir.TensorBox(storage)
+
+
+def _kept_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.device) -> Any:
+    """The memory of a bucket that later backwards use again; `None`: it is allocated where it is first filled."""
+    provenance = edit.provenance_of(node)
+    if provenance is None or not is_kept(node) or not inductor.can_run_first():
+        return None
+    replica, number = map(int, provenance.unit.split("."))
+    memory = inductor.lower_as_call(BUCKET_MEMORY, replica, number, numel, dtype, device)
+    memory.realize()
+    return ir.ReinterpretView(data=memory.data, layout=ir.FixedLayout(device, dtype, [numel], [1]))
 
 
 inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
@@ -179,7 +196,28 @@ def _can_be_moved(gradient: Any, part: Any) -> bool:
     if not isinstance(gradient.data, ir.StorageBox):
         return False
     gradient.realize()
+    if gradient.data.data.get_name() in inductor.graph_being_lowered().mutated_buffers:
+        return _is_scattered_into(gradient, part)
     return ir.ConcatKernel.can_realize_into_without_copy(gradient.data, part) or _writes_as_given(gradient, part)
+
+
+def _is_scattered_into(gradient: Any, part: Any) -> bool:
+    """Whether generated code writes a gradient first, and rows are then added to it, as to an embedding's.
+
+    Both do so in the bucket: what adds the rows knows the memory by the gradient's name.
+    """
+    written = gradient.data.data
+    if not isinstance(written, ir.ComputedBuffer) or not (
+        isinstance(written.layout, ir.FlexibleLayout) or _lies_as(written, part.get_stride())
+    ):
+        return False
+    name = written.get_name()
+    writers = [each for each in inductor.graph_being_lowered().operations if name in each.get_mutation_names()]
+    return all(
+        isinstance(each, ir.IndexPutFallback)
+        or (isinstance(each, ir.ComputedBuffer) and isinstance(each.data, ir.Scatter))
+        for each in writers
+    )
 
 
 def _writes_as_given(gradient: Any, part: Any) -> bool:

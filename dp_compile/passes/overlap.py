@@ -1,4 +1,4 @@
-"""Order a backward so that its collectives run while it still computes. The only pass that moves nodes.
+"""Order a backward so that its collectives run while it still computes. The only pass that moves compute for that.
 
     a  b  launch(a)  wait(a)  use(a)  c   ->   a  launch(a)  b  c  ...  wait(a)  use(a)
 
@@ -29,6 +29,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.fx import edit, memory
 from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
+from dp_compile.passes.bucket_memory import is_kept
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import chain_of, waits_before
 from dp_compile.passes.result import PassResult, PeakMemory, Refusal
@@ -95,6 +96,7 @@ def _computing_first_what_is_needed_first(graph: fx.Graph, launches: Sequence[fx
     last_stages = end - len(list(itertools.takewhile(is_all_gather, reversed(launches))))
 
     def priority(node: fx.Node) -> tuple[float, float]:
+        # Half a turn: behind the launch before the last stages, in front of these.
         ours = edit.provenance_of(node) is not None
         return turn.get(node, end if ours or last_stages == end else last_stages - 0.5), wish[node]
 
@@ -125,6 +127,7 @@ def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
     returns = set(_handing_back(graph))
     for node in reversed(graph.nodes):
         if node in returns:
+            # Less than a place, however many follow each other: in front of the user and behind what stands there.
             wish[node] = min((wish[user] for user in node.users), default=wish[node]) - 0.5 / len(wish)
         elif edit.provenance_of(node) is not None:
             wish[node] = _SOON
@@ -172,12 +175,15 @@ def _excess(launch: fx.Node, peak: memory.Peak, bound: int) -> Refusal | None:
 
 
 def _footprint(graph: fx.Graph) -> memory.Footprint:
-    """Members lie in their bucket from the start, if nobody else uses them; the bucket is there with the first."""
+    """Members lie in their bucket from the start, if nobody else uses them; the bucket is there with the first.
+
+    Memory that is used again is there all the time.
+    """
     buckets = graph.find_nodes(op="call_function", target=FLAT_BUCKET)
     homes = {
         member: bucket for bucket in buckets for member in bucket.all_input_nodes if _has_memory_of_its_own(member)
     }
-    return memory.footprint(graph, lives_in=homes, stores=buckets)
+    return memory.footprint(graph, lives_in=homes, stores=buckets, kept=list(filter(is_kept, buckets)))
 
 
 def _has_memory_of_its_own(member: fx.Node) -> bool:

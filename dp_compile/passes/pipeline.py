@@ -67,6 +67,7 @@ class Pipeline(inductor.CustomGraphPass):
             result = graph_pass(graph, self.plans)
             self._show(graph_pass.name, graph)
             verify(graph, after=graph_pass.name, before=facts)
+            # Twice: what launches say of themselves is quick to name, what ops do to values is the truth.
             if accounted(graph) != reductions:
                 changed = next(iter((accounted(graph) - reductions) + (reductions - accounted(graph))))
                 which = f"the gradient of {names[changed]}" if changed in names else f"gradient {changed[1]}"
@@ -74,6 +75,7 @@ class Pipeline(inductor.CustomGraphPass):
             now = reductions_of(graph, sources, self.plans)
             check_same(followed, now, sources, made_by=graph_pass.name, names=names)
             duration_ms = (time.perf_counter() - start) * 1e3
+            # Waits that the graph came with are somebody else's.
             ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)
             records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms, ours))
         self.on_record(tuple(records))

@@ -81,7 +81,7 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
 
     Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places()` speaks of.
     """
-    reduction, dtype = bucket.key.reduction, dtype_of(bucket.key.dtype)
+    reduction = bucket.key.reduction
     wire = None if reduction.wire is None else dtype_of(reduction.wire)
     sharing: list[list[int]] = [[] for _ in bucket.tensor_numels]
     for number, place in enumerate(bucket.places()):
@@ -98,9 +98,14 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
         tensors = ops.wait(launched)
         if stage.op == EXCHANGE:
             tensors = [ops.add_up(tensor, stage.parts) for tensor in tensors]
-    if wire is not None or not isinstance(post_scale, float) or post_scale != 1.0:
-        tensors = [ops.restore(tensor, post_scale, dtype) for tensor in tensors]
-    return tensors
+    return restored(bucket, tensors, post_scale, ops)
+
+
+def restored(bucket: Bucket, tensors: list[TensorT], post_scale: float | TensorT, ops: Ops[TensorT]) -> list[TensorT]:
+    """What follows behind the last stage, for whoever waits for it elsewhere, too: the factor, and the dtype."""
+    if bucket.key.reduction.wire is None and isinstance(post_scale, float) and post_scale == 1.0:
+        return tensors
+    return [ops.restore(tensor, post_scale, dtype_of(bucket.key.dtype)) for tensor in tensors]
 
 
 def _reduced_by_hook(bucket: Bucket, hook: str, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:

@@ -83,6 +83,10 @@ class GraphPass(Protocol):
 
     Valid graph in, valid graph out. No communication, no rank, no state. `realises_plan` says that every reduction
     of a plan leaves this pass in the plan's buckets and order.
+
+    A node with a provenance (`fx/edit.py`) belongs to communication: its `unit` is "replica.bucket", the positions of
+    the module in the backward and of the bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or
+    behind a wait as late. A launch that a pass makes anew needs the `members` of the old one, or it counts as lost.
     """
 
     name: ClassVar[str]

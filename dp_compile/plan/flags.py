@@ -7,7 +7,8 @@
 | one                     | parameters were changed here that had gradients which were not reduced            |
 | two                     | they were changed behind a local backward whose gradients were dropped; were not  |
 
-Only zero and not zero are told apart, so the elements survive averaging over any number of ranks in any floating dtype.
+Only zero and not zero are told apart, so the elements survive averaging over any number of ranks in float64, float32
+and bfloat16, in float16 as far as `Averaging.reduction` allows it (`MOST_IN_FLOAT16`). No lossy codec carries them.
 A bit that is not zero together with its complement means that two ranks sent different numbers: they reduced different
 modules, and what they got is no gradient of anything. So for the last two: sharpness-aware
 minimisation moves parameters so on every rank, and what only some ranks do takes them apart.

@@ -80,6 +80,13 @@ class Ranks:
 
     def _outcomes(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
         """As `outcomes`, in the order in which ranks ended."""
+        try:
+            return self._asked(function, args, timeout_s)
+        except BaseException:  # a test's own time-out, Ctrl-C, what cannot be pickled
+            self.stop()  # else what the ranks answer late would be taken for the answer to the next call
+            raise
+
+    def _asked(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
         if not self._processes:
             self._start()
         for connection in self._connections:

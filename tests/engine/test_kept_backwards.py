@@ -574,6 +574,7 @@ def test_found_again(fake_group: dist.ProcessGroup) -> None:
     first = gradients_of(model, torch.compile(model))
     (record,) = dp_compile.report(model).captures
     assert record.kept == "miss: nothing is kept of this graph; kept now"
+    assert f"kept backwards: {record.kept}" in str(record)
 
     model = fresh()
     compiled = torch.compile(model)

@@ -124,6 +124,30 @@ def test_what_is_stored_by_others_and_what_is_left_out() -> None:
     assert peak(graph, footprint(graph, without=[cat])).nbytes == 2 * KIB  # sin is freed before cos is made
 
 
+def test_what_is_kept_is_there_all_the_time() -> None:
+    graph = trace(products, square()).graph
+    last = [*graph.nodes][3]
+    assert peak(graph) == Peak(3 * KIB, "mm_2")
+    assert peak(graph, footprint(graph, kept=[last])) == Peak(3 * KIB, "mm")
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_rows_are_added_to_zeros_in_one_place(is_masked: bool) -> None:
+    """As for the gradient of an embedding, in both forms in which torch writes it."""
+    put = aten._unsafe_masked_index_put_accumulate
+
+    def function(a: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        zeros = torch.full((64, 16), 0.0)
+        if is_masked:
+            return put(zeros, counts, [rows], a.sin())
+        return zeros.index_put([rows], a.sin(), accumulate=True)
+
+    rows = torch.zeros(16, dtype=torch.int64)
+    inputs_nbytes = KIB + rows.nbytes + 16
+    found = peak(trace(function, square(), rows, torch.ones(16, 1, dtype=torch.bool)).graph)
+    assert found.nbytes == 4 * KIB + inputs_nbytes
+
+
 def test_a_size_that_varies_counts_as_what_it_was_when_traced() -> None:
     graph = make_fx(lambda a: a @ a, tracing_mode="symbolic")(torch.randn(16, 16)).graph
     assert peak(graph).nbytes == 2 * KIB

@@ -231,7 +231,9 @@ def run(case: MeshCase) -> list[Orders]:
             if theirs.grad is None:
                 assert mine is None or not full(mine).any(), f"step {step}: gradient of {name}"
                 continue
-            torch.testing.assert_close(full(mine), theirs.grad, rtol=1e-4, atol=1e-5, msg=f"step {step}: {name}")
+            # Of the largest element: these models turn one rounding into 1e-5 of it within three steps.
+            atol = 1e-4 * theirs.grad.abs().max().item() + 1e-5
+            torch.testing.assert_close(full(mine), theirs.grad, rtol=0, atol=atol, msg=f"step {step}: {name}")
         for optimizer in optimizers:
             optimizer.step()
     assert all(value is named[name] for name, value in model.named_parameters())
@@ -269,8 +271,19 @@ def test_meshes_and_plans(meshed: Ranks, numbers: list[int]) -> None:
     by_rank = meshed.run(run_all, numbers, timeout_s=550.0)
     for place, number in enumerate(numbers):
         of_case = [found[place] for found in by_rank]
+        if drawn(number).captured:  # ranks that leave a block out compile other graphs, and more or fewer of them
+            assert not unordered([all_orders(found) for found in of_case]), f"case {number}: {drawn(number)}"
+            continue
         assert len({len(orders) for orders in of_case}) == 1, f"case {number}: {drawn(number)}"
         for orders in zip(*of_case, strict=True):
             assert not unordered(orders), f"case {number}: {drawn(number)}"
-        if drawn(number).captured is False:
-            assert any(orders for orders in of_case[0]), f"nothing was seen of case {number}"
+        assert any(orders for orders in of_case[0]), f"nothing was seen of case {number}"
+
+
+def all_orders(found: Sequence[Orders]) -> dict[tuple[int, ...], set[tuple[str, ...]]]:
+    """By group, every order in which a graph of a rank has its collectives."""
+    orders: dict[tuple[int, ...], set[tuple[str, ...]]] = {}
+    for graph in found:
+        for group, order in graph.items():
+            orders.setdefault(group, set()).add(tuple(order))
+    return orders

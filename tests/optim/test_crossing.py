@@ -691,6 +691,7 @@ def test_orders(ranks2: Ranks, names: list[str], make: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)  # each of two hundred takes some three seconds
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=ORDERS, make=MAKES)
 def test_many_orders(ranks2: Ranks, names: list[str], make: str) -> None:

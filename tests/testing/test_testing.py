@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import pickle
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -578,6 +580,32 @@ def test_ranks_that_raise_or_hang_are_shown(own_ranks: testing.Ranks) -> None:
     assert "\nrank 0: ValueError: no more data on this rank\nrank 1: hangs\n" in said
     assert "--- rank 1: hangs:" in said
     assert "in batch_or_trouble" in said
+
+
+class Interrupted(BaseException):
+    """As a test runner's time-out, or Ctrl-C."""
+
+
+def test_a_call_that_is_interrupted_does_not_answer_the_next(own_ranks: testing.Ranks) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    assert own_ranks.run(pow, 2, 3) == [8, 8]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Interrupted):
+            own_ranks.run(time.sleep, 1.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert own_ranks.run(pow, 2, 4) == [16, 16]
+
+
+def test_what_cannot_be_pickled_reaches_no_rank(own_ranks: testing.Ranks) -> None:
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        own_ranks.run(lambda: None)
+    assert own_ranks.run(pow, 2, 5) == [32, 32]
 
 
 @pytest.mark.parametrize(

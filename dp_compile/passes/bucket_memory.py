@@ -1,0 +1,92 @@
+"""Memory of large buckets that is used again in the next backward.
+
+    bucket_memory(replica, bucket, numel, dtype, device)  ->  one flat tensor, not initialised
+
+glibc gives blocks above 32 MiB back to the system at once and takes them from it anew, page by page (`mallopt(3)`,
+`M_MMAP_THRESHOLD`): where little is computed for each byte, as for an embedding, that takes longer than the backward
+itself. So code for CPUs asks this op for the memory of such a bucket, and gets that of the backward before if nobody
+else has a part of it any more: a `.grad` that somebody kept stays what it was, and the bucket gets other memory.
+Smaller blocks stay in the process, and on GPUs torch's allocator keeps all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import fx
+
+from dp_compile._torch import storages
+from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.passes.bucket_ops import ASSEMBLE
+
+KEPT_FROM_NBYTES: Final = 32 * 2**20
+"""The largest block that glibc keeps in the process, `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c."""
+
+
+def is_kept(bucket: fx.Node) -> bool:
+    """Whether code lets a bucket, a `flat_bucket` of a graph, have memory that is used again in the next backward."""
+    value = bucket.meta["val"]
+    large = value.device.type == "cpu" and value.numel() * value.dtype.itemsize > KEPT_FROM_NBYTES
+    return large and not _is_a_piece(bucket) and storages.counts_uses()
+
+
+def _is_a_piece(bucket: fx.Node) -> bool:
+    """Whether it has a part of one gradient: what it becomes lies in the memory of the whole."""
+    launches = [user for user in bucket.users if is_collective(user)]
+    waits = [wait for launch in launches for wait in launch.users if is_wait(wait)]
+    return any(user.target is ASSEMBLE for wait in waits for user in wait.users)
+
+
+@dataclass(eq=False, slots=True)
+class BucketMemory:
+    """The memory of a module's large buckets, by their number in the plan. Made in one backward, used in many."""
+
+    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+
+    def take(self, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Memory that nobody else has a part of; new if there is none. Its values are whatever was there before."""
+        storage = self.kept.get(bucket)
+        if storage is None or storage.nbytes() != numel * dtype.itemsize or storages.uses(storage) > 1:
+            storage = self.kept[bucket] = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
+        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+
+
+class _Running(threading.local):
+    memories: Sequence[BucketMemory] = ()
+
+
+_running = _Running()
+
+
+@contextlib.contextmanager
+def filling(memories: Sequence[BucketMemory]) -> Iterator[None]:
+    """Inside, code of this thread fills the buckets of these modules, by their position among those of a backward."""
+    before = _running.memories
+    _running.memories = memories
+    try:
+        yield
+    finally:
+        _running.memories = before
+
+
+def _take(replica: int, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if replica < len(_running.memories):
+        return _running.memories[replica].take(bucket, numel, dtype, device)
+    return torch.empty(numel, dtype=dtype, device=device)  # generated code that somebody runs by itself
+
+
+def _shape_of_memory(replica: int, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+_library = torch.library.Library("dp_compile", "FRAGMENT")
+_library.define("bucket_memory(int replica, int bucket, int numel, ScalarType dtype, Device device) -> Tensor")
+_library.impl("bucket_memory", _take, "CompositeExplicitAutograd")
+torch.library.register_fake("dp_compile::bucket_memory", _shape_of_memory, lib=_library)
+
+BUCKET_MEMORY = torch.ops.dp_compile.bucket_memory.default
