@@ -14,7 +14,7 @@ with named():
 
 def uses(storage: torch.UntypedStorage) -> int:
     """How many tensors lie in it, or hold it otherwise, the caller's own object among them."""
-    return int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata))
 
 
 @functools.cache

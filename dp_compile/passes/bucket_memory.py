@@ -29,7 +29,10 @@ KEPT_FROM_NBYTES: Final = 32 * 2**20
 
 
 def is_kept(bucket: fx.Node) -> bool:
-    """Whether code lets a bucket, a `flat_bucket` of a graph, have memory that is used again in the next backward."""
+    """Whether code lets a bucket have memory that is used again in the next backward.
+
+    A bucket is a `flat_bucket` of a graph, or an `assemble`, which has the memory of its pieces.
+    """
     value = bucket.meta["val"]
     large = value.device.type == "cpu" and value.numel() * value.dtype.itemsize > KEPT_FROM_NBYTES
     return large and not _is_a_piece(bucket) and storages.counts_uses()
@@ -38,7 +41,8 @@ def is_kept(bucket: fx.Node) -> bool:
 def _is_a_piece(bucket: fx.Node) -> bool:
     """Whether it has a part of one gradient: what it becomes lies in the memory of the whole."""
     launches = [user for user in bucket.users if is_collective(user)]
-    waits = [wait for launch in launches for wait in launch.users if is_wait(wait)]
+    launched = [each for launch in launches for each in (launch, *launch.users)]  # of a grouped one, its items
+    waits = [wait for each in launched for wait in each.users if is_wait(wait)]
     return any(user.target is ASSEMBLE for wait in waits for user in wait.users)
 
 
@@ -51,7 +55,9 @@ class BucketMemory:
     def take(self, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that nobody else has a part of; new if there is none. Its values are whatever was there before."""
         storage = self.kept.get(bucket)
-        if storage is None or storage.nbytes() != numel * dtype.itemsize or storages.uses(storage) > 1:
+        is_fit = storage is not None and storage.nbytes() == numel * dtype.itemsize
+        # Another process may look at shared memory, which no count shows.
+        if storage is None or not is_fit or storage.is_shared() or storages.uses(storage) > 1:
             storage = self.kept[bucket] = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
         return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
 

@@ -134,7 +134,9 @@ def _lower_assembly(pieces: Sequence[Any]) -> Any:
     node = graph.current_node
     sizes = [int(piece.get_size()[0]) for piece in pieces]
     device, dtype = pieces[0].get_device(), pieces[0].get_dtype()
-    whole = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [sum(sizes)], [1]), inputs=[])
+    kept = _kept_memory(node, sum(sizes), dtype, device)
+    layout = ir.FixedLayout(device, dtype, [sum(sizes)], [1]) if kept is None else ir.NonOwningLayout(kept)
+    whole = ir.ConcatKernel(name=None, layout=layout, inputs=[])
     storage = ir.StorageBox(whole)
     for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
         layout = ir.FixedLayout(device, dtype, [size], [1], sum(sizes[:number]))
@@ -146,6 +148,9 @@ def _lower_assembly(pieces: Sequence[Any]) -> Any:
     whole.name = graph.register_buffer(whole)
     whole.inputs = ir.ConcatKernel.unwrap_storage(whole.inputs)
     graph.register_operation(whole)
+    if kept is not None:
+        parts = [each for piece in whole.inputs if isinstance(piece, ir.ConcatKernel) for each in piece.inputs]
+        inductor.run_first(kept.data.data, [*parts, *whole.inputs, whole])
     return ir.TensorBox(storage)
 
 

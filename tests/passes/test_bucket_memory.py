@@ -16,7 +16,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
 import dp_compile
-from dp_compile._torch import storages
+from dp_compile._torch import inductor, storages
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes import bucket_memory
 from dp_compile.passes.bucket_memory import BucketMemory
@@ -45,11 +45,23 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randint(0, ROWS, (4, 7), generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.fixture(scope="module")
+def code_of_kept() -> Iterator[None]:
+    """Code for memory that is used again, made once for all tests: no key of Inductor's cache knows of the limit."""
+    with pytest.MonkeyPatch.context() as patch, inductor.empty_cache():
+        patch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
+        yield
+
+
 @pytest.fixture
-def all_are_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
+def all_are_kept(code_of_kept: None) -> None:
     torch._dynamo.reset()
-    with inductor_config.patch(fx_graph_cache=False):
+
+
+@pytest.fixture
+def made_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    with inductor.empty_cache():
         yield
 
 
@@ -72,6 +84,15 @@ def test_what_nobody_looks_at_is_used_again() -> None:
     del array
     third = memory.take(0, 8, torch.float32, CPU).data_ptr()
     assert memory.take(0, 8, torch.float32, CPU).data_ptr() == third
+
+
+def test_what_another_process_may_look_at_is_not_used_again() -> None:
+    memory = BucketMemory()
+    gradient = memory.take(0, 8, torch.float32, CPU).fill_(1.0)
+    sent = gradient.share_memory_().untyped_storage()._share_filename_cpu_()
+    del gradient
+    memory.take(0, 8, torch.float32, CPU).zero_()
+    assert torch.UntypedStorage._new_shared_filename_cpu(*sent).tolist()[:4] == [0, 0, 128, 63]  # 1.0
 
 
 def test_a_bucket_of_another_size_has_other_memory() -> None:
@@ -205,7 +226,7 @@ def test_memory_goes_with_the_module_and_with_the_plan() -> None:
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
 def test_the_memory_is_there_before_anything_is_written_to_it() -> None:
     """Also where Inductor moves collectives and what they need."""
-    with inductor_config.patch(reorder_for_compute_comm_overlap=True):
+    with inductor_config.patch(reorder_for_compute_comm_overlap=True, fx_graph_cache=False):
         _, codes = run_and_get_code(lambda: Training(bucket_cap_mb=0.002).step(0))
     (code,) = (each for each in codes if "bucket_memory" in each)
     body = code.split("def call(self, args):")[1].splitlines()
@@ -218,6 +239,7 @@ def test_the_memory_is_there_before_anything_is_written_to_it() -> None:
 
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
 def test_rows_are_added_in_the_bucket_with_a_deterministic_kernel_too() -> None:
+    torch._dynamo.reset()
     torch.use_deterministic_algorithms(True)
     try:
         training = Training()
@@ -228,16 +250,18 @@ def test_rows_are_added_in_the_bucket_with_a_deterministic_kernel_too() -> None:
     assert "computed in their buckets: 100.0%" in str(dp_compile.report(training.model))
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_small_buckets_are_allocated_as_ever() -> None:
+@pytest.mark.usefixtures("fake_group", "made_anew")
+def test_small_buckets_are_allocated_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 32 * 2**20)
     training = Training()
     training.step(0)
     assert not training.kept
     assert "use again" not in str(dp_compile.report(training.model))
 
 
-@pytest.mark.usefixtures("fake_group", "all_are_kept")
+@pytest.mark.usefixtures("fake_group", "made_anew")
 def test_a_torch_that_does_not_count_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
     monkeypatch.setattr(storages, "counts_uses", lambda: False)
     training = Training()
     for seed in range(2):
@@ -247,7 +271,12 @@ def test_a_torch_that_does_not_count_keeps_nothing(monkeypatch: pytest.MonkeyPat
 
 def train(seeds: int) -> tuple[float, float, float]:
     """Beside torch's DDP: the largest difference, and by how much kept gradients have changed, ours and torch's."""
-    bucket_memory.KEPT_FROM_NBYTES = 0
+    with pytest.MonkeyPatch.context() as patch, inductor.empty_cache():
+        patch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
+        return _train(seeds)
+
+
+def _train(seeds: int) -> tuple[float, float, float]:
     ours = Words()
     theirs = nn.parallel.DistributedDataParallel(Words(), gradient_as_bucket_view=True)
     dp_compile.replicate(ours, bucket_cap_mb=0.002)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import tempfile
@@ -23,7 +24,7 @@ from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import PROVENANCE, provenance_of
 from dp_compile.fx.printer import short
 from dp_compile.insight.report import Report
-from dp_compile.passes import BucketReductions
+from dp_compile.passes import BucketReductions, bucket_memory
 from dp_compile.passes.analysis import accounted
 from dp_compile.plan import strategies
 from dp_compile.plan.buckets import (
@@ -224,6 +225,28 @@ def test_a_block_is_reduced_while_the_next_is_computed_and_nothing_is_copied() -
     shown = str(dp_compile.report(model).plan)
     assert "head.weight[0:20]" in shown
     assert "4 gradients" in shown
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_pieces_lie_in_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 64 * 24 * 4 - 1)
+    torch._dynamo.reset()
+    model = WithHead()
+    plain = copy.deepcopy(model)
+    dp_compile.replicate(model, plan=plan_file(HEAD_IN_TWO))
+    batches = [torch.randint(0, 64, (2, 16)) for _ in range(3)]
+    code = code_of_backward(model, batches[0])
+    assert code.count("bucket_memory.default(0, ") == 2  # the head's, and that of the last bucket
+    assert shape_of(code).endswith("AWWW")  # nothing is copied behind the reductions
+    run, seen = torch.compile(model), set[int]()
+    for batch in batches:
+        for each, forward in ((model, run), (plain, plain)):
+            each.zero_grad()
+            forward(batch).square().mean().backward()
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad / 2)  # type: ignore[operator]
+        seen.add(model.head.weight.grad.data_ptr())  # type: ignore[union-attr]
+    assert len(seen) == 1
 
 
 # --- real ranks ---------------------------------------------------------------------------------------------------
