@@ -1,8 +1,11 @@
-"""How many have a part of a block of memory. Costs nothing to load."""
+"""Who has a part of a block of memory. Costs nothing to load."""
 
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -12,25 +15,36 @@ with named():
     from torch.utils._python_dispatch import _disable_current_modes
 
 
-def uses(storage: torch.UntypedStorage) -> int:
-    """How many tensors lie in it, or hold it otherwise, the caller's own object among them."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
+def holders(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two numbers that are the same again once nobody holds more of a tensor's memory than when they were asked for.
+
+    How many tensors, arrays and so on lie in it; and how many hold its storage as an object of Python, of which there
+    is one that everybody gets, so that the first number does not show them (torch 2.13).
+    """
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
 
 
 @functools.cache
-def counts_uses() -> bool:
-    """Whether this torch says so, and counts what it should: tensors, views, arrays of NumPy and the storage itself."""
+def shows_holders() -> bool:
+    """Whether this torch says so, of all who could look at memory later."""
     try:
         with _disable_current_modes():  # while something is compiled, tensors are fake
-            storage = torch.empty(4, device="cpu").untyped_storage()
-            alone = uses(storage)
-            tensor = torch.empty(0, device="cpu").set_(storage, 0, (4,), (1,))
-            view = tensor[1:]
-            of_both = uses(storage)
-            array = view.numpy()
-            del tensor, view
-            of_array = uses(storage)
-            del array
-            return (alone, of_both, of_array, uses(storage)) == (1, 3, 2, 1)
+            tensor = torch.empty(4, dtype=torch.uint8, device="cpu")
+            alone = holders(tensor)
+            for held in _held(tensor):
+                if holders(tensor) == alone:
+                    return False
+                del held
+            return holders(tensor) == alone
     except (AttributeError, TypeError, RuntimeError):
         return False
+
+
+def _held(tensor: torch.Tensor) -> Iterator[Any]:
+    """The memory of a tensor, held in different ways, one after the other."""
+    yield tensor[1:]
+    yield tensor.detach()
+    yield tensor.numpy()
+    yield tensor.untyped_storage()
+    yield tensor.detach().__dlpack__()

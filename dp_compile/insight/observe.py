@@ -44,12 +44,12 @@ def report(module: nn.Module) -> Report:
 
 
 def _kept_memory(replica: Replica) -> str:
-    kept = replica.bucket_memory.kept
-    if not kept:
+    memory = replica.bucket_memory
+    if not memory.kept:
         return ""
     return (
-        f"memory that backwards use again: {format_bytes(sum(each.nbytes() for each in kept.values()))} of "
-        f"{count(len(kept), 'bucket')} above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
+        f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
+        f"{count(len(memory.kept), 'bucket')} above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
     )
 
 

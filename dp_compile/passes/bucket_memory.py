@@ -15,7 +15,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import fx
@@ -35,7 +35,7 @@ def is_kept(bucket: fx.Node) -> bool:
     """
     value = bucket.meta["val"]
     large = value.device.type == "cpu" and value.numel() * value.dtype.itemsize > KEPT_FROM_NBYTES
-    return large and not _is_a_piece(bucket) and storages.counts_uses()
+    return large and not _is_a_piece(bucket) and storages.shows_holders()
 
 
 def _is_a_piece(bucket: fx.Node) -> bool:
@@ -46,20 +46,42 @@ def _is_a_piece(bucket: fx.Node) -> bool:
     return any(user.target is ASSEMBLE for wait in waits for user in wait.users)
 
 
+class _Kept(NamedTuple):
+    """Memory, as a tensor that nobody else is given, and what `storages.holders` says when nobody has a part of it."""
+
+    memory: torch.Tensor
+    alone: tuple[int, int]
+
+
 @dataclass(eq=False, slots=True)
 class BucketMemory:
-    """The memory of a module's large buckets, by their number in the plan. Made in one backward, used in many."""
+    """The memory of a module's large buckets, by their number in the plan, size and dtype. Used in many backwards."""
 
-    kept: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    kept: dict[tuple[int, int, torch.dtype], _Kept] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.memory.nbytes for each in self.kept.values())
 
     def take(self, bucket: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Memory that nobody else has a part of; new if there is none. Its values are whatever was there before."""
-        storage = self.kept.get(bucket)
-        is_fit = storage is not None and storage.nbytes() == numel * dtype.itemsize
-        # Another process may look at shared memory, which no count shows.
-        if storage is None or not is_fit or storage.is_shared() or storages.uses(storage) > 1:
-            storage = self.kept[bucket] = torch.empty(numel, dtype=dtype, device=device).untyped_storage()
-        return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, (numel,), (1,))
+        kept = self.kept.get((bucket, numel, dtype))
+        if kept is None or not _is_free(kept):
+            memory = torch.empty(numel, dtype=dtype, device=device)
+            kept = self.kept[bucket, numel, dtype] = _Kept(memory, storages.holders(memory))
+        return torch.empty(0, dtype=dtype, device=device).set_(kept.memory.untyped_storage(), 0, (numel,), (1,))
+
+
+def _is_free(kept: _Kept) -> bool:
+    """Whether nobody else has a part of the memory, and it is what it was.
+
+    Another process may look at shared memory, which no count shows. It is asked for last: whoever shares a tensor has
+    it, and is seen until then.
+    """
+    if storages.holders(kept.memory) != kept.alone:
+        return False
+    storage = kept.memory.untyped_storage()
+    return storage.nbytes() == kept.memory.nbytes and not storage.is_shared()
 
 
 class _Running(threading.local):

@@ -218,7 +218,8 @@ def _is_scattered_into(gradient: Any, part: Any) -> bool:
         return False
     name = written.get_name()
     writers = [each for each in inductor.graph_being_lowered().operations if name in each.get_mutation_names()]
-    return all(
+    # None is seen of a collective in place, which is somebody else's: where that runs is not ours to say.
+    return bool(writers) and all(
         isinstance(each, ir.IndexPutFallback)
         or (isinstance(each, ir.ComputedBuffer) and isinstance(each.data, ir.Scatter))
         for each in writers

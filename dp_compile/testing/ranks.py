@@ -143,15 +143,18 @@ class Ranks:
 
     def stop(self) -> None:
         """Kill the processes. A later call starts new ones."""
-        for process in self._processes:
-            process.kill()
-            process.join()
-            process.close()
-        for connection in self._connections:
-            connection.close()
-        if self._directory is not None:
-            self._directory.cleanup()
-        self._processes, self._connections, self._directory = [], [], None
+        processes, connections, directory = self._processes, self._connections, self._directory
+        self._processes, self._connections, self._directory = [], [], None  # whatever interrupts what follows
+        with contextlib.ExitStack() as exits:
+            if directory is not None:
+                exits.callback(directory.cleanup)
+            for connection in connections:
+                exits.callback(connection.close)
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+                process.close()
 
 
 @contextlib.contextmanager

@@ -586,10 +586,11 @@ class Interrupted(BaseException):
     """As a test runner's time-out, or Ctrl-C."""
 
 
-def test_a_call_that_is_interrupted_does_not_answer_the_next(own_ranks: testing.Ranks) -> None:
-    def interrupt(*_: object) -> None:
-        raise Interrupted
+def interrupt(*_: object) -> None:
+    raise Interrupted
 
+
+def test_a_call_that_is_interrupted_does_not_answer_the_next(own_ranks: testing.Ranks) -> None:
     assert own_ranks.run(pow, 2, 3) == [8, 8]
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -599,6 +600,18 @@ def test_a_call_that_is_interrupted_does_not_answer_the_next(own_ranks: testing.
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+    assert own_ranks.run(pow, 2, 4) == [16, 16]
+
+
+def test_an_interrupt_while_a_pool_is_stopped_leaves_none_behind(
+    own_ranks: testing.Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert own_ranks.run(pow, 2, 3) == [8, 8]
+    process = own_ranks._processes[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "join", interrupt)
+        with pytest.raises(Interrupted):
+            own_ranks.stop()
     assert own_ranks.run(pow, 2, 4) == [16, 16]
 
 
