@@ -132,7 +132,7 @@ class Binder:
         binding = _bind(replicas, mine, existing, layouts)
         _check(replicas, binding, [inputs[position] for position in sites.accumulations])
         complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
-        if complete:  # else a hook that is not called today may be called next time, and nothing here would show it
+        if complete:  # else parameters that it does not use have old gradients or not, which a memory does not compare
             switches = [(weakref.ref(each), each.reduces, each.plan, each.after.wanted) for each in replicas]
             self._memory = _Memory(
                 mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], layouts, binding

@@ -296,7 +296,7 @@ class ReductionRound:
         if self.due is None:
             self.due = deque(self._order())
         # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
-        # stage before those, and buckets become complete in the plan's order.
+        # stage before those, and buckets are launched in the plan's order.
         while self._launch_stage() != (number, 0):
             pass
         # Not yet the last stages: this rank would stand still until the slow link has carried all before them.

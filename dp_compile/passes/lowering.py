@@ -87,9 +87,7 @@ def _lower(
         if whole is not None:
             _tell(node, 0, None)
             return whole
-    kept = _kept_memory(node, numel, dtype, device)
-    layout = ir.FixedLayout(device, dtype, [numel], [1]) if kept is None else ir.NonOwningLayout(kept)
-    bucket = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    bucket, kept = _flat_memory(node, numel, dtype, device)
     storage = ir.StorageBox(bucket)
     for position, (gradient, scale, place) in enumerate(zip(gradients, scales, places, strict=True)):
         if place.numel:
@@ -107,12 +105,32 @@ def _lower(
         layout = ir.FixedLayout(device, dtype, [gap], [1], offset)
         zeros = inductor.lower_zeros([gap], device, dtype)
         bucket.inputs.append(ir.ConcatKernel.realize_into(zeros, ir.ReinterpretView(data=storage, layout=layout)))
-    bucket.name = inductor.graph_being_lowered().register_buffer(bucket)
-    bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
-    inductor.graph_being_lowered().register_operation(bucket)
-    if kept is not None:
-        inductor.run_first(kept.data.data, [*bucket.inputs, bucket])
+    _register(bucket, kept)
     return ir.TensorBox(storage)
+
+
+def _flat_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """What members are written into, and its memory if that is used again; for `_register`."""
+    kept = _kept_memory(node, numel, dtype, device)
+    layout = ir.FixedLayout(device, dtype, [numel], [1]) if kept is None else ir.NonOwningLayout(kept)
+    return ir.ConcatKernel(name=None, layout=layout, inputs=[]), kept
+
+
+def _register(bucket: Any, kept: Any) -> None:
+    """All members of a bucket have their places."""
+    graph = inductor.graph_being_lowered()
+    bucket.name = graph.register_buffer(bucket)
+    bucket.inputs = ir.ConcatKernel.unwrap_storage(bucket.inputs)
+    graph.register_operation(bucket)
+    if kept is not None:
+        inductor.run_first(kept.data.data, list(_writers(bucket)))
+
+
+def _writers(bucket: Any) -> Iterator[Any]:
+    """What writes into a bucket, also through one that lies in it; and these themselves."""
+    yield bucket
+    for each in bucket.inputs if isinstance(bucket, ir.ConcatKernel) else ():
+        yield from _writers(each)
 
 
 def _kept_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.device) -> Any:
@@ -130,13 +148,10 @@ inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
 
 
 def _lower_assembly(pieces: Sequence[Any]) -> Any:
-    graph = inductor.graph_being_lowered()
-    node = graph.current_node
+    node = inductor.graph_being_lowered().current_node
     sizes = [int(piece.get_size()[0]) for piece in pieces]
     device, dtype = pieces[0].get_device(), pieces[0].get_dtype()
-    kept = _kept_memory(node, sum(sizes), dtype, device)
-    layout = ir.FixedLayout(device, dtype, [sum(sizes)], [1]) if kept is None else ir.NonOwningLayout(kept)
-    whole = ir.ConcatKernel(name=None, layout=layout, inputs=[])
+    whole, kept = _flat_memory(node, sum(sizes), dtype, device)
     storage = ir.StorageBox(whole)
     for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
         layout = ir.FixedLayout(device, dtype, [size], [1], sum(sizes[:number]))
@@ -145,12 +160,7 @@ def _lower_assembly(pieces: Sequence[Any]) -> Any:
         whole.inputs.append(
             _move(piece, part) if fits else ir.ConcatKernel.realize_into(_scaled(piece, 1.0, dtype), part)
         )
-    whole.name = graph.register_buffer(whole)
-    whole.inputs = ir.ConcatKernel.unwrap_storage(whole.inputs)
-    graph.register_operation(whole)
-    if kept is not None:
-        parts = [each for piece in whole.inputs if isinstance(piece, ir.ConcatKernel) for each in piece.inputs]
-        inductor.run_first(kept.data.data, [*parts, *whole.inputs, whole])
+    _register(whole, kept)
     return ir.TensorBox(storage)
 
 

@@ -75,7 +75,7 @@ class Pipeline(inductor.CustomGraphPass):
             now = reductions_of(graph, sources, self.plans)
             check_same(followed, now, sources, made_by=graph_pass.name, names=names)
             duration_ms = (time.perf_counter() - start) * 1e3
-            # Waits that the graph came with are somebody else's.
+            # Reductions that the graph came with, each with its waits, are somebody else's.
             ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)
             records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms, ours))
         self.on_record(tuple(records))
