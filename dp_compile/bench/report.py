@@ -128,6 +128,7 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
     yield from _table(table)
     yield from _bounds(results, cells, links, names)
     yield from _exposed(results, cells, links, names)
+    yield from _left(cells, links, names)
 
 
 def _bounds(results: Results, cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> Iterator[str]:
@@ -161,6 +162,23 @@ def _exposed_ms(cells: Sequence[Cell], link: str, name: str, first: str) -> Iter
             middle = {each: quartiles_ms(measured[each])[1] for each in (name, first, COMPUTE)}
             own, of_first = middle[name] - middle[COMPUTE], middle[first] - middle[COMPUTE]
             yield f"{own:.0f} ms" + (f" ({own / of_first:.2f})" if of_first > 0 else "")
+
+
+def _left(cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """What leaves a node, as its interface counts: beside a link between nodes that hold several ranks."""
+    found = {(cell.link, mode.name): mode.left_nbytes for cell in cells for mode in cell.measured().values()}
+    senders = [name for name in names if any(found.get((link, name)) for link in links) and name != COMPUTE]
+    if not senders:
+        return
+    table = [[f"bytes that leave a node in a step (over those of {senders[0]})", *links]]
+    for name in senders:
+        row = [name]
+        for link in links:
+            own, first = found.get((link, name)), found.get((link, senders[0]))
+            row.append(f"{format_bytes(own)} ({own / first:.2f})" if own and first else "")
+        table.append(row)
+    yield ""
+    yield from _table(table)
 
 
 def _figure(cell: Cell, mode: ModeResult, reference: str) -> str:

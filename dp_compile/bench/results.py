@@ -39,6 +39,8 @@ class ModeResult:
         gradient_error: largest deviation of a gradient from the average of a single process, see `reference.compare`.
         gradient_of: the parameter where that was.
         facts: what rank 0 said of itself after the last turn.
+        left_nbytes: that left the node that sends most, a step, as its interface counts; the median of the turns.
+            `None`: nodes have no interface of their own.
     """
 
     name: str
@@ -55,6 +57,7 @@ class ModeResult:
     gradient_error: float | None = None
     gradient_of: str = ""
     facts: Facts = field(default_factory=Facts)
+    left_nbytes: int | None = None
 
     @property
     def until_warm_s(self) -> float:

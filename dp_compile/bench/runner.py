@@ -90,6 +90,7 @@ def _changed(before: Environment, here: Environment) -> str:
 class _Turn:
     step_s: float
     others: float
+    left_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +272,7 @@ class _Bench:
                 set_aside=set_aside[mode],
                 peak_nbytes=peak,
                 facts=facts,
+                left_nbytes=_median([each.left_nbytes for each in turns[mode] if each.left_nbytes is not None]),
             )
         return done
 
@@ -282,7 +284,8 @@ class _Bench:
             stepped = crew.ask("steps", suite.steps_per_turn, timeout_s=suite.turn_timeout_s)
             others = watch.others(sum(each.cpu_s for each in stepped))
             if others <= suite.others_limit or set_aside + again >= suite.repeat_limit * suite.repetitions:
-                return _Turn(max(each.wall_s for each in stepped), others), again
+                left = [each.left_nbytes for each in stepped if each.left_nbytes is not None]
+                return _Turn(max(each.wall_s for each in stepped), others, max(left, default=None)), again
             again += 1
 
     def _crew(self, title: str, bed: Bed) -> Crew:
@@ -319,6 +322,10 @@ def ended_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _median(values: Sequence[int]) -> int | None:
+    return round(statistics.median(values)) if values else None
 
 
 def _last_words(crew: Crew) -> tuple[int, Facts]:

@@ -48,10 +48,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """`wall_s` a step; `cpu_s` of the process for the whole request, batches included."""
+    """`wall_s` a step; `cpu_s` of the process for the whole request, batches included.
+
+    `left_nbytes`: a step, of all that left this rank's node, as its interface counts: headers and answers too, and what
+    other ranks of the node send. `None`: the node has no interface of its own.
+    """
 
     wall_s: float
     cpu_s: float
+    left_nbytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -131,6 +136,7 @@ class Rank:
         if crosses:
             self.trainer.step(batches.pop())
             _synchronize_compute()
+        left_before = _left_nbytes()
         start = time.perf_counter()
         for batch in batches:
             self.trainer.step(batch)
@@ -141,7 +147,9 @@ class Rank:
         wall_s = time.perf_counter() - start
         if isinstance(self.trainer, Crossing):
             self.trainer.arrive()
-        return Stepped(wall_s / count, time.process_time() - cpu)
+        left = _left_nbytes()
+        left_nbytes = None if left is None or left_before is None else (left - left_before) // count
+        return Stepped(wall_s / count, time.process_time() - cpu, left_nbytes)
 
     def forget_peak(self) -> None:
         if torch.accelerator.is_available():
@@ -169,6 +177,16 @@ class Rank:
             timedelta(seconds=self.place.timeout_s),
             wait_for_workers=False,
         )
+
+
+def _left_nbytes() -> int | None:
+    """Bytes that have left this process's network namespace, by the interface that a shaped link gives gloo."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == interface != "lo":
+            return int(counts.split()[8])  # eight columns are of what came in; proc(5)
+    return None
 
 
 def _synchronize() -> None:

@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import fx, nn
 
-from dp_compile._torch import artifacts, dynamo, inductor
+from dp_compile._torch import artifacts, distributed, dynamo, inductor
 from dp_compile._torch.artifacts import NotKept as NotKept
 from dp_compile._torch.artifacts import Taken
 from dp_compile.config import has_address
@@ -35,6 +35,7 @@ from dp_compile.engine.binding import Binding
 from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce
 from dp_compile.engine.replica import Replica
 from dp_compile.fx.canonical import NoText, digest, name_of_function, text_of
+from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.printer import is_op
 from dp_compile.passes.pipeline import SOURCES
 
@@ -181,10 +182,12 @@ def key_of_estimates(graph: fx.Graph, binding: Binding, inputs: Sequence[Any], r
     Raises:
         NotKept: it has no text.
     """
+    sent = filter(is_collective, graph.nodes)
     return Key(
         {
             GRAPH: digest("estimates", text_of_captured(graph)),
             "inputs": digest(*map(_text_of_input, inputs), repr(rest)),
+            "groups": digest(*(str(distributed.group_of_name(str(each.args[-1])).size()) for each in sent)),
             "binding": digest(repr(binding)),
             "dp_compile": inductor.source_hash(SOURCES),
             "torch": f"{torch.__version__} {torch.version.git_version}",

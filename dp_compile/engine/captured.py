@@ -26,9 +26,11 @@ from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import settle
 from dp_compile.engine.shapes import estimates_of
 from dp_compile.errors import ReductionError
-from dp_compile.plan.ready_times import ASSUMED, Estimate, estimated_times
+from dp_compile.plan.ready_times import ASSUMED, Estimate, ModelCollective, estimated_times
 
 logger = logging.getLogger("dp_compile.capture")
+
+_Estimates = tuple[dict[Place, Estimate], tuple[ModelCollective, ...]]
 
 
 def capture() -> contextlib.AbstractContextManager[None]:
@@ -91,20 +93,21 @@ class CapturedBackward:
         assumed = [each for each in synced if each.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
-        estimates = self._estimates(binding, inputs, rest)
+        estimates, collectives = self._estimates(binding, inputs, rest)
         shares: dict[Replica, dict[int, Estimate]] = {}
         for (ordinal, index), estimate in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = estimate
-        settle(synced, shares)
+        times = {replica: estimated_times(found, collectives) for replica, found in shares.items()}
+        settle(synced, times)
         for replica in assumed:
-            if replica.ready.basis == ASSUMED and replica in shares:  # its plan needs none; they tell people more
-                replica.ready = estimated_times(shares[replica])
+            if replica.ready.basis == ASSUMED and replica in times:  # its plan needs none; they tell people more
+                replica.ready = times[replica]
         return bool(awaited)
 
-    def _estimates(self, binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> dict[Place, Estimate]:
+    def _estimates(self, binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> _Estimates:
         """When gradients are ready, from the graph; found again where backwards are kept, as it takes a while."""
 
-        def compute() -> dict[Place, Estimate]:
+        def compute() -> _Estimates:
             return estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
 
         if not keeps_compiled():
@@ -118,7 +121,7 @@ class CapturedBackward:
         except Exception as error:  # this torch, or this graph
             logger.debug("estimates are not kept: %s", error)
             return compute()
-        found: dict[Place, Estimate] = artifacts.remembered(key, compute)
+        found: _Estimates = artifacts.remembered(key, compute)
         return found
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:

@@ -30,10 +30,8 @@ from dp_compile.errors import ConfigError
 from dp_compile.plan.certificate import percent_above
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import (
-    Estimate,
     Launches,
     ReadyTimes,
-    estimated_times,
     measured_times,
     slowest,
     typical,
@@ -41,9 +39,6 @@ from dp_compile.plan.ready_times import (
 from dp_compile.plan.words import count, format_bytes
 
 logger = logging.getLogger("dp_compile.settling")
-
-Shares = Mapping[int, Estimate]
-"""By a gradient's index, what a graph says of it."""
 
 _meetings: Final[Counter[str]] = Counter()
 
@@ -76,22 +71,22 @@ def meeting(replica: Replica, about: str) -> str:
     return f"{topic}/{_meetings[topic]}"
 
 
-def settle(replicas: Sequence[Replica], shares: Mapping[Replica, Shares] | None = None) -> None:
+def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
     """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
 
     Args:
         replicas: in any order.
-        shares: what the captured graph says of a replica's gradients. Without it, and on this group's first rank, the
+        times: what the captured graph says of a replica's gradients. Without it, and on this group's first rank, the
             plan stays as it is.
 
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
-    said = shares or {}
+    said = times or {}
     open_ones = [replica for replica in replicas if replica.awaits(Revision.FROM_GRAPH)]
     tables = list(map(table_in_backward, open_ones))
     topics = [meeting(replica, Revision.FROM_GRAPH.name) for replica in open_ones]
-    proposals = [estimated_times(said[each]).to_json() if each in said else None for each in open_ones]
+    proposals = [said[each].to_json() if each in said else None for each in open_ones]
     for table, topic, proposal in zip(tables, topics, proposals, strict=True):
         # Who decides for one group may have to wait for who decides for another: first everybody says what he knows.
         if table is not None and table.rank == 0:

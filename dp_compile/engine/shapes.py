@@ -17,7 +17,7 @@ from torch import fx
 from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
 from dp_compile.passes.estimates import Accumulation, ready_shares
-from dp_compile.plan.ready_times import Estimate
+from dp_compile.plan.ready_times import Estimate, ModelCollective
 
 logger = logging.getLogger("dp_compile.capture")
 
@@ -30,8 +30,8 @@ def estimates_of(
     sizes: Any,
     scalars: Any,
     hooks: Any,
-) -> dict[Place, Estimate]:
-    """When the gradients of a backward are ready, from its graph; nothing if the graph does not say.
+) -> tuple[dict[Place, Estimate], tuple[ModelCollective, ...]]:
+    """When the gradients of a backward are ready, and what its model sends, from its graph; nothing if it does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
     """
@@ -46,8 +46,9 @@ def estimates_of(
     ]
     if unknown:
         logger.debug("a captured graph does not say when %d of its gradients are ready", len(unknown))
-        return {}
-    return dict(zip(accumulations, ready_shares(list(accumulations.values()), values), strict=True))
+        return {}, ()
+    found_in_graph = ready_shares(list(accumulations.values()), values)
+    return dict(zip(accumulations, found_in_graph.gradients, strict=True)), found_in_graph.collectives
 
 
 def _accumulations(graph: fx.Graph) -> Iterator[Accumulation]:

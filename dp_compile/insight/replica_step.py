@@ -8,7 +8,7 @@ from dp_compile.engine.calibration import calibrated
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.insight import first_steps
-from dp_compile.insight.step import MeasuredStep, Step
+from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, with_waited_link
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.strategies import nominal_cost
@@ -31,7 +31,7 @@ def step_of_replica(replica: Replica) -> Step:
     captures = [record for record in replica.history.captures.values() if record.synced]
     latest: CaptureRecord | None = captures[-1] if captures else None
     cost, cost_source = _cost(replica)
-    return Step(
+    step = Step(
         mode=replica.mode,
         strategy=replica.strategy,
         world_size=replica.group.world_size,
@@ -52,6 +52,9 @@ def step_of_replica(replica: Replica) -> Step:
             record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
         ),
     )
+    return (
+        with_waited_link(step, f"the nominal of {replica.group.backend}") if cost_source.startswith(NOMINAL) else step
+    )
 
 
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
@@ -65,4 +68,4 @@ def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
         return cost, "measured on this group"
     if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
         return known, "measured by calibrate()"
-    return cost, f"nominal for {group.backend}, not measured"
+    return cost, f"{NOMINAL} for {group.backend}, not measured"

@@ -7,6 +7,7 @@ on this machine or on another one.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,10 @@ from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launch
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
 STEP_VERSION: Final = 1
+NOMINAL: Final = "nominal"
+"""How a cost's source begins if nobody measured it."""
+WAITED: Final = "by what steps waited"
+"""How it begins if `with_waited_link` found it."""
 DECENTRALIZED: Final = "decentralized"
 """The mode of a step whose buckets are of parameters, which ranks mix; no gradient is reduced."""
 
@@ -328,6 +333,33 @@ class Step:
             return _step(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
+
+
+def with_waited_link(step: Step, nominal: str) -> Step:
+    """The same step on a network as slow as its measured backward found it; as it is if that found nothing.
+
+    When compute waited for bucket b until f, then f = max over i <= b of launch(i) + k * (seconds of buckets i to b):
+    the network carries one at a time, k times as slow as `cost` says. The last bucket that was waited for gives k. What
+    ranks wait for each other, and what a network loses to compute on the same cores, is in it. Latency and bandwidth
+    keep their ratio: one figure cannot tell them apart.
+
+    Args:
+        step: with a `cost` that nobody has measured.
+        nominal: whose cost that is, for people.
+    """
+    jobs = step.jobs()
+    seen = () if step.measured is None or len(step.measured.buckets) != len(jobs) else step.measured.buckets
+    waited = [number for number, each in enumerate(seen) if each.finish_s is not None]
+    if not waited or any(len(job.legs) > 1 for job in jobs):  # stages wait for each other: no such formula
+        return step
+    finish_s, carried_s, slower = seen[waited[-1]].finish_s, 0.0, math.inf
+    assert finish_s is not None
+    for number in range(waited[-1], -1, -1):
+        carried_s += jobs[number].seconds
+        slower = min(slower, (finish_s - seen[number].launch_s) / carried_s)
+    if slower <= 0:
+        return step
+    return replace(step, cost=step.cost.scaled(slower), cost_source=f"{WAITED}: {slower:.2g} times {nominal}")
 
 
 def _is_of_flags(bucket: Bucket) -> bool:

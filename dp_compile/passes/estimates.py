@@ -1,4 +1,8 @@
-"""When each gradient of a captured graph is ready, by what the nodes before it have to compute. Reads only."""
+"""When each gradient of a captured graph is ready, by what the nodes before it have to compute. Reads only.
+
+Collectives of the model's own, as those of tensor parallel, take their time there: what follows waits for them. They
+are taken to be inside a node, and reductions of gradients on other links, so neither makes the other slower.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,21 @@ from torch import fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import flop_registry
 
-from dp_compile._torch import dynamo
-from dp_compile.plan.ready_times import Estimate, Product
+from dp_compile._torch import distributed, dynamo
+from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.plan.devices import device
+from dp_compile.plan.network import legs_of
+from dp_compile.plan.ready_times import Estimate, ModelCollective, Product
+from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
+from dp_compile.plan.strategies import nominal_cost
 
 aten = torch.ops.aten
 
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
+
+_NOMINAL: Final = {"cpu": ("gloo", "cpu-core"), "cuda": ("nccl", "h100-sxm")}
+"""By type of device: whose links carry the model's collectives, and whose memory moves bytes meanwhile."""
 
 # What comes between a product and its accumulation without changing a number.
 _HANDING_ON: Final = (aten.t.default, aten.permute.default, aten.transpose.int, operator.getitem)
@@ -37,28 +49,61 @@ class Accumulation(NamedTuple):
     adds: bool
 
 
-def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> list[Estimate]:
+class Estimates(NamedTuple):
+    """What a graph says: of its gradients, in the order in which they were given, and of the model's collectives."""
+
+    gradients: list[Estimate]
+    collectives: tuple[ModelCollective, ...] = ()
+
+
+def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estimates:
     """For each accumulation of a graph the share of the graph's work that stands before it.
 
     For a gradient that is a product also the share that is the product, and the one of a copy of its result.
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
-    Patterson, CACM 2009); FLOPs as torch's flop counter has them. A graph without work gives each the share 1.
+    Patterson, CACM 2009); FLOPs as torch's flop counter has them. Of a collective it is what memory moves while a
+    nominal link inside a node carries it. A graph without work gives each the share 1.
     """
     if not accumulations:
-        return []
+        return Estimates([])
     at = {each.node: each for each in accumulations}
-    done, before = 0.0, dict[fx.Node, float]()
+    done, before, sent = 0.0, dict[fx.Node, float](), list[ModelCollective]()
     for node in accumulations[0].node.graph.nodes:
         if node in at:
             done += _work_of_adding(at[node], values)
             before[node] = done
+        elif is_collective(node):
+            for each in _sent(node, values, done):
+                sent.append(each)
+                done = each.end
         elif node.op in ("call_function", "call_method"):
             done += _work(node, values)
     total = done
-    return [
-        Estimate(before[each.node] / total if total else 1.0, _product(each, values, total)) for each in accumulations
-    ]
+    return Estimates(
+        [
+            Estimate(before[each.node] / total if total else 1.0, _product(each, values, total))
+            for each in accumulations
+        ],
+        tuple(each._replace(start=each.start / total, end=each.end / total) for each in sent),
+    )
+
+
+def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollective]:
+    """A collective, with the work at its start and its end; nothing if it is not known what it carries."""
+    given, made = (list(_tensors(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
+    if not given or not made:
+        return
+    target: Any = node.target
+    kind, device_type = target.overloadpacket.__name__.removesuffix("_"), made[0].device.type
+    backend, computes_on = _NOMINAL.get(device_type, _NOMINAL["cpu"])
+    ranks, nbytes = (
+        distributed.group_of_name(str(node.args[-1])).size(),
+        max(sum(map(_nbytes, each)) for each in (given, made)),
+    )
+    load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
+    (leg,) = legs_of([[load]], nominal_cost(backend, ranks))
+    yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * device(computes_on).memory_bytes_per_s)
 
 
 def _product(accumulation: Accumulation, values: Values, total: float) -> Product | None:
@@ -84,7 +129,7 @@ def _work_of_adding(accumulation: Accumulation, values: Values) -> float:
 
 
 def _work(node: fx.Node, values: Values) -> float:
-    if node.target is operator.getitem or dynamo.sorts_only(node.target):
+    if node.target is operator.getitem or is_wait(node) or dynamo.sorts_only(node.target):
         return 0.0  # The lists that these take and make hold other fake tensors for the same memory.
     value = values.get(node)
     outputs = list(_tensors(value))

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
+import numpy as np
+
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Member
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import ReadyGradient, weights_of
@@ -35,18 +37,37 @@ class Estimate(NamedTuple):
     product: Product | None = None
 
 
+class ModelCollective(NamedTuple):
+    """A collective that the model's own backward waits for, as those of tensor parallel.
+
+    Args:
+        collective: torch's name of it, as `all_reduce`.
+        ranks: of its group.
+        nbytes: of what it is given, or of what it makes, if that is more.
+        start: the share of the backward after which it is launched; `end`: after which compute goes on.
+    """
+
+    collective: str
+    ranks: int
+    nbytes: int
+    start: float
+    end: float
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyTimes:
-    """When each gradient is ready, as a share of the backward without communication.
+    """When each gradient is ready, as a share of the backward without the reductions of gradients.
 
     `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s` is the length of that
     backward in seconds, `None` if nobody has measured it. `products`: gradients that can be computed in pieces.
+    `collectives`: what the model sends in it, which is part of these times.
     """
 
     shares: Mapping[int, float]
     backward_s: float | None
     basis: str
     products: Mapping[int, Product] = field(default_factory=dict)
+    collectives: tuple[ModelCollective, ...] = ()
 
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
@@ -60,14 +81,17 @@ class ReadyTimes:
 
     def to_json(self) -> str:
         shares, products = list(self.shares.items()), list(self.products.items())
-        return json.dumps({"shares": shares, "backward_s": self.backward_s, "basis": self.basis, "products": products})
+        data = {"shares": shares, "backward_s": self.backward_s, "basis": self.basis, "products": products}
+        return json.dumps(data | {"collectives": self.collectives})
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
         products = {int(index): Product(*map(float, product)) for index, product in data["products"]}
-        return ReadyTimes({int(index): float(share) for index, share in data["shares"]}, *_rest(data), products)
+        collectives = tuple(ModelCollective(*each) for each in data.get("collectives", ()))
+        shares = {int(index): float(share) for index, share in data["shares"]}
+        return ReadyTimes(shares, *_rest(data), products, collectives)
 
 
 def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -75,11 +99,11 @@ def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
     return None if backward_s is None else float(backward_s), str(data["basis"])
 
 
-def estimated_times(estimates: Mapping[int, Estimate]) -> ReadyTimes:
+def estimated_times(estimates: Mapping[int, Estimate], collectives: tuple[ModelCollective, ...] = ()) -> ReadyTimes:
     """From what a graph says, by the gradient's index."""
     shares = {index: estimate.share for index, estimate in estimates.items()}
     products = {index: estimate.product for index, estimate in estimates.items() if estimate.product is not None}
-    return ReadyTimes(shares, None, ESTIMATED, products)
+    return ReadyTimes(shares, None, ESTIMATED, products, collectives)
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
@@ -120,11 +144,12 @@ def slowest(ranks: Sequence[Launches]) -> Launches:
 def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> ReadyTimes:
     """Ready times that fit what was seen under `plan`.
 
-    Only launches were seen. Between the launches of two buckets, gradients are spread as in `before`. A gradient in
-    pieces is ready with the last of them.
+    Only launches were seen. Between the launches of two buckets, gradients and the model's collectives are spread as in
+    `before`. A gradient in pieces is ready with the last of them.
     """
     shares: dict[int, float] = {}
     start, start_before = 0.0, 0.0
+    launched = [(0.0, 0.0)]
     for bucket, launch_s in zip(plan.buckets, launches.launch_s, strict=True):
         believed = [before.of_member(member) for member in bucket.members]
         end, end_before = max(start, min(1.0, launch_s / launches.backward_s)), max(start_before, *believed)
@@ -133,7 +158,15 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
             seen = start + (end - start) * passed if end_before > start_before else end
             shares[member.gradient.index] = max(seen, shares.get(member.gradient.index, 0.0))
         start, start_before = end, end_before
-    return ReadyTimes(shares, launches.backward_s, MEASURED, before.products)
+        launched.append((end_before, end))
+    believed_at, seen_at = zip(*launched, (1.0, 1.0), strict=True)
+    collectives = tuple(
+        each._replace(
+            **{edge: float(np.interp(getattr(each, edge), believed_at, seen_at)) for edge in ("start", "end")}
+        )
+        for each in before.collectives
+    )
+    return ReadyTimes(shares, launches.backward_s, MEASURED, before.products, collectives)
 
 
 def in_ready_order(gradients: Sequence[GradientSpec], times: ReadyTimes) -> list[GradientSpec]:

@@ -165,6 +165,8 @@ def _check(task: _Task) -> None:
         raise ConfigError(f"steps must be an integer >= 1, got {task.steps!r}.")
     if task.backend is not None and task.backend not in BACKENDS:
         raise ConfigError(f"backend must be one of {', '.join(BACKENDS)} or None, got {task.backend!r}.")
+    if task.training.make_mesh is not None:
+        raise ConfigError("torch's DDP knows no model that is spread over ranks: leave Training.make_mesh out.")
     for name in ("rtol", "atol"):
         if getattr(task, name) is not None:
             check_number(name, getattr(task, name), zero_allowed=True)

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import distributed
@@ -45,7 +46,7 @@ class Compute:
 class Launch:
     """A collective starts. `name` is what it is called in the graph's text.
 
-    `collective`: torch's name of it, as `all_reduce`; `link` as in a plan's stages; `ranks`: of its group. `nbytes`: of
+    `collective`: torch's name of it, as `all_reduce`; `link` as in a plan's stages; `group`: its ranks. `nbytes`: of
     what it is given; `whole_nbytes`: or of what it makes, if that is more.
     """
 
@@ -54,7 +55,7 @@ class Launch:
     collective: str = ALL_REDUCE
     link: str = WHOLE
     dtype: str = ""
-    ranks: int = 1
+    group: tuple[int, ...] = (0,)
     whole_nbytes: int = 0
 
     @property
@@ -65,15 +66,16 @@ class Launch:
     @property
     def sent_nbytes(self) -> int:
         """What this rank sends: in each phase the shares of all others, as rings do."""
-        return self.load.phases * int(self.load.nbytes) * (self.ranks - 1) // self.ranks
+        ranks = len(self.group)
+        return self.load.phases * int(self.load.nbytes) * (ranks - 1) // ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What this rank sends in one backward by one kind of collective, on one link, in one dtype.
+    """What this rank sends in one backward by one kind of collective, on one link, in one dtype, in one group.
 
     `link`: `whole`, or of two levels of network `inside` a node or `between` nodes. `launches`: how many collectives.
-    `nbytes`: sent, as rings send: of n ranks (n - 1)/n of the bytes, an all-reduce twice that.
+    `nbytes`: sent, as rings send: of n ranks (n - 1)/n of the bytes, an all-reduce twice that. `group`: its ranks.
     """
 
     collective: str
@@ -81,15 +83,16 @@ class Sent:
     dtype: str
     launches: int
     nbytes: int
+    group: tuple[int, ...] = ()
 
 
 def sent_by(events: Sequence[Event]) -> tuple[Sent, ...]:
     """What this rank sends, kind by kind, in the order of their first launches."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    found: dict[tuple[str, str, str, tuple[int, ...]], list[int]] = {}
     for each in events:
         if isinstance(each, Launch):
-            found.setdefault((each.collective, each.link, each.dtype), []).append(each.sent_nbytes)
-    return tuple(Sent(*kind, len(sent), sum(sent)) for kind, sent in found.items())
+            found.setdefault((each.collective, each.link, each.dtype, each.group), []).append(each.sent_nbytes)
+    return tuple(Sent(*kind, len(sent), sum(sent), group) for (*kind, group), sent in found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ def _launch(node: fx.Node, name: str, links: Mapping[str, str]) -> Launch:
         target.overloadpacket.__name__.removesuffix("_"),
         links.get(group, WHOLE),
         str(given[0].dtype).removeprefix("torch.") if given else "",
-        distributed.group_of_name(group).size(),
+        tuple(dist.get_process_group_ranks(distributed.group_of_name(group))),
         sum(each.nbytes for each in made),
     )
 

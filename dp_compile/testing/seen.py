@@ -79,7 +79,7 @@ class SeenBackward:
         copied: gradients that are copied, and why; empty without Inductor.
         touched: what generated code does with memory that the network has at that time, a line each; empty if all is
             well, `None` without Inductor.
-        sent: what this rank sends, by kind of collective, link and dtype.
+        sent: what this rank sends, by kind of collective, link, dtype and group.
     """
 
     plan: BucketPlan
@@ -96,9 +96,17 @@ class SeenBackward:
         """Bytes that this rank sends on a link: `whole`, or of two levels `inside` a node or `between` nodes."""
         return sum(each.nbytes for each in self.sent if each.link == link)
 
+    def launches_in(self, *group: int) -> int:
+        """How many collectives the ranks of a group launch; those of tensor parallel have another one than ours."""
+        return sum(each.launches for each in self.sent if each.group == group)
+
     def __str__(self) -> str:
         counts = ", ".join(f"{name} {value:,}" for name, value in asdict(self.counts).items() if value is not None)
-        sent = ", ".join(f"{each.collective} {each.link} {each.dtype} {each.nbytes:,}" for each in self.sent)
+        several = len({each.group for each in self.sent}) > 1
+        sent = ", ".join(
+            f"{each.collective} {each.link} {each.dtype} {each.nbytes:,}{f' of ranks {list(each.group)}' * several}"
+            for each in self.sent
+        )
         known = [
             counts,
             f"sent bytes: {sent}",
@@ -145,16 +153,21 @@ def backward_of(
     """
     device = device_of(device) if isinstance(device, str) else device
     _check(ranks, efficiency, backend, on)
-    cost = _cost(link, ranks, link_inside, ranks_inside)
-    config = _planning_for(training, replace(training.config, backend=backend), cost, on)
+    if training.make_mesh is not None and ranks_inside is not None:
+        raise ConfigError(
+            "Training.make_mesh says which ranks there are, on one level of network: leave ranks_inside out."
+        )
     recorder = Recorder(device, efficiency)
     with torch.random.fork_rng(devices=[]), fake_group(ranks), fresh_compiler():
         if dist.get_world_size() != ranks:
             raise ConfigError(
                 f"a fake process group of {dist.get_world_size()} ranks is up, but ranks={ranks}. Destroy it first."
             )
-        shape = None if ranks_inside is None else (ranks // ranks_inside, ranks_inside)
-        mesh = None if shape is None else init_device_mesh("cpu", shape)
+        mesh = None if training.make_mesh is None else training.make_mesh()
+        cost = _cost(link, ranks if mesh is None else mesh.size(), link_inside, ranks_inside)
+        config = _planning_for(training, replace(training.config, backend=backend), cost, on)
+        if ranks_inside is not None:
+            mesh = init_device_mesh("cpu", (ranks // ranks_inside, ranks_inside))
         steps = run_steps(replace(training, config=config), recorder, on, mesh)
     graphs = recorder.graphs[-steps.record.graphs :]
     nodes = "" if ranks_inside is None else f" ({ranks_inside} in a node, {link_inside})"

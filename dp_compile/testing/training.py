@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
@@ -41,6 +42,8 @@ class Training:
         plan: a plan, or the path of a plan file.
         passes: passes over the captured backward instead of the default ones.
         seed: of torch's random numbers.
+        make_mesh: for a model that is spread over ranks, as by tensor parallel: the slice of its mesh to replicate
+            over, made before the model. For `backward_of` only.
 
     Raises:
         ConfigError: something that should be a function is none, or `config` no `ReplicateConfig`.
@@ -55,9 +58,11 @@ class Training:
     plan: BucketPlan | str | os.PathLike[str] | None = None
     passes: tuple[GraphPass, ...] | None = None
     seed: int = 0
+    make_mesh: Callable[[], DeviceMesh] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("make_model", "make_batch", "loss_fn", "make_optimizer"):
+        optional = () if self.make_mesh is None else ("make_mesh",)
+        for name in ("make_model", "make_batch", "loss_fn", "make_optimizer", *optional):
             value = getattr(self, name)
             if not callable(value) or (name == "make_model" and isinstance(value, nn.Module)):
                 hint = " A module is not enough: each check makes its own." if isinstance(value, nn.Module) else ""

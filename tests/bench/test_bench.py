@@ -68,7 +68,7 @@ USUAL: Mapping[str, Sequence[Any]] = {
     "self_check": [PROOF, replace(PROOF, matmul_slowdown=1.1)],
     "prepare": [1.0, 2.0],
     "gradients": [reference.Compared(5.0, 1e-6, "weight", 0.01), reference.Compared(6.0, 2e-6, "bias", 0.01)],
-    "steps": [worker.Stepped(0.1, 0.1), worker.Stepped(0.2, 0.1)],
+    "steps": [worker.Stepped(0.1, 0.1, 300), worker.Stepped(0.2, 0.1, 100)],
     "peak_nbytes": [10, 20],
     "facts": [Facts(collectives=3)],
 }
@@ -155,6 +155,7 @@ def test_modes_take_turns_after_all_are_warm_and_the_slowest_rank_counts(stage: 
         gradient_error=2e-6,
         gradient_of="bias",
         facts=Facts(collectives=3),
+        left_nbytes=300,
     )
     assert found.cells[0].self_check == replace(PROOF, matmul_slowdown=1.1)
     assert found == results.load(tmp_path / "one.json")

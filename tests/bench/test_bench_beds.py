@@ -102,15 +102,28 @@ def test_only_what_leaves_a_node_passes_the_limited_link() -> None:
         "import socket, sys\n"
         "there = socket.create_server((sys.argv[1], 0))\n"
         "socket.create_connection(there.getsockname()).sendall(bytes(1 << 16))\n"
-        "print(open('/sys/class/net/eth0/statistics/tx_bytes').read())\n"
+        "from dp_compile.bench.worker import _left_nbytes\n"
+        "print(_left_nbytes())\n"
+    )
+    leave = (
+        "import socket, sys, time\n"
+        "from dp_compile.bench.worker import _left_nbytes\n"
+        "before = _left_nbytes()\n"
+        "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(bytes(1 << 13), (sys.argv[1], 9))\n"
+        "time.sleep(0.2)\n"  # it waits for the other end's hardware address
+        "print(_left_nbytes() - before)\n"
     )
     with beds.open_bed(link, ranks=4, rate_mbit=123.0) as bed:
         nodes = [prefix[-1] for prefix in bed.prefixes]
         assert nodes == [nodes[0], nodes[0], nodes[2], nodes[2]]
         assert nodes[0] != nodes[2]
         command = [*bed.prefixes[1], sys.executable, "-c", send, bed.host]
-        inside = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        environment = os.environ | bed.environment
+        inside = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
         assert int(inside.stdout) < 1 << 14, inside.stderr
+        command = [*bed.prefixes[2], sys.executable, "-c", leave, bed.host]
+        left = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+        assert 1 << 13 < int(left.stdout) < 1 << 14, left.stderr
     with pytest.raises(beds.NoBedError, match="3 ranks do not fill two nodes or more with 2 each"):
         with beds.open_bed(link, ranks=3, rate_mbit=123.0):
             raise AssertionError("there is no bed")

@@ -278,6 +278,20 @@ def test_what_compute_does_not_hide() -> None:
     assert "step - compute" not in report.markdown(alone)
 
 
+def test_what_leaves_a_node() -> None:
+    found = bounded()
+    assert "leave a node" not in report.markdown(found)
+    (cell,) = found.cells
+    sizes = {"oracle": 2 * 2**20, "compute": 100, "ours": 2**20}
+    modes = tuple(replace(mode, left_nbytes=sizes[mode.name]) for mode in cell.modes)
+    text = report.markdown(replace(found, cells=(replace(cell, modes=modes),)))
+    title, _, *lines = text[text.index("| bytes that leave") :].splitlines()
+    assert title.split() == "| bytes that leave a node in a step (over those of oracle) | loopback |".split()
+    assert [line.split() for line in lines[:3]] == [
+        "| oracle | 2.0 MiB (1.00) |".split(), "| ours | 1.0 MiB (0.50) |".split(), [],
+    ]  # fmt: skip
+
+
 def test_no_rho_without_compute_or_proof() -> None:
     found = bounded()
     cell = found.cells[0]

@@ -193,6 +193,10 @@ def train(
     assert facts_of(model) == before
     if plan == "everything":
         assert model.head.weight is model.embedding.weight
+    sends = dp_compile.step_of(model).ready.collectives  # all of tensor parallel: no reduction is among them
+    expected = {mesh["tp"].size()} - {1} if way == "captured" else set()
+    assert {each.ranks for each in sends if each.ranks > 1} == expected
+    assert ("The model's own backward sends" in str(dp_compile.explain(model))) == bool(sends)
     found = dict(dp_compile.report(model).backwards)
     dp_compile.unreplicate(model)
     return found

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from steps import step_of_buckets
+from hypothesis import strategies as st
+from steps import step_of_buckets, two_level_step
 from torch import nn
 
 import dp_compile
@@ -21,12 +23,12 @@ from dp_compile.engine.calibration import calibrated
 from dp_compile.insight.explanation import explanation_of
 from dp_compile.insight.explanation.exposure import slowest_part
 from dp_compile.insight.first_steps import FIRST, observer
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step
+from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets, with_waited_link
 from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
 from dp_compile.insight.timelines.events import MOST_LAYERS, timeline_of
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes
+from dp_compile.plan.ready_times import ESTIMATED, ModelCollective, ReadyTimes
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 
@@ -187,6 +189,59 @@ def test_what_calibrate_found_is_said_and_not_planned_with(known: AllReduceCost)
     assert calibrated(dist.group.WORLD, torch.device("cpu"), with_levels=True) is None
 
 
+def seen_on(step: Step, slower: float) -> Step:
+    """The step as a clock sees it on a network that is `slower` times as slow as its cost says."""
+    slow = dataclasses.replace(step, cost=step.cost.scaled(slower))
+    seen = [
+        MeasuredBucket(each.ready_s, each.finish_s if each.exposed_s else None, each.exposed_s)
+        for each in planned_buckets(slow)
+    ]
+    end_s = max(step.backward_s, *(each.finish_s or 0.0 for each in seen))
+    return dataclasses.replace(step, measured=MeasuredStep(end_s, tuple(seen), "measured in the first steps"))
+
+
+@hypothesis.given(n=st.integers(1, 9), slower=st.floats(0.02, 50.0))
+def test_waits_say_how_slow_the_network_is(n: int, slower: float) -> None:
+    step = seen_on(step_of_buckets(n), slower)
+    known = with_waited_link(step, "gloo")
+    assert known.cost.alpha_s == pytest.approx(slower * step.cost.alpha_s)
+    assert known.cost.beta_s_per_byte == pytest.approx(slower * step.cost.beta_s_per_byte)
+    assert known.cost_source == f"by what steps waited: {slower:.2g} times gloo"
+    assert step.measured is not None
+    assert max(each.finish_s for each in planned_buckets(known)) == pytest.approx(step.measured.backward_s)
+
+
+def test_waits_that_say_nothing_of_a_network() -> None:
+    step = seen_on(step_of_buckets(3), 2.0)
+    measured = step.measured
+    assert measured is not None
+    hidden = tuple(dataclasses.replace(each, finish_s=None, waited_s=0.0) for each in measured.buckets)
+    before = tuple(dataclasses.replace(each, launch_s=1.0) for each in measured.buckets)  # another clock
+    for buckets in (hidden, before, measured.buckets[:2]):
+        other = dataclasses.replace(step, measured=dataclasses.replace(measured, buckets=buckets))
+        assert with_waited_link(other, "gloo") is other
+    for other in (dataclasses.replace(step, measured=None), seen_on(two_level_step(3), 2.0)):
+        assert with_waited_link(other, "gloo") is other
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_predictions_rest_on_waits_until_somebody_calibrates(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mlp()
+    train(model, 4)
+    nominal = dp_compile.step_of(model)  # this group waits for nothing
+    assert nominal.cost_source == "nominal for fake, not measured"
+    monkeypatch.setattr(observer, "seen", lambda _: seen_on(nominal, 3.0).measured)
+    step = dp_compile.step_of(model)
+    assert step.cost_source == "by what steps waited: 3 times the nominal of fake"
+    assert step.cost.alpha_s == pytest.approx(3 * nominal.cost.alpha_s)
+    text = str(dp_compile.explain(model))
+    assert text.count("(taken)") == 3  # compute, what is exposed, and the end: the network was fitted to them
+    assert "the end is predicted" not in text
+    assert "calibrate" not in text
+    monkeypatch.setattr(calibration, "_known", {dist.group.WORLD: {"cpu": AllReduceCost(1e-3, 2e-9)}})
+    assert dp_compile.step_of(model).cost_source == "measured by calibrate()"
+
+
 # --- what is assumed, and what is slow ------------------------------------------------------------------------------
 
 
@@ -239,6 +294,41 @@ def test_the_slow_part_is_named_from_launches_if_they_were_measured() -> None:
     text = str(explanation_of(dataclasses.replace(even, measured=MeasuredStep(0.1, tuple(launched), "stated", 3))))
     line = " ".join(text.split())
     assert f"Compute: 70.0 ms, 70% of the backward, lie between {names[1]} and {names[2]}, measured on rank 3." in line
+
+
+def test_what_the_model_sends_has_a_lane() -> None:
+    step = step_of_buckets(2)
+    sent = tuple(ModelCollective("all_reduce", 4, 2**20, at, at + 0.05) for at in (0.2, 0.6))
+    step = dataclasses.replace(step, ready=dataclasses.replace(step.ready, collectives=sent))
+    assert Step.from_json(step.to_json()) == step
+    (view,) = timeline_of(step).views
+    assert [each.name for each in view.sends] == ["all_reduce 1.0 MiB, 4 ranks"] * 2
+    assert [each.start_s for each in view.sends] == pytest.approx([0.2 * step.backward_s, 0.6 * step.backward_s])
+    assert "model sends" in timeline_picture(step)
+    assert '["model sends",[["all_reduce 1.0 MiB, 4 ranks",' in timeline_page(step)
+    events = timeline_trace(step)["traceEvents"]
+    (lane,) = [each["tid"] for each in events if each["args"].get("name") == "model sends"]
+    assert sum(each["tid"] == lane and each["ph"] == "X" for each in events) == 2
+    text = " ".join(str(explanation_of(step)).split())
+    assert "The model's own backward sends 2 all_reduces over 4 ranks, 2.0 MiB: 10% of the backward, estimated." in text
+    alone = step_of_buckets(2)
+    for drawn in (timeline_picture(alone), timeline_page(alone).split("<script>")[1], str(timeline_trace(alone))):
+        assert "model sends" not in drawn
+
+
+def test_slow_compute_stands_among_what_would_help() -> None:
+    """Of a step that computes longer than it communicates, buckets are the smaller matter."""
+    names = [each.name for each in step_of_buckets(4, per_bucket=1).plan.gradients]
+    step = dataclasses.replace(
+        step_of_buckets(4, per_bucket=1), ready=ReadyTimes({3: 0.1, 2: 0.8, 1: 0.9, 0: 1.0}, 0.1, "")
+    )
+    (half,) = [each for each in explanation_of(step).advice if each.change.startswith("half the compute")]
+    assert half.change == f"half the compute between {names[0]} and {names[1]}"
+    assert half.gain_s == pytest.approx(0.035, abs=0.001)  # 70 ms of 100 are there, and the last bucket is exposed
+    first = dataclasses.replace(step, ready=ReadyTimes({3: 0.7, 2: 0.8, 1: 0.9, 0: 1.0}, 0.1, ""))
+    assert f"half the compute before {names[0]} is ready" in [each.change for each in explanation_of(first).advice]
+    communication_bound = dataclasses.replace(step, ready=ReadyTimes({3: 0.1, 2: 0.8}, 0.01, ""))
+    assert not [each for each in explanation_of(communication_bound).advice if "half the compute" in each.change]
 
 
 # --- what was silent ------------------------------------------------------------------------------------------------

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from graphs import Grad
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
-from dp_compile.passes.estimates import Accumulation, ready_shares
+from dp_compile._torch import distributed
+from dp_compile.passes.estimates import Accumulation, Estimates, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.buckets import PACKED, BucketPlan
 from dp_compile.plan.ready_times import (
     Estimate,
     Launches,
+    ModelCollective,
     Product,
     ReadyTimes,
     assumed_times,
@@ -27,6 +32,7 @@ from dp_compile.plan.ready_times import (
     slowest,
     typical,
 )
+from dp_compile.plan.strategies import nominal_cost
 
 SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
 
@@ -46,10 +52,20 @@ def test_an_unknown_gradient_is_ready_at_the_end() -> None:
     st.dictionaries(st.integers(0, 99), st.floats(0, 1)),
     st.none() | st.floats(1e-6, 1e3),
     st.dictionaries(st.integers(0, 99), st.builds(Product, st.floats(0, 1), st.floats(0, 1))),
+    st.lists(
+        st.builds(ModelCollective, st.just("all_reduce"), st.just(2), st.just(8), st.floats(0, 1), st.floats(0, 1))
+    ),
 )
-def test_json_keeps_every_bit(shares: dict[int, float], backward_s: float | None, products: dict[int, Product]) -> None:
-    times = ReadyTimes(shares, backward_s, "somehow", products)
+def test_json_keeps_every_bit(
+    shares: dict[int, float],
+    backward_s: float | None,
+    products: dict[int, Product],
+    collectives: list[ModelCollective],
+) -> None:
+    times = ReadyTimes(shares, backward_s, "somehow", products, tuple(collectives))
     assert ReadyTimes.from_json(times.to_json()) == times
+    older = {name: value for name, value in json.loads(times.to_json()).items() if name != "collectives"}
+    assert ReadyTimes.from_json(json.dumps(older)) == replace(times, collectives=())
 
 
 def test_medians_of_steps_and_maxima_of_ranks() -> None:
@@ -68,6 +84,15 @@ def test_measured_between_two_launches() -> None:
     times = measured_times(plan_of([0], [1, 2]), Launches((3.0, 7.0), 10.0), before)
     assert times.backward_s == 10.0
     assert times.shares == pytest.approx({0: 0.3, 1: 0.5, 2: 0.7})
+
+
+def test_what_the_model_sends_moves_with_the_gradients_around_it() -> None:
+    sent = ModelCollective("all_reduce", 2, 8, 0.1, 0.4)
+    before = ReadyTimes({0: 0.2, 1: 0.4, 2: 0.6}, None, "", collectives=(sent, sent._replace(start=0.8, end=1.0)))
+    times = measured_times(plan_of([0], [1, 2]), Launches((3.0, 7.0), 10.0), before)
+    assert [(each.start, each.end) for each in times.collectives] == [
+        (pytest.approx(0.15), pytest.approx(0.5)), (pytest.approx(0.85), pytest.approx(1.0)),
+    ]  # fmt: skip
 
 
 @given(
@@ -90,13 +115,22 @@ def captured(
     function: Callable[..., Any], *shapes: tuple[int, ...], adds: bool = False
 ) -> dict[tuple[int, int], Estimate]:
     """What a graph of aten ops says of its reductions, by replica and index."""
+    places: list[tuple[int, int]] = []
+    shares = captured_times(function, *shapes, adds=adds, places=places)
+    return dict(zip(places, shares.gradients, strict=True))
+
+
+def captured_times(
+    function: Callable[..., Any], *shapes: tuple[int, ...], adds: bool = False, places: list[Any] | None = None
+) -> Estimates:
     graph = fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    shares = ready_shares(
+    if places is not None:
+        places += [(node.args[2], node.args[1]) for node in nodes]
+    return ready_shares(
         [Accumulation(node, node.args[0], adds) for node in nodes],
         {node: node.meta["val"] for node in graph.nodes if "val" in node.meta},
     )
-    return {(node.args[2], node.args[1]): share for node, share in zip(nodes, shares, strict=True)}
 
 
 def test_shares_of_a_graph() -> None:
@@ -133,6 +167,28 @@ def test_products_are_found(backward: Callable[[Grad, torch.Tensor, torch.Tensor
     if product is not None:
         # All the work there is: 3 matrices are moved. A copy reads one and writes one.
         assert product == pytest.approx(Product(1.0, 2 * 64 * 64 * 4 / max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_collectives_of_the_model_take_their_time() -> None:
+    """What stands behind one is ready later by what a nominal link takes, in bytes that memory moves meanwhile."""
+    grads = [Grad(index=0, shape=(64, 64)), Grad(index=1, shape=(64, 64))]
+
+    def backward(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        first = grads[0].reduce(x.t() @ y)
+        summed = torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(y, "sum", GROUP))
+        return [first, grads[1].reduce(x.t() @ summed)]
+
+    assert dist.group.WORLD is not None
+    GROUP = distributed.group_name(dist.group.WORLD)
+    found = captured_times(backward, (64, 64), (64, 64))
+    product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
+    sent = nominal_cost("gloo", dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
+    total = 2 * product + sent
+    assert [each.share for each in found.gradients] == pytest.approx([product / total, 1.0])
+    (seen,) = found.collectives
+    assert seen == ModelCollective("all_reduce", dist.get_world_size(), 64 * 64 * 4, seen.start, seen.end)
+    assert (seen.start, seen.end) == pytest.approx((product / total, (product + sent) / total))
 
 
 def test_a_product_that_is_added_to_a_gradient() -> None:

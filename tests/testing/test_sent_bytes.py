@@ -7,6 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dp_compile
 from dp_compile import testing
@@ -36,14 +38,14 @@ def test_two_levels_hand_half_of_the_bytes_to_the_slow_link() -> None:
     flat, two = look_at(TRAINING), look_at(TRAINING, ranks_inside=2)
     (bucket,) = flat.plan.buckets
     nbytes = 4 * bucket.numel
-    assert flat.sent == (testing.Sent("all_reduce", "whole", "float32", 1, 2 * nbytes * 3 // 4),)
+    assert flat.sent == (testing.Sent("all_reduce", "whole", "float32", 1, 2 * nbytes * 3 // 4, (0, 1, 2, 3)),)
     (bucket,) = two.plan.buckets
     padded = 4 * bucket.numel
     assert padded - nbytes < 128
     assert two.sent == (
-        testing.Sent("all_to_all_single", "inside", "float32", 1, padded // 2),
-        testing.Sent("all_reduce", "between", "float32", 1, 2 * (padded // 2) // 2),
-        testing.Sent("all_gather_into_tensor", "inside", "float32", 1, padded // 2),
+        testing.Sent("all_to_all_single", "inside", "float32", 1, padded // 2, (0, 1)),
+        testing.Sent("all_reduce", "between", "float32", 1, 2 * (padded // 2) // 2, (0, 2)),
+        testing.Sent("all_gather_into_tensor", "inside", "float32", 1, padded // 2, (0, 1)),
     )
     # Given to the slow link: half. Sent there by each rank, which now has one partner instead of three: a third.
     handed = [each.nbytes for each in two.schedule.collectives]
@@ -65,13 +67,44 @@ def test_a_cheaper_wire_halves_every_stage() -> None:
 
 def test_what_collectives_send() -> None:
     def sent(collective: str, given: int, made: int) -> int:
-        (found,) = sent_by([Launch("", given, collective, ranks=8, whole_nbytes=made)])
+        (found,) = sent_by([Launch("", given, collective, group=tuple(range(8)), whole_nbytes=made)])
         return found.nbytes
 
     assert sent("all_reduce_coalesced", 800, 800) == 1400
     assert sent("reduce_scatter_tensor", 800, 100) == 700
     assert sent("all_gather_into_tensor", 100, 800) == 700
     assert sent("all_to_all_single", 800, 800) == 700
+
+
+def dp_slice() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"]
+
+
+def make_tp_model() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+    )
+    for block in model:
+        parallelize_module(block, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return model
+
+
+def test_collectives_of_tensor_parallel_are_counted_by_themselves() -> None:
+    """One all-reduce over `tp` for the input of the second block; that of the first needs no gradient."""
+    training = replace(TRAINING, make_model=make_tp_model, make_mesh=dp_slice)
+    seen = testing.backward_of(training, link="ethernet-25", ranks=4)
+    assert (seen.launches_in(0, 1), seen.launches_in(0, 2), seen.launches_in(0, 3)) == (1, len(seen.plan.buckets), 0)
+    assert seen.counts.collectives == 1 + len(seen.plan.buckets)
+    assert "of ranks [0, 1]" in str(seen)
+    assert "of ranks [0, 2]" in str(seen)
+    assert seen.schedule.basis.startswith("ethernet-25, 4 ranks")
+    with pytest.raises(dp_compile.ConfigError, match="leave ranks_inside out"):
+        testing.backward_of(training, link="ethernet-25", ranks=4, ranks_inside=2)
+    with pytest.raises(dp_compile.ConfigError, match=r"leave Training\.make_mesh out"):
+        testing.assert_same_training(training)
+    with pytest.raises(dp_compile.ConfigError, match=r"Training\.make_mesh must be a function"):
+        replace(training, make_mesh=3)
 
 
 @pytest.mark.parametrize("ranks_inside", [1, 3, 4])

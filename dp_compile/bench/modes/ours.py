@@ -25,6 +25,8 @@ from dp_compile.modules.replicate import replicate
 from dp_compile.modules.replicated_module import register_comm_hook
 from dp_compile.optim.crossing import synchronize
 from dp_compile.optim.in_backward import in_backward
+from dp_compile.train import tensor_parallel
+from dp_compile.train.gpt import GPT
 
 REPLAN_AFTER: Final = 3
 """Backwards measured by `ours:replan`. The one after them compiles again: warm up for three steps more than this."""
@@ -38,7 +40,9 @@ class Ours:
     that `calibrate()` finds before the first step; `replan_after` measures some backwards and plans once more.
     Gradients travel in `wire`, or as the comm hook that `hook` makes sends them, with its state; `ranks_inside` of them
     are in a node, and what is beyond goes over a second level of network. `tolerance`: of gradients, for what is lost
-    on the way. `updates` are in the `backward`, or left for the next `forward`; else behind the backward.
+    on the way. `dtensors`: parameters are DTensors, in a mesh with one rank for tensor parallel: what it costs to have
+    them, with nothing to send for it; only the workloads that are a GPT. `updates` are in the `backward`, or left for
+    the next `forward`; else behind the backward.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Ours:
     wire: torch.dtype | None = None
     hook: Callable[[], tuple[Any, HookFunction]] | None = None
     ranks_inside: int | None = None
+    dtensors: bool = False
     tolerance: float = 0.0
     updates: str | None = None
     is_bound: bool = False
@@ -59,7 +64,14 @@ class Ours:
 
     def prepare(self, workload: Workload) -> Trainer:
         model = build(workload)
-        loop = Loop(workload, trainable(model), self._replicated(model))
+        mesh = self._mesh()
+        if self.dtensors:
+            if not isinstance(model, GPT):
+                raise ConfigError(f"mode '{self.name}' spreads the layers of a GPT, which '{workload.name}' is not.")
+            mesh = tensor_parallel.mesh_of(dist.get_world_size(), 1, place())
+            tensor_parallel.parallelize(model, mesh["tp"])
+            mesh = mesh["dp"]
+        loop = Loop(workload, trainable(model), self._replicated(model, mesh))
         if self.updates is None:
             return _OurLoop(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
         crosses = self.updates == "forward"
@@ -67,7 +79,7 @@ class Ours:
         kind = _CrossingLoop if crosses else _UpdatingLoop
         return kind(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
 
-    def _replicated(self, model: nn.Module) -> Callable[..., torch.Tensor]:
+    def _replicated(self, model: nn.Module, mesh: DeviceMesh | None) -> Callable[..., torch.Tensor]:
         config = ReplicateConfig(
             strategy=self.strategy,
             bucket_cap_mb=self.cap_mb,
@@ -77,7 +89,7 @@ class Ours:
             reduce_dtype=self.wire,
         )
         policy = _is_block if self.strategy == "per_module" else None
-        replicate(model, config=config, bucket_policy=policy, device_mesh=self._mesh())
+        replicate(model, config=config, bucket_policy=policy, device_mesh=mesh)
         if self.hook is not None:
             register_comm_hook(model, *self.hook())
         return torch.compile(model, backend="dp_compile" if self.updates == "forward" else self.backend)
@@ -110,7 +122,7 @@ class _OurLoop:
         self.loop.step(batch)
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        return self.loop.gradients(batch)
+        return {name: tensor_parallel.whole(each) for name, each in self.loop.gradients(batch).items()}
 
     def facts(self) -> Facts:
         seen, captures = step_of(self.model), [each for each in report(self.model).captures if each.synced]
@@ -187,6 +199,7 @@ KINDS: Final = (
     Ours("ours:bf16_hook", hook=_bf16_hook, tolerance=_BF16),
     Ours("ours:int8", hook=_int8_hook, tolerance=_INT8),
     Ours("ours:two_levels", ranks_inside=2),
+    Ours("ours:dtensors", dtensors=True),
     Ours("ours:in_backward", updates="backward"),
     Ours("ours:crossing", updates="forward"),
 )

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
+from dp_compile.insight.explanation.exposure import slowest_part, times_as_seen
+from dp_compile.insight.explanation.facts import COMPUTE, bound_by
 from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, predict
-from dp_compile.insight.step import Step
+from dp_compile.insight.step import NOMINAL, Step
 from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.strategies import RANKS_OF_A_NODE, Planned, on_cheaper_levels
@@ -59,6 +61,7 @@ def advice_for(step: Step) -> tuple[Advice, ...]:
         *_levels(step, now),
         *_other_links(step, now),
         *_more_compute(step, now),
+        *_slow_part(step),
     ]
     return tuple(sorted((each for each in found if each.share > SMALLEST_GAIN), key=lambda each: -each.share))
 
@@ -108,7 +111,7 @@ def _end(prediction: Prediction) -> float:
 
 def _measurements(step: Step) -> Iterator[Advice]:
     """What planning from measured speeds can gain, if those that are believed are off by 0.5x to 2x."""
-    nominal, unknown = step.cost_source.startswith("nominal"), step.ready.backward_s is None
+    nominal, unknown = step.cost_source.startswith(NOMINAL), step.ready.backward_s is None
     if not (nominal or unknown):
         return
     known = replace(step, ready=replace(step.ready, backward_s=step.backward_s))
@@ -175,3 +178,18 @@ def _us(seconds: float) -> str:
 def _more_compute(step: Step, now: Prediction) -> Iterator[Advice]:
     after = predict(step, Scenario(compute_scale=2.0))
     yield _advice("double the batch on each rank: so much less time per sample", _end(now), _end(after) / 2)
+
+
+def _slow_part(step: Step) -> Iterator[Advice]:
+    """Where compute is what bounds the step, and much of it is in one place."""
+    part = slowest_part(step) if bound_by(step) == COMPUTE and not step.left else None
+    if part is None:
+        return
+    seen, saved = replace(times_as_seen(step), backward_s=step.backward_s), part.share / 2
+    until = max(seen.of(each) for each in step.plan.gradients if each.name == part.before)
+    earlier = {each.index: min(saved, max(0.0, seen.of(each) - until + part.share) / 2) for each in step.plan.gradients}
+    shares = {each.index: (seen.of(each) - earlier[each.index]) / (1 - saved) for each in step.plan.gradients}
+    shorter = replace(seen, shares=shares, backward_s=step.backward_s * (1 - saved))
+    before, after = (predict(replace(step, ready=times), Scenario()) for times in (seen, shorter))
+    where = f"between {part.after} and {part.before}" if part.after else f"before {part.before} is ready"
+    yield _advice(f"half the compute {where}", _end(before), _end(after))

@@ -47,7 +47,7 @@ from dp_compile.insight.explanation.text import (
     percent,
     wrapped,
 )
-from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, PlannedBucket, Step
+from dp_compile.insight.step import DECENTRALIZED, WAITED, MeasuredBucket, PlannedBucket, Step
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.words import count, format_bytes
@@ -344,6 +344,8 @@ def _figures(this: Explanation, word: str) -> list[str]:
         cells[0] = (cells[0][0], "(taken)", cells[0][2])  # the same figure twice would look like a good prediction
         if this.left and this.forward_from.startswith("measured"):
             cells[1] = (cells[1][0], "(taken)", cells[1][2])
+    if this.cost_source.startswith(WAITED) and not this.gather_s:  # so slow that these are the measured ones
+        cells = [(row[0], "(taken)", row[2]) if row[0].startswith(("exposed", end)) else row for row in cells]
     ratios = [None if end_s is None or not this.bound_s else end_s / this.bound_s for end_s in _ends(this)]
     first, second = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
     cells.append(("end over the best possible end", first, second))
@@ -462,7 +464,7 @@ def _measured_exposure(this: Explanation) -> Iterator[str]:
     waited = sorted((bucket for bucket in this.buckets if _waited(bucket) >= SHORTEST_S), key=_waited, reverse=True)
     most = [f"{format_ms(_waited(bucket))} for bucket {bucket.number}" for bucket in waited[:SHOWN_EXPOSED]]
     residual = ""
-    if this.end_s is not None and seen.end_s:
+    if this.end_s is not None and seen.end_s and not this.cost_source.startswith(WAITED):
         off = this.end_s / seen.end_s - 1
         residual = f"; the end is predicted {percent(abs(off))} {'later' if off > 0 else 'earlier'} than measured"
     yield from wrapped(

@@ -68,27 +68,27 @@ class SlowPart:
 
 def slowest_part(step: Step) -> SlowPart | None:
     """The longest stretch of compute without a new gradient; `None` if none takes `MOST` of the backward."""
-    seen = _times_as_launched(step)
-    times = step.ready if seen is None else seen
+    times = times_as_seen(step)
+    measured = times is not step.ready
     gradients = {each.name: each for each in step.plan.gradients if each.name != UNUSED_FLAGS}
     longest, before, last = SlowPart(0.0, "", "", False), 0.0, ""
     for name, share in sorted(((name, times.of(each)) for name, each in gradients.items()), key=lambda each: each[1]):
         if share - before > longest.share:
-            longest = SlowPart(share - before, last, name, seen is not None)
+            longest = SlowPart(share - before, last, name, measured)
         before, last = share, name
     return longest if longest.share >= MOST and len(gradients) > 1 else None
 
 
-def _times_as_launched(step: Step) -> ReadyTimes | None:
-    """Ready times that fit the launches that were measured; `None` if there are none, or all came at the end.
+def times_as_seen(step: Step) -> ReadyTimes:
+    """Ready times that fit the launches that were measured; the step's if there are none, or all came at the end.
 
     Where updates cross, launches come in the order of need and wait for each other: they say nothing of that.
     """
     measured = step.measured
     if measured is None or step.deferred or step.left:
-        return None
+        return step.ready
     if not measured.buckets or len(measured.buckets) != len(step.plan.buckets):
-        return None
+        return step.ready
     compute_s = measured.compute_s
     launches = [0.0]
     for number, each in enumerate(measured.buckets):
@@ -97,7 +97,7 @@ def _times_as_launched(step: Step) -> ReadyTimes | None:
         )
         launches.append(max(launches[-1], each.launch_s - waited_s))
     if compute_s <= 0:
-        return None
+        return step.ready
     return measured_times(step.plan, Launches(tuple(launches[1:]), compute_s), step.ready)
 
 

@@ -12,8 +12,8 @@ from dp_compile.insight.explanation.exposure import why_no_timeline
 from dp_compile.insight.step import Step
 from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
-from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, MEASURED
-from dp_compile.plan.words import count
+from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, MEASURED, ModelCollective
+from dp_compile.plan.words import count, format_bytes
 
 COMMUNICATION: Final = "communication"
 COMPUTE: Final = "compute"
@@ -130,6 +130,19 @@ def copies_of(placements: Sequence[Placement]) -> tuple[Copies, ...]:
     return tuple(sorted(found, key=lambda copies: -copies.nbytes))
 
 
+def _sent_by_the_model(step: Step) -> Iterator[str]:
+    """Kind by kind what its own backward waits for, as with tensor parallel: that is part of the backward's time."""
+    kinds: dict[tuple[str, int], list[ModelCollective]] = {}
+    for each in step.ready.collectives:
+        kinds.setdefault((each.collective, each.ranks), []).append(each)
+    for (kind, ranks), sent in kinds.items():
+        share = sum(each.end - each.start for each in sent)
+        yield (
+            f"The model's own backward sends {count(len(sent), kind)} over {count(ranks, 'rank')}, "
+            f"{format_bytes(sum(each.nbytes for each in sent))}: {share:.0%} of the backward, estimated."
+        )
+
+
 def notes_of(step: Step) -> Iterator[str]:
     """What has to be known to read the figures."""
     if (why := why_no_timeline(step)) is not None:
@@ -146,6 +159,7 @@ def notes_of(step: Step) -> Iterator[str]:
             )
         elif each.way == OVERLAP_FORWARD and not each.left:
             yield f"The last backward of {each.name} left no update for the next forward: report(model) says why."
+    yield from _sent_by_the_model(step)
     if step.left or any(each.way == SHARDED for each in step.optimizers):
         yield "How long updates take is in no prediction."
     ways = dict(step.backwards)

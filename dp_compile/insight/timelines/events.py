@@ -91,7 +91,10 @@ GOING_ROUND: Final = "parameters go round"
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A part of the model in the compute of a planned view: from when to when its gradients become ready."""
+    """A part of the model in the compute of a planned view: from when to when its gradients become ready.
+
+    Or a collective of the model's own, which compute waits for.
+    """
 
     name: str
     start_s: float
@@ -113,6 +116,7 @@ class View:
         forward_s: how long the forward before it took, `None` if not known.
         optimizer_s: the same of the optimizer after it.
         layers: what the backward computes, in order, as far as ready times tell.
+        sends: what the model itself sends in it, as tensor parallel does.
         assumed_s: how long the backward was taken to be, if nobody has timed it: times are then said in percent of it.
         behind: what of the step is behind the backward, if reductions may end there or parameters go round.
     """
@@ -126,6 +130,7 @@ class View:
     forward_s: float | None = None
     optimizer_s: float | None = None
     layers: tuple[Layer, ...] = ()
+    sends: tuple[Layer, ...] = ()
     assumed_s: float | None = None
     behind: tuple[Phase, ...] = ()
 
@@ -134,6 +139,11 @@ class View:
         if self.assumed_s is None:
             return format_time(seconds)
         return f"{100 * seconds / self.assumed_s if self.assumed_s else 0.0:.3g}%"
+
+    @property
+    def strips(self) -> list[tuple[str, tuple[Layer, ...]]]:
+        """What is drawn below compute, with its name."""
+        return [(name, parts) for name, parts in (("layers", self.layers), ("model sends", self.sends)) if parts]
 
     @property
     def has_two_halves(self) -> bool:
@@ -271,7 +281,7 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
     for stall in view.exposed:  # compute ends later by what it stood still for before
         if stall.start_s < view.backward_s:
             view = replace(view, backward_s=view.backward_s + stall.end_s - stall.start_s)
-    view = replace(view, layers=tuple(_layers(step, view)))
+    view = replace(view, layers=tuple(_layers(step, view)), sends=tuple(_sends(step, view)))
     if step.left:
         early_s = sum(each.exposed_s for each in transfers if each.bucket not in step.left)
         start_s, late_s = step.backward_s + early_s, view.exposed_s - early_s
@@ -302,6 +312,12 @@ def _layers(step: Step, view: View) -> Iterator[Layer]:
         if end_s > start_s:
             yield Layer(" .. ".join(dict.fromkeys((names[0], names[-1]))), start_s, end_s)
         start_s = end_s
+
+
+def _sends(step: Step, view: View) -> Iterator[Layer]:
+    for each in step.ready.collectives:
+        start_s, end_s = (_with_stalls(share * step.backward_s, view) for share in (each.start, each.end))
+        yield Layer(f"{each.collective} {format_bytes(each.nbytes)}, {count(each.ranks, 'rank')}", start_s, end_s)
 
 
 def _with_stalls(compute_s: float, view: View) -> float:

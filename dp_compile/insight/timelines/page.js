@@ -86,9 +86,9 @@
       band.compute = y;
       label(y, BAR, "compute", "lane");
       y += BAR + TICKS;
-      band.layers = view.layers.length ? y : null;
-      if (view.layers.length) {
-        label(y, ROW_HIGH, "layers", "lane");
+      band.strips = y;
+      for (const [name] of view.strips) {
+        label(y, ROW_HIGH, name, "lane");
         y += ROW_HIGH + GAP;
       }
       if (view.rows) {
@@ -204,19 +204,22 @@
     context.restore();
   }
 
-  function drawLayers({ view, layers }) {
-    if (layers === null) return;
-    view.layers.forEach(([name, from, to], i) => {
+  function drawStrips({ view, strips }) {
+    view.strips.forEach(([, layers], i) => drawStrip(layers, strips + i * (ROW_HIGH + GAP)));
+  }
+
+  function drawStrip(layers, top) {
+    layers.forEach(([name, from, to], i) => {
       const left = Math.max(x(from), GUTTER - 2), right = Math.min(x(to), width);
       if (right <= left) return;
       context.fillStyle = i % 2 ? colours.waiting : colours.rule;
-      context.fillRect(left, layers, right - left, ROW_HIGH);
+      context.fillRect(left, top, right - left, ROW_HIGH);
       const fits = [`${name} ${time(to - from)}`, name, name.split(".").pop()]
         .find((each) => context.measureText(each).width < right - left - 6);
       if (!fits) return;
       context.fillStyle = colours.ink;
       context.textAlign = "center";
-      context.fillText(fits, (left + right) / 2, layers + ROW_HIGH / 2 + 1);
+      context.fillText(fits, (left + right) / 2, top + ROW_HIGH / 2 + 1);
     });
   }
 
@@ -403,7 +406,7 @@
     for (const band of bands) {
       drawExposed(band);
       drawCompute(band);
-      drawLayers(band);
+      drawStrips(band);
       drawQueue(band);
       drawNetwork(band);
       drawCritical(band);

@@ -144,7 +144,10 @@ def _view(view: View) -> dict[str, Any]:
         "optimizer": None if view.optimizer is None else [scaled(each) for each in view.optimizer],
         "end": scaled(view.end_s),
         "rows": view.rows,
-        "layers": [[each.name, scaled(each.start_s), scaled(each.end_s)] for each in view.layers],
+        "strips": [
+            [name, [[each.name, scaled(each.start_s), scaled(each.end_s)] for each in layers]]
+            for name, layers in view.strips
+        ],
         "critical": None if view.critical is None else [scaled(each) for each in view.critical],
         "stalls": [[scaled(each) for each in interval] for interval in view.exposed],
         "transfers": [_transfer(view, each) for each in view.transfers],

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from dp_compile.insight.timelines import svg
 from dp_compile.insight.timelines.events import (
     Interval,
+    Layer,
     Timeline,
     Transfer,
     View,
@@ -120,8 +121,8 @@ def _view(timeline: Timeline, view: View, axis: _Axis, top: float) -> tuple[list
     parts = [svg.text(_MARGIN, top + 12, view.name, bold=True)]
     parts.append(svg.text(_MARGIN + 70, top + 12, _clipped(f"critical path: {critical_path_text(view)}"), colour=_DIM))
     compute = top + 36
-    layers = compute + _BAR + 8
-    queue = layers + (_ROW + 6 if view.layers else 0)
+    strips = compute + _BAR + 8
+    queue = strips + (_ROW + 6) * len(view.strips)
     depth = _ROW * min(view.rows, _MOST_ROWS)
     networks = [queue + depth + (7 if depth else 0) + (_BAR + 7) * lane for lane in range(len(timeline.lanes))]
     bottom = (networks[-1] if networks else queue) + _BAR + 5
@@ -129,7 +130,8 @@ def _view(timeline: Timeline, view: View, axis: _Axis, top: float) -> tuple[list
     parts += _lane_name(compute, "compute")
     parts += _boxes(_compute_boxes(view, axis), compute, view)
     parts += _ticks(view, axis, compute + _BAR)
-    parts += _layer_boxes(view, axis, layers)
+    for number, (name, layers) in enumerate(view.strips):
+        parts += _strip(view, axis, strips + (_ROW + 6) * number, name, layers)
     if view.rows:
         parts += _lane_name(queue - 5, "waiting" if view.rows <= _MOST_ROWS else f"waiting, up to {view.rows}")
         parts += _queue(view, axis, queue, depth)
@@ -183,11 +185,10 @@ def _compute_boxes(view: View, axis: _Axis) -> Iterator[_Box]:
         yield box(*view.optimizer, _COMPUTE, "optimizer", view.optimizer.end_s - view.optimizer.start_s)
 
 
-def _layer_boxes(view: View, axis: _Axis, top: float) -> Iterator[str]:
+def _strip(view: View, axis: _Axis, top: float, name: str, layers: Sequence[Layer]) -> Iterator[str]:
     """What compute is of, in two shades in turns; a name where there is room."""
-    if view.layers:
-        yield svg.text(_MARGIN, top + _ROW / 2 + 4, "layers", colour=_DIM)
-    for number, each in enumerate(view.layers):
+    yield svg.text(_MARGIN, top + _ROW / 2 + 4, name, colour=_DIM)
+    for number, each in enumerate(layers):
         left, right = axis.x(each.start_s), axis.x(each.end_s)
         yield svg.rect(left, top, max(right - left, 0.8), _ROW, (_RULE, _WAITING)[number % 2])
         texts = (f"{each.name} {view.said(each.end_s - each.start_s)}", each.name, each.name.rpartition(".")[2])

@@ -17,7 +17,7 @@ from dp_compile.plan.words import format_bytes
 
 FIRST_PID: Final = 5_000_001
 """Above any process id that Linux gives (4,194,304): our lanes never mix with those of a trace they are merged into."""
-_COMPUTE, _EXPOSED, _CRITICAL, _NETWORK = 1, 2, 3, 10
+_COMPUTE, _EXPOSED, _CRITICAL, _SENDS, _NETWORK = 1, 2, 3, 4, 10
 _CATEGORY: Final = "dp_compile"
 
 Event = dict[str, Any]
@@ -72,6 +72,8 @@ def _view(timeline: Timeline, number: int, zero_us: float) -> Iterator[Event]:
 
     for name, start_s, end_s, _ in _compute(view):
         yield complete(_COMPUTE, name, start_s, end_s, {"from": view.source} if name == "backward" else {})
+    for each in view.sends:
+        yield complete(_SENDS, each.name, each.start_s, each.end_s, {})
     for start_s, end_s in view.exposed:
         yield complete(_EXPOSED, "exposed", start_s, end_s, {})
     if view.critical is not None:
@@ -99,6 +101,7 @@ def _compute(view: View) -> Iterator[Phase]:
 
 def _names(timeline: Timeline, view: View, pid: int) -> Iterator[Event]:
     threads = {_COMPUTE: "compute", _EXPOSED: "exposed", _CRITICAL: "critical path"}
+    threads |= {_SENDS: "model sends"} if view.sends else {}
     threads |= {_NETWORK + lane: name for lane, name in enumerate(timeline.lanes)}
     assumed = "" if view.assumed_s is None else ", times assumed"
     yield {
