@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -129,6 +130,21 @@ def sorts_only(target: object) -> bool:
     Or makes DTensors of what that computes, which are the parts of them.
     """
     return getattr(target, "__name__", "") in ("call_aot_bwd_prologue", "call_aot_bwd_epilogue", "make_subclass")
+
+
+def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
+    """What a captured graph's node makes a DTensor of; nothing if it makes none, or does not tell.
+
+    Compiled autograd gives each such node everything that AOTAutograd's backward computes, of which it takes a few
+    (torch 2.11 to 2.15, `proxy_subclass_constructor`): by its inputs alone each would stand behind the whole backward.
+    """
+    if getattr(node.target, "__name__", "") != "make_subclass" or not inspect.isfunction(node.target):
+        return []
+    meta = inspect.getclosurevars(node.target).nonlocals.get("subclass_meta")
+    first, count = (getattr(meta, name, None) for name in ("flat_tensor_start_idx", "arg_count"))
+    if not isinstance(first, int) or not isinstance(count, int):
+        return []
+    return [each for each in node.args[first : first + count] if isinstance(each, fx.Node)]
 
 
 def configure_process(settings: Mapping[str, Any]) -> None:

@@ -31,6 +31,9 @@ from dp_compile.plan.cost import RING, TREE, AllReduceCost, Formula, check_numbe
 BURST_KIB: Final = 128
 """Holds one packet of 64 KiB that the sender's kernel has not segmented; a smaller bucket makes tbf do it."""
 
+INTERFACE: Final = "DP_COMPILE_BENCH_INTERFACE"
+"""The environment variable that tells a rank through which interface everything goes that leaves its node."""
+
 _QUEUE_MIB: Final = 8
 _MTU: Final = 65535  # the largest: fewer packets, less processor time for the same bytes
 _PREFIX: Final = "dpbench"
@@ -255,7 +258,7 @@ def _shaped(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
         for node, space in enumerate(spaces):
             _settle(space, _address(node), rate_mbit)
         prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces for _ in range(inside))
-        yield Bed("gloo", _address(0), prefixes, {"GLOO_SOCKET_IFNAME": "eth0"})
+        yield Bed("gloo", _address(0), prefixes, {"GLOO_SOCKET_IFNAME": "eth0", INTERFACE: "eth0"})
 
 
 @contextmanager

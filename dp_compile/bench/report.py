@@ -175,7 +175,7 @@ def _left(cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> 
         row = [name]
         for link in links:
             own, first = found.get((link, name)), found.get((link, senders[0]))
-            row.append(f"{format_bytes(own)} ({own / first:.2f})" if own and first else "")
+            row.append(format_bytes(own) + (f" ({own / first:.2f})" if first else "") if own else "")
         table.append(row)
     yield ""
     yield from _table(table)

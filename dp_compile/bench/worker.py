@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile.bench import catalogue, reference, selfcheck
+from dp_compile.bench.beds import INTERFACE
 from dp_compile.bench.contract import Batch, Coarse, Crossing, Explained, Facts, Trainer
 
 _PR_SET_PDEATHSIG: Final = 1
@@ -145,9 +146,9 @@ class Rank:
         else:
             _synchronize()
         wall_s = time.perf_counter() - start
+        left = _left_nbytes()  # as much is on its way as was at the start
         if isinstance(self.trainer, Crossing):
             self.trainer.arrive()
-        left = _left_nbytes()
         left_nbytes = None if left is None or left_before is None else (left - left_before) // count
         return Stepped(wall_s / count, time.process_time() - cpu, left_nbytes)
 
@@ -180,11 +181,11 @@ class Rank:
 
 
 def _left_nbytes() -> int | None:
-    """Bytes that have left this process's network namespace, by the interface that a shaped link gives gloo."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    """Bytes that have left this process's node, as the interface of a shaped link counts."""
+    interface = os.environ.get(INTERFACE)
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
-        if name.strip() == interface != "lo":
+        if name.strip() == interface:
             return int(counts.split()[8])  # eight columns are of what came in; proc(5)
     return None
 

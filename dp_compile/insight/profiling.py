@@ -36,7 +36,7 @@ from typing import Any, Final
 from dp_compile.engine.observers import UPDATE
 from dp_compile.errors import ConfigError
 from dp_compile.insight.ranges import BACKWARD_RANGE, FOLLOWING, members_in_short, parse_range_name
-from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step
+from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step, with_waited_link
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
@@ -93,7 +93,7 @@ def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
     Raises:
         ConfigError: see `measured_step`.
     """
-    return replace(step, measured=measured_step(trace, step))
+    return with_waited_link(replace(step, measured=measured_step(trace, step)))
 
 
 @dataclass(frozen=True, slots=True)

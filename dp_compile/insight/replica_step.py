@@ -52,9 +52,7 @@ def step_of_replica(replica: Replica) -> Step:
             record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
         ),
     )
-    return (
-        with_waited_link(step, f"the nominal of {replica.group.backend}") if cost_source.startswith(NOMINAL) else step
-    )
+    return with_waited_link(step)
 
 
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:

@@ -335,31 +335,39 @@ class Step:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
 
 
-def with_waited_link(step: Step, nominal: str) -> Step:
+def with_waited_link(step: Step) -> Step:
     """The same step on a network as slow as its measured backward found it; as it is if that found nothing.
 
     When compute waited for bucket b until f, then f = max over i <= b of launch(i) + k * (seconds of buckets i to b):
-    the network carries one at a time, k times as slow as `cost` says. The last bucket that was waited for gives k. What
-    ranks wait for each other, and what a network loses to compute on the same cores, is in it. Latency and bandwidth
-    keep their ratio: one figure cannot tell them apart.
+    the network carries one at a time, k times as slow as `cost` says. The last bucket that was waited for gives k; one
+    that was over when compute came to it gives a bound. How long ranks wait for each other, and what a network loses to
+    compute on the same cores, is in k. Latency and bandwidth keep their ratio: one figure cannot tell them apart.
 
-    Args:
-        step: with a `cost` that nobody has measured.
-        nominal: whose cost that is, for people.
+    A cost that somebody has measured or given stays, and so does that of several stages or of reductions that may end
+    under the next forward, which wait for each other in other ways.
     """
-    jobs = step.jobs()
-    seen = () if step.measured is None or len(step.measured.buckets) != len(jobs) else step.measured.buckets
-    waited = [number for number, each in enumerate(seen) if each.finish_s is not None]
-    if not waited or any(len(job.legs) > 1 for job in jobs):  # stages wait for each other: no such formula
+    jobs, measured = step.jobs(), step.measured
+    nobody_measured = step.cost_source.startswith((NOMINAL, WAITED))
+    if not nobody_measured or step.mode == DECENTRALIZED or step.world_size == 1 or step.left or measured is None:
         return step
-    finish_s, carried_s, slower = seen[waited[-1]].finish_s, 0.0, math.inf
-    assert finish_s is not None
-    for number in range(waited[-1], -1, -1):
-        carried_s += jobs[number].seconds
-        slower = min(slower, (finish_s - seen[number].launch_s) / carried_s)
-    if slower <= 0:
+    if len(measured.buckets) != len(jobs) or any(len(job.legs) > 1 for job in jobs):
         return step
-    return replace(step, cost=step.cost.scaled(slower), cost_source=f"{WAITED}: {slower:.2g} times {nominal}")
+    waited = [number for number, each in enumerate(measured.buckets) if each.finish_s is not None]
+    slower = min((_slower(jobs, measured, number) for number in {*range(len(jobs))} - {*waited[:-1]}), default=0.0)
+    if not waited or not 0 < slower < math.inf:
+        return step
+    return replace(step, cost=step.cost.scaled(slower), cost_source=f"{WAITED}, for late ranks too")
+
+
+def _slower(jobs: Sequence[Job], measured: MeasuredStep, number: int) -> float:
+    """How slow the network can be, at most, if a bucket was over when it was; infinite: nothing tells that."""
+    seen = measured.buckets
+    over_s = seen[number].wait_s if seen[number].finish_s is None else seen[number].finish_s
+    if over_s is None:
+        return math.inf
+    carried = accumulate(jobs[each].seconds for each in range(number, -1, -1))
+    launched = (seen[each].launch_s for each in range(number, -1, -1))
+    return min((over_s - launch_s) / seconds for launch_s, seconds in zip(launched, carried, strict=True))
 
 
 def _is_of_flags(bucket: Bucket) -> bool:

@@ -1,7 +1,8 @@
 """When each gradient of a captured graph is ready, by what the nodes before it have to compute. Reads only.
 
-Collectives of the model's own, as those of tensor parallel, take their time there: what follows waits for them. They
-are taken to be inside a node, and reductions of gradients on other links, so neither makes the other slower.
+Collectives of the model's own, as those of tensor parallel, take their time there: what follows waits for them. That
+reductions of gradients make them slower, and they those, is not in it: tensor parallel is mostly inside a node, where a
+reduction between nodes takes other links.
 """
 
 from __future__ import annotations
@@ -63,22 +64,27 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estim
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
     Patterson, CACM 2009); FLOPs as torch's flop counter has them. Of a collective it is what memory moves while a
-    nominal link inside a node carries it. A graph without work gives each the share 1.
+    nominal link carries it. A graph without work gives each the share 1.
     """
     if not accumulations:
         return Estimates([])
     at = {each.node: each for each in accumulations}
     done, before, sent = 0.0, dict[fx.Node, float](), list[ModelCollective]()
+    behind = dict[fx.Node, float]()
     for node in accumulations[0].node.graph.nodes:
         if node in at:
-            done += _work_of_adding(at[node], values)
-            before[node] = done
+            adding = _work_of_adding(at[node], values)
+            done += adding
+            # A DTensor stands behind all that the backward computes, whatever it is made of; no code waits for that.
+            parts = dynamo.parts_of_subclass(at[node].gradient)
+            before[node] = max(behind[each] for each in parts) + adding if parts else done
         elif is_collective(node):
             for each in _sent(node, values, done):
                 sent.append(each)
                 done = each.end
         elif node.op in ("call_function", "call_method"):
             done += _work(node, values)
+        behind[node] = done
     total = done
     return Estimates(
         [
@@ -92,15 +98,13 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estim
 def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollective]:
     """A collective, with the work at its start and its end; nothing if it is not known what it carries."""
     given, made = (list(_tensors(each)) for each in (fx.map_arg(node.args[0], values.get), values.get(node)))
-    if not given or not made:
+    group = node.args[-1]
+    if not given or not made or not isinstance(group, str):
         return
     target: Any = node.target
     kind, device_type = target.overloadpacket.__name__.removesuffix("_"), made[0].device.type
-    backend, computes_on = _NOMINAL.get(device_type, _NOMINAL["cpu"])
-    ranks, nbytes = (
-        distributed.group_of_name(str(node.args[-1])).size(),
-        max(sum(map(_nbytes, each)) for each in (given, made)),
-    )
+    backend, computes_on = _NOMINAL.get(device_type, _NOMINAL["cuda"])
+    ranks, nbytes = distributed.group_of_name(group).size(), max(sum(map(_nbytes, each)) for each in (given, made))
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
     (leg,) = legs_of([[load]], nominal_cost(backend, ranks))
     yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * device(computes_on).memory_bytes_per_s)

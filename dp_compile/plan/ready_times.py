@@ -160,12 +160,11 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
         start, start_before = end, end_before
         launched.append((end_before, end))
     believed_at, seen_at = zip(*launched, (1.0, 1.0), strict=True)
-    collectives = tuple(
-        each._replace(
-            **{edge: float(np.interp(getattr(each, edge), believed_at, seen_at)) for edge in ("start", "end")}
-        )
-        for each in before.collectives
-    )
+
+    def moved(share: float) -> float:
+        return float(np.interp(share, believed_at, seen_at))
+
+    collectives = tuple(each._replace(start=moved(each.start), end=moved(each.end)) for each in before.collectives)
     return ReadyTimes(shares, launches.backward_s, MEASURED, before.products, collectives)
 
 

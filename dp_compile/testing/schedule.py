@@ -26,10 +26,14 @@ from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.devices import Device
+from dp_compile.plan.links import Link
 from dp_compile.plan.network import is_on, legs_of
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, INSIDE, WHOLE, Load
 
 aten = torch.ops.aten
+
+MODEL: Final = "model"
+"""The link of what the model itself sends, as tensor parallel does, in groups that reduce nothing."""
 
 _COSTS_NOTHING: Final = (FLAT_BUCKET, ASSEMBLE, aten.copy.default, aten.new_empty_strided.default)
 """Memory that gradients are computed in; and how a new gradient is handed out, which generated code does in place."""
@@ -46,8 +50,9 @@ class Compute:
 class Launch:
     """A collective starts. `name` is what it is called in the graph's text.
 
-    `collective`: torch's name of it, as `all_reduce`; `link` as in a plan's stages; `group`: its ranks. `nbytes`: of
-    what it is given; `whole_nbytes`: or of what it makes, if that is more.
+    `collective`: torch's name of it, as `all_reduce`; `link` as in a plan's stages, or `MODEL`; `group`: its ranks, of
+    which nothing is known if no pass made a bucket of it. `nbytes`: of what it is given; `whole_nbytes`: or of what it
+    makes, if that is more.
     """
 
     name: str
@@ -55,7 +60,7 @@ class Launch:
     collective: str = ALL_REDUCE
     link: str = WHOLE
     dtype: str = ""
-    group: tuple[int, ...] = (0,)
+    group: tuple[int, ...] = ()
     whole_nbytes: int = 0
 
     @property
@@ -66,7 +71,7 @@ class Launch:
     @property
     def sent_nbytes(self) -> int:
         """What this rank sends: in each phase the shares of all others, as rings do."""
-        ranks = len(self.group)
+        ranks = len(self.group) or 1
         return self.load.phases * int(self.load.nbytes) * (ranks - 1) // ranks
 
 
@@ -74,8 +79,9 @@ class Launch:
 class Sent:
     """What this rank sends in one backward by one kind of collective, on one link, in one dtype, in one group.
 
-    `link`: `whole`, or of two levels of network `inside` a node or `between` nodes. `launches`: how many collectives.
-    `nbytes`: sent, as rings send: of n ranks (n - 1)/n of the bytes, an all-reduce twice that. `group`: its ranks.
+    `link`: `whole`, or of two levels of network `inside` a node or `between` nodes; `model`: what the model itself
+    sends, in groups that reduce nothing. `launches`: how many collectives. `nbytes`: sent, as rings send: of n ranks
+    (n - 1)/n of the bytes, an all-reduce twice that. `group`: its ranks.
     """
 
     collective: str
@@ -92,7 +98,10 @@ def sent_by(events: Sequence[Event]) -> tuple[Sent, ...]:
     for each in events:
         if isinstance(each, Launch):
             found.setdefault((each.collective, each.link, each.dtype, each.group), []).append(each.sent_nbytes)
-    return tuple(Sent(*kind, len(sent), sum(sent), group) for (*kind, group), sent in found.items())
+    return tuple(
+        Sent(collective, link, dtype, len(sent), sum(sent), group)
+        for (collective, link, dtype, group), sent in found.items()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +126,7 @@ def events_of(
     Args:
         graph: with values in `meta["val"]`.
         names: what nodes are called, as in `graph_names.node_names`.
-        links: by name of a group, on which link it is.
+        links: by name of a group that reduces gradients, on which link it is.
         device: what computes.
         efficiency: which share of its peak matrix products reach.
     """
@@ -151,7 +160,7 @@ def _launch(node: fx.Node, name: str, links: Mapping[str, str]) -> Launch:
         name,
         sum(each.nbytes for each in given),
         target.overloadpacket.__name__.removesuffix("_"),
-        links.get(group, WHOLE),
+        links.get(group, MODEL),
         str(given[0].dtype).removeprefix("torch.") if given else "",
         tuple(dist.get_process_group_ranks(distributed.group_of_name(group))),
         sum(each.nbytes for each in made),
@@ -217,27 +226,33 @@ class Schedule:
         )
 
 
-def schedule(events: Sequence[Event], cost: AllReduceCost, basis: str) -> Schedule:
+def schedule(events: Sequence[Event], cost: AllReduceCost, basis: str, model_link: Link | None = None) -> Schedule:
     """What events take if an all-reduce costs `cost` and a link carries one collective at a time.
+
+    What the model itself sends is carried by `model_link`, beside the rest, and waited for where it is.
 
     Source: the model of MG-WFBP (arXiv 1912.09268), applied to the order of a graph.
     """
-    collectives, end_s = _run(events, cost)
-    last = [*(each for each in events if not isinstance(each, Wait)), *(e for e in events if isinstance(e, Wait))]
+    own = {each.name: each.group for each in events if isinstance(each, Launch) and each.link == MODEL}
+    costs = {name: cost if model_link is None else model_link.cost(len(group)) for name, group in own.items()}
+    collectives, end_s = _run(events, cost, costs)
+    last = sorted(events, key=lambda each: isinstance(each, Wait) and each.name not in own)
     backward_s = sum(each.seconds for each in events if isinstance(each, Compute))
-    return Schedule(collectives, backward_s, end_s, _run(last, cost)[1], basis)
+    return Schedule(collectives, backward_s, end_s, _run(last, cost, costs)[1], basis)
 
 
-def _run(events: Sequence[Event], cost: AllReduceCost) -> tuple[tuple[ScheduledCollective, ...], float]:
-    clock_s, free_s = 0.0, dict.fromkeys((INSIDE, BETWEEN), 0.0)
+def _run(
+    events: Sequence[Event], cost: AllReduceCost, of_model: Mapping[str, AllReduceCost]
+) -> tuple[tuple[ScheduledCollective, ...], float]:
+    clock_s, free_s = 0.0, dict.fromkeys((INSIDE, BETWEEN, MODEL), 0.0)
     seen: dict[str, ScheduledCollective] = {}
     waited: set[str] = set()
     for event in events:
         if isinstance(event, Compute):
             clock_s += event.seconds
         elif isinstance(event, Launch):
-            (leg,) = legs_of([[event.load]], cost)
-            busy = [link for link in free_s if is_on(leg, link)]
+            (leg,) = legs_of([[event.load]], of_model.get(event.name, cost))
+            busy = [MODEL] if leg.link == MODEL else [link for link in (INSIDE, BETWEEN) if is_on(leg, link)]
             start_s = max(clock_s, *(free_s[link] for link in busy))
             finish_s = start_s + leg.seconds
             free_s |= dict.fromkeys(busy, finish_s)

@@ -37,7 +37,7 @@ from dp_compile.testing.recording import (
     kernels_called,
     run_steps,
 )
-from dp_compile.testing.schedule import Launch, Schedule, Sent, schedule, sent_by
+from dp_compile.testing.schedule import MODEL, Launch, Schedule, Sent, schedule, sent_by
 from dp_compile.testing.training import Training
 
 
@@ -46,8 +46,8 @@ class Counts:
     """What one backward costs, in whole numbers.
 
     Args:
-        collectives: in the graph that the passes leave.
-        reduced_nbytes: bytes that they carry, flags of unused parameters and gaps between gradients included.
+        collectives: in the graph that the passes leave, those of the model too.
+        reduced_nbytes: bytes that reductions carry, flags of unused parameters and gaps between gradients included.
         captures: backwards that compiled autograd traced, in all steps; 1 if nothing changes between them.
         recompiles: captures and graphs, of forward and backward, in identical later steps; 0 if all is well.
         graph_breaks: of the backward. With one, all reductions stand at its end.
@@ -140,7 +140,7 @@ def backward_of(
         ranks: of the group, at least 2.
         ranks_inside: ranks of a node, where gradients are reduced on two levels of network; `link` is between nodes
             then, and `link_inside` inside them.
-        link_inside: as `link`.
+        link_inside: as `link`. What the model itself sends, as with tensor parallel, is on it too.
         device: what it would compute on, a name of `devices.DEVICES` or a `Device`.
         efficiency: which share of the device's peak matrix products reach.
         backend: what compiles here. `inductor` generates code, so that kernels and copies can be counted: it takes
@@ -171,6 +171,8 @@ def backward_of(
         steps = run_steps(replace(training, config=config), recorder, on, mesh)
     graphs = recorder.graphs[-steps.record.graphs :]
     nodes = "" if ranks_inside is None else f" ({ranks_inside} in a node, {link_inside})"
+    if training.make_mesh is not None and mesh is not None:
+        nodes = f", {mesh.size()} of them reduce, the model's own on {link_inside}"
     basis = f"{link}, {ranks} ranks{nodes}, {device.name} at {efficiency:.0%} of its peak"
     events = [event for graph in graphs for event in graph.events]
     return SeenBackward(
@@ -178,7 +180,7 @@ def backward_of(
         plan_text=plan_text(steps.plan),
         graph_text=_graph_text(graphs),
         counts=_counts(steps, graphs),
-        schedule=schedule(events, cost, basis),
+        schedule=schedule(events, cost, basis, link_of(link_inside)),
         memory=steps.record.memory,
         copied=tuple(each for each in _placements(steps, graphs) if each.copied),
         touched=None if steps.codes is None else tuple(line for code in steps.codes for line in read_code(code).faults),
@@ -247,7 +249,7 @@ def _counts(steps: Steps, graphs: Sequence[SeenGraph]) -> Counts:
     launches = [event for graph in graphs for event in graph.events if isinstance(event, Launch)]
     return Counts(
         collectives=len(launches),
-        reduced_nbytes=sum(each.nbytes for each in launches),
+        reduced_nbytes=sum(each.nbytes for each in launches if each.link != MODEL),
         captures=steps.captures,
         recompiles=steps.recompiles,
         graph_breaks=len(graphs) - 1,

@@ -412,11 +412,16 @@ class Sends:
     """On a clock of its own: a step computes for 1 s and waits for what the one before sent, 3 s on the wire."""
 
     def __init__(self) -> None:
-        self.now, self.arrives = 0.0, 0.0
+        self.now, self.arrives, self.steps = 0.0, 0.0, 0
 
     def step(self, batch: Batch) -> None:
         self.now = max(self.now + 1, self.arrives)
         self.arrives = self.now + 3
+        self.steps += 1
+
+    def left_nbytes(self) -> int:
+        """100 bytes in each second."""
+        return 300 * self.steps - round(100 * max(0.0, self.arrives - self.now))
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         return {}
@@ -431,8 +436,10 @@ def test_what_crosses_a_step_travels_in_turns_of_its_own_mode(monkeypatch: pytes
     trainer = Sends()
     rank = worker.Rank(worker.Place(0, 1, 1, "gloo", "", 1.0), trainer=trainer, batches=itertools.repeat(()))
     monkeypatch.setattr(time, "perf_counter", lambda: trainer.now)
+    monkeypatch.setattr(worker, "_left_nbytes", trainer.left_nbytes)
     for _ in range(3):
-        assert rank.steps(steps).wall_s == 3
+        stepped = rank.steps(steps)
+        assert (stepped.wall_s, stepped.left_nbytes) == (3, 300)
         assert trainer.arrives <= trainer.now
         trainer.now += 50  # turns of others
 

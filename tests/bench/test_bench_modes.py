@@ -54,6 +54,7 @@ WITHOUT_CODE = (
             "functional",
             "ours:per_module",
             "ours:replan",
+            "ours:dtensors",
         )
     ),
 )
@@ -125,6 +126,12 @@ def check(
 @pytest.mark.parametrize("name", WITHOUT_CODE)
 def test_same_gradients_as_torch_ddp(name: str) -> None:
     check(run(name, "tiny-gpt-4l"), "tiny-gpt-4l")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_layers_that_cannot_be_spread() -> None:
+    with pytest.raises(ConfigError, match="mode 'ours:dtensors' spreads the layers of a GPT, which 'tiny-lstm' is not"):
+        mode("ours:dtensors").prepare(workload("tiny-lstm"))
 
 
 @pytest.mark.parametrize(

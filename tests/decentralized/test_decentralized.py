@@ -696,6 +696,7 @@ def measured() -> list[MeasuredStep]:
     train(model, run, range(1))
     assert measurement.why_not == "1 backward: code was compiled in it"
     step = step_of(model)
+    assert step.cost_source.startswith("nominal")  # it waited for neighbours, and for no all-reduce
     assert step.measured == measurement.step
     rank = dist.get_rank()
     assert all(f"edge {min(rank, rank ^ hop)}, {max(rank, rank ^ hop)}" in timeline_picture(step) for hop in (1, 2))

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import dp_compile
 from dp_compile import testing
+from dp_compile.plan.links import link
 from dp_compile.testing.schedule import Launch, sent_by
 
 WIDTH = 32
@@ -98,7 +99,14 @@ def test_collectives_of_tensor_parallel_are_counted_by_themselves() -> None:
     assert seen.counts.collectives == 1 + len(seen.plan.buckets)
     assert "of ranks [0, 1]" in str(seen)
     assert "of ranks [0, 2]" in str(seen)
-    assert seen.schedule.basis.startswith("ethernet-25, 4 ranks")
+    assert seen.schedule.basis.startswith("ethernet-25, 4 ranks, 2 of them reduce, the model's own on nvlink4, ")
+    assert seen.counts.reduced_nbytes == sum(4 * bucket.numel for bucket in seen.plan.buckets)
+    (own,) = [each for each in seen.sent if each.link == "model"]
+    (sent,) = [each for each in seen.schedule.collectives if "(of the model)" in each.name]
+    assert own == testing.Sent("all_reduce", "model", "float32", 1, sent.nbytes, (0, 1))  # of two ranks: all of it
+    assert sent.finish_s - sent.start_s == pytest.approx(link("nvlink4").cost(2).seconds(sent.nbytes))
+    assert sent.start_s == sent.launch_s  # no reduction is in its way
+    assert seen.schedule.end_if_waited_last_s <= seen.schedule.end_s
     with pytest.raises(dp_compile.ConfigError, match="leave ranks_inside out"):
         testing.backward_of(training, link="ethernet-25", ranks=4, ranks_inside=2)
     with pytest.raises(dp_compile.ConfigError, match=r"leave Training\.make_mesh out"):

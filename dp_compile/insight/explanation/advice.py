@@ -10,7 +10,7 @@ from typing import Final
 from dp_compile.insight.explanation.exposure import slowest_part, times_as_seen
 from dp_compile.insight.explanation.facts import COMPUTE, bound_by
 from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, predict
-from dp_compile.insight.step import NOMINAL, Step
+from dp_compile.insight.step import NOMINAL, WAITED, Step
 from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.strategies import RANKS_OF_A_NODE, Planned, on_cheaper_levels
@@ -111,7 +111,7 @@ def _end(prediction: Prediction) -> float:
 
 def _measurements(step: Step) -> Iterator[Advice]:
     """What planning from measured speeds can gain, if those that are believed are off by 0.5x to 2x."""
-    nominal, unknown = step.cost_source.startswith(NOMINAL), step.ready.backward_s is None
+    nominal, unknown = step.cost_source.startswith((NOMINAL, WAITED)), step.ready.backward_s is None
     if not (nominal or unknown):
         return
     known = replace(step, ready=replace(step.ready, backward_s=step.backward_s))

@@ -57,6 +57,8 @@ SHOWN_BUCKETS: Final = 20
 SHOWN_EXPOSED: Final = 3
 SHOWN_REASONS: Final = 3
 SHOWN_CROSSING: Final = 24
+FITTED: Final = 0.01
+"""Of the measured end: so near to it is no prediction, if the network was fitted to the same backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +346,19 @@ def _figures(this: Explanation, word: str) -> list[str]:
         cells[0] = (cells[0][0], "(taken)", cells[0][2])  # the same figure twice would look like a good prediction
         if this.left and this.forward_from.startswith("measured"):
             cells[1] = (cells[1][0], "(taken)", cells[1][2])
-    if this.cost_source.startswith(WAITED) and not this.gather_s:  # so slow that these are the measured ones
+    if _is_fitted(this):
         cells = [(row[0], "(taken)", row[2]) if row[0].startswith(("exposed", end)) else row for row in cells]
     ratios = [None if end_s is None or not this.bound_s else end_s / this.bound_s for end_s in _ends(this)]
     first, second = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
     cells.append(("end over the best possible end", first, second))
     return figures_table(cells, word, "measured" if seen else None, this.times)
+
+
+def _is_fitted(this: Explanation) -> bool:
+    """Whether the predicted end is the measured one because the network was taken to be as slow as that."""
+    if not this.cost_source.startswith(WAITED) or this.end_s is None or this.measured is None:
+        return False
+    return this.measured.end_s is not None and abs(this.end_s - this.measured.end_s) < FITTED * this.measured.end_s
 
 
 def _ends(this: Explanation) -> tuple[float | None, float | None]:
@@ -464,7 +473,7 @@ def _measured_exposure(this: Explanation) -> Iterator[str]:
     waited = sorted((bucket for bucket in this.buckets if _waited(bucket) >= SHORTEST_S), key=_waited, reverse=True)
     most = [f"{format_ms(_waited(bucket))} for bucket {bucket.number}" for bucket in waited[:SHOWN_EXPOSED]]
     residual = ""
-    if this.end_s is not None and seen.end_s and not this.cost_source.startswith(WAITED):
+    if this.end_s is not None and seen.end_s and not _is_fitted(this):
         off = this.end_s / seen.end_s - 1
         residual = f"; the end is predicted {percent(abs(off))} {'later' if off > 0 else 'earlier'} than measured"
     yield from wrapped(

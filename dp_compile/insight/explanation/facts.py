@@ -131,15 +131,15 @@ def copies_of(placements: Sequence[Placement]) -> tuple[Copies, ...]:
 
 
 def _sent_by_the_model(step: Step) -> Iterator[str]:
-    """Kind by kind what its own backward waits for, as with tensor parallel: that is part of the backward's time."""
+    """Kind by kind what the backward waits for by itself, as with tensor parallel: that is part of its time."""
     kinds: dict[tuple[str, int], list[ModelCollective]] = {}
     for each in step.ready.collectives:
         kinds.setdefault((each.collective, each.ranks), []).append(each)
     for (kind, ranks), sent in kinds.items():
         share = sum(each.end - each.start for each in sent)
         yield (
-            f"The model's own backward sends {count(len(sent), kind)} over {count(ranks, 'rank')}, "
-            f"{format_bytes(sum(each.nbytes for each in sent))}: {share:.0%} of the backward, estimated."
+            f"Beside reductions of gradients the backward sends {count(len(sent), kind)} over "
+            f"{count(ranks, 'rank')}, {format_bytes(sum(each.nbytes for each in sent))}: {share:.0%} of it, estimated."
         )
 
 

@@ -72,8 +72,8 @@ def _view(timeline: Timeline, number: int, zero_us: float) -> Iterator[Event]:
 
     for name, start_s, end_s, _ in _compute(view):
         yield complete(_COMPUTE, name, start_s, end_s, {"from": view.source} if name == "backward" else {})
-    for each in view.sends:
-        yield complete(_SENDS, each.name, each.start_s, each.end_s, {})
+    for sent in view.sends:
+        yield complete(_SENDS, sent.name, sent.start_s, sent.end_s, {})
     for start_s, end_s in view.exposed:
         yield complete(_EXPOSED, "exposed", start_s, end_s, {})
     if view.critical is not None:
