@@ -77,8 +77,8 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     and annotations that are text are not read.
 
     Raises:
-        ConfigError: not callable, not two parameters, annotated as something else, or bf16 compression on a backend
-            that torch does not offer it for.
+        ConfigError: not callable, not two parameters, annotated as something else, bf16 compression on a backend that
+            torch does not offer it for, or a state that torch would not have made.
     """
     if isinstance(function, FunctionalHook):
         return _functional(state, function)

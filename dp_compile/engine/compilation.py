@@ -173,7 +173,7 @@ class CompiledBackward:
             yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
-            used = sorted({*self._used[ordinal], *replica.local.used})
+            used = sorted({*self._used[ordinal], *replica.local.used}) if replica.config.unused == "find" else ()
             yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:
@@ -184,7 +184,7 @@ class CompiledBackward:
                     # of a bucket beside another to which is added is more than AOTAutograd can trace with dynamic
                     # shapes.
                     yield own_part(grad).detach().clone()
-            for index in range(len(replica.parameters)):
+            for index in range(len(replica.parameters)) if replica.comm_hook is not None else ():
                 yield from replica.state_of_hook(index).values()
 
     def _break(self, replicas: Sequence[Replica], error: BaseException) -> None:

@@ -119,9 +119,18 @@ def _like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> list[torch.Ten
 
 
 class PowerSGDMemory:
-    """What PowerSGD remembers, in the user's own state: `error_dict` and `q_memory_dict`, by parameter name."""
+    """What PowerSGD remembers, in the user's own state: `error_dict` and `q_memory_dict`, by parameter name.
+
+    Raises:
+        ConfigError: the state was changed to what torch refuses to make: it compresses from the first steps on.
+    """
 
     def __init__(self, state: PowerSGDState) -> None:
+        if state.start_powerSGD_iter <= 1 and (state.use_error_feedback or state.warm_start):
+            raise ConfigError(
+                f"PowerSGDState.start_powerSGD_iter is {state.start_powerSGD_iter}: with use_error_feedback or "
+                "warm_start it has to be above 1."
+            )
         self.state = state
         key, hook = register(
             PowerSGD(

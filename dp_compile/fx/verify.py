@@ -16,11 +16,12 @@ from dp_compile.fx.collectives import is_collective, wait_counts
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What no pass may change: each returned tensor as text, and for each collective by name how often each of its
-    results is waited for."""
+    """What no pass may change: each returned tensor as text, for each collective by name how often each of its results
+    is waited for, and for each group the order in which its collectives stand."""
 
     outputs: tuple[str, ...]
     waits: Mapping[str, tuple[int, ...]]
+    orders: Mapping[str, tuple[str, ...]]
 
 
 def facts_of(graph: fx.Graph) -> GraphFacts:
@@ -31,7 +32,12 @@ def facts_of(graph: fx.Graph) -> GraphFacts:
         return node
 
     map_arg(graph.output_node().args[0], note)
-    return GraphFacts(tuple(outputs), {node.name: wait_counts(node) for node in graph.nodes if is_collective(node)})
+    collectives = list(filter(is_collective, graph.nodes))
+    orders: dict[str, tuple[str, ...]] = {}
+    for node in collectives:
+        group = str(node.args[-1])
+        orders[group] = (*orders.get(group, ()), node.name)
+    return GraphFacts(tuple(outputs), {node.name: wait_counts(node) for node in collectives}, orders)
 
 
 def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
@@ -39,7 +45,8 @@ def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
 
     Raises:
         InvalidGraphError: nodes are used before they are defined, a result of a new collective is not waited for
-            exactly once, an old one has lost or got a wait, or what is returned has another shape, dtype or stride.
+            exactly once, an old one has lost or got a wait, those of a group that stood there stand in another order,
+            or what is returned has another shape, dtype or stride.
     """
     try:
         graph.lint()
@@ -51,6 +58,13 @@ def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
         if waits != expected:
             raise InvalidGraphError(
                 f"after pass '{after}': {name} has {_listed(waits)} waits, expected {_listed(expected)}"
+            )
+    for group, order in before.orders.items():
+        now = [name for name in found.orders.get(group, ()) if name in order]
+        if now != [name for name in order if name in now]:  # as on ranks whose graph no pass has changed
+            raise InvalidGraphError(
+                f"after pass '{after}': the collectives of group {group} stand in the order {', '.join(now)}, before "
+                f"{', '.join(order)}"
             )
     if found.outputs != before.outputs:
         changed = [

@@ -28,7 +28,7 @@ from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import meeting, table_in_backward, table_of
-from dp_compile.errors import ConfigError, ModuleError
+from dp_compile.errors import ConfigError, DesyncError, DPCompileError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 from dp_compile.modules.kinds import members_of, units_named
 from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
@@ -308,38 +308,40 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
         DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
-    name = class_name(unwrap(module))
-    refuse_mixed(owner, name)
-    refuse_parts(owner, "a comm hook")
-    if owner.comm_hook is not None:
-        raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
-    if isinstance(owner, Replica) and owner.history.backwards.total():
-        raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
-    made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
-    if modules is not None:
-        if made.functional is None:
+    with _telling_the_others(owner, "register_comm_hook()"):
+        name = class_name(unwrap(module))
+        refuse_mixed(owner, name)
+        refuse_parts(owner, "a comm hook")
+        if owner.comm_hook is not None:
+            raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
+        if isinstance(owner, Replica) and owner.history.backwards.total():
+            raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
+        made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
+        if modules is not None:
+            if made.functional is None:
+                raise ConfigError(
+                    f"comm hook {made.name} cannot reduce some modules only. Use a FunctionalHook or PowerSGD; or, for "
+                    "a dtype, ReplicateConfig(reduce_dtypes={...})."
+                )
+            made = replace(made, units=units_named(behind(module), modules, "modules"))
+        if made.memory is not None and isinstance(owner, Replica):
+            made = _feasible(owner, made)
+        if made.averaging is None and owner.group.levels is not None:
             raise ConfigError(
-                f"comm hook {made.name} cannot reduce some modules only. Use a FunctionalHook or PowerSGD; or, for a "
-                "dtype, ReplicateConfig(reduce_dtypes={...})."
+                f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
+                f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
-        made = replace(made, units=units_named(behind(module), modules, "modules"))
-    if made.memory is not None and isinstance(owner, Replica):
-        made = _feasible(owner, made)
-    if made.averaging is None and owner.group.levels is not None:
-        raise ConfigError(
-            f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
-            f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
-        )
-    given = {"reduce_dtype", "reduce_dtypes", "gradient_divide_factor", "gradient_predivide_factor"}
-    if modules is None and (
-        said := [option for option in sorted(given) if getattr(owner.config, option) not in (None, ())]
-    ):
-        raise ConfigError(
-            f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
-        )
-    if isinstance(owner, Replica):
-        refuse_hook_of_dtensors(owner, made)
-        _take(owner, made)
+        given = {"reduce_dtype", "reduce_dtypes", "gradient_divide_factor", "gradient_predivide_factor"}
+        if modules is None and (
+            said := [option for option in sorted(given) if getattr(owner.config, option) not in (None, ())]
+        ):
+            raise ConfigError(
+                f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give "
+                "one."
+            )
+        if isinstance(owner, Replica):
+            refuse_hook_of_dtensors(owner, made)
+            _take(owner, made)
     owner.comm_hook = made
     if made.averaging is None:
         logger.warning(
@@ -461,14 +463,18 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         DesyncError: another rank gives another factor, or none.
     """
     owner = state_of(module)
-    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-        raise ConfigError(f"the gradient divide factor must be a finite number > 0, got {factor!r}.")
-    name = class_name(unwrap(module))
-    if not isinstance(owner, Replica):
-        raise ModuleError(f"{name} starts with its first forward. Pass ReplicateConfig(gradient_divide_factor=...).")
-    refuse_mixed(owner, name)
-    if owner.comm_hook is not None:
-        raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
+    with _telling_the_others(owner, "set_gradient_divide_factor()"):
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
+            raise ConfigError(f"the gradient divide factor must be a finite number > 0, got {factor!r}.")
+        name = class_name(unwrap(module))
+        if not isinstance(owner, Replica):
+            raise ModuleError(
+                f"{name} starts with its first forward. Pass ReplicateConfig(gradient_divide_factor=...)."
+            )
+        refuse_mixed(owner, name)
+        if owner.comm_hook is not None:
+            raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
+    assert isinstance(owner, Replica)
     _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     assert owner.revisions.average_by is not None
     averaging = owner.group.averaging
@@ -498,6 +504,21 @@ def refuse_parts(owner: Replica | Pending, what: str) -> None:
             f"{what} needs whole gradients, but the module of {owner.names[0]} has a sharded optimizer, for which "
             "each rank reduces a part. Use in_backward() without shard=True."
         )
+
+
+@contextlib.contextmanager
+def _telling_the_others(owner: Replica | Pending, call: str) -> Iterator[None]:
+    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in the same call."""
+    try:
+        yield
+    except DesyncError:  # they have met
+        raise
+    except Exception as error:
+        if isinstance(owner, Replica):
+            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(DesyncError):
+                _agree(owner, {"error": text}, call)
+        raise
 
 
 def _agree(replica: Replica, statement: Statement, call: str) -> None:

@@ -60,7 +60,13 @@ LINKS: Final[tuple[Link, ...]] = (
     Link("ethernet-100", 14.0, 12.5, f"one port of 100 Gb/s a rank, RoCE; nominal, not measured; {_HOP}: NET)"),
     Link("ethernet-25", 14.0, 3.125, f"one port of 25 Gb/s a rank, RoCE; nominal, not measured; {_HOP}: NET)"),
     Link("pcie4-x16", 5.7, 31.5, f"16 GT/s, 16 lanes, 128b/130b; nominal, not measured; {_HOP}: PCI)"),
-    Link("loopback", 50.0, 1.0, "gloo over TCP on one host; an order of magnitude, no vendor figure: calibrate"),
+    Link(
+        "loopback",
+        200.0,
+        1.0,
+        "gloo over TCP on one host, an order of magnitude: an all-reduce of two ranks took 240 to 310 us on two idle "
+        "cores (2026-11-25), 410 us where they computed: calibrate",
+    ),
 )
 """Presets, to plan before anything was measured. A node whose rings use k ports has up to k times the port's figure."""
 

@@ -52,7 +52,6 @@ _BESIDE_TENSOR_PARALLEL: Final = {
     "comm_hook": "a hook would see parts of gradients. --reduce-dtype casts them",
     "topology": "parameters are mixed as a whole",
     "optimizer": "an optimizer in the backward does not know DTensor parameters. Leave it out",
-    "save_step": "a step is predicted for one group of ranks",
 }
 """Options that are refused with `--tp`, and why."""
 
@@ -151,7 +150,7 @@ class TrainOptions:
         for name in ("ranks", "width", "context"):
             if getattr(self, name) % self.tp:
                 raise ConfigError(f"{_flag(name)} must be a multiple of --tp {self.tp}, got {getattr(self, name)}.")
-        said = {"comm_hook": self.comm_hook, "topology": self.topology, "save_step": self.save_step}
+        said = {"comm_hook": self.comm_hook, "topology": self.topology}
         said |= {"optimizer": None if self.optimizer == "plain" else self.optimizer}
         for name, value in said.items():
             if value is not None:

@@ -201,6 +201,17 @@ class TestAlone:
             dp_compile.replicate(Net(), config=ONE_BUCKET).register_comm_hook(state, powerSGD_hook)
         dp_compile.unreplicate(model)
 
+    def test_settings_that_torch_refuses(self) -> None:
+        """Where a state is made; and in one that was changed since."""
+        with pytest.raises(ValueError, match="start_powerSGD_iter"):
+            PowerSGDState(None, start_powerSGD_iter=1)
+        model = dp_compile.replicate(Net(), config=ONE_BUCKET)
+        state = PowerSGDState(None)
+        state.start_powerSGD_iter = 1
+        with pytest.raises(dp_compile.ConfigError, match=r"PowerSGDState\.start_powerSGD_iter is 1: with use"):
+            model.register_comm_hook(state, powerSGD_hook)
+        dp_compile.unreplicate(model)
+
     def test_where_torch_s_reducer_calls_it(self, caplog: pytest.LogCaptureFixture) -> None:
         model = dp_compile.replicate(Net(), config=replace(AOT, ddp_python_hook=False))
         with caplog.at_level("INFO", "dp_compile"):

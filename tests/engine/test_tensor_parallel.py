@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from docs_scripts import python_of
 from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
 from torch import nn
 from torch.distributed import checkpoint
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -35,7 +36,8 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.distributed._tensor import common_dtensor
 
 import dp_compile
-from dp_compile import averaging
+from dp_compile import HookState, QuantizedHook, averaging
+from dp_compile.insight.timelines.events import timeline_of
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train import tensor_parallel
@@ -59,6 +61,8 @@ class Net(nn.Module):
             self.spare = nn.Linear(8, 8, bias=False)
 
     def forward(self, tokens: torch.Tensor, use_spare: bool = False) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.seen = {name: (id(each), type(each)) for name, each in self.named_parameters()}
         x = self.embedding(tokens)
         x = x + self.down(torch.tanh(self.up(self.norm(x))))
         if use_spare:
@@ -125,11 +129,11 @@ def models(plan: str, shape: tuple[int, ...], *, tied: bool, **options: Any) -> 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
     """What no step may change."""
-    named = dict(model.named_parameters())
+    named, state = dict(model.named_parameters()), model.state_dict()
     return {
         "objects": {name: id(each) for name, each in named.items()},
         "layouts": {name: getattr(each, "placements", None) for name, each in named.items()},
-        "keys": list(model.state_dict()),
+        "state": {name: (type(each), getattr(each, "placements", None)) for name, each in state.items()},
     }
 
 
@@ -163,6 +167,8 @@ def train(
     hook: Any = None,
     tolerance: float = 1e-5,
     passes: tuple[Any, ...] | None = None,
+    steps: int = STEPS,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
 ) -> dict[str, int]:
     """Some steps beside one process with the joint batch. Returns which way the backwards went.
 
@@ -175,8 +181,13 @@ def train(
         model.register_comm_hook(mesh["dp"].get_group(), hook)
     before = facts_of(model)
     run = model if way == "eager" else torch.compile(model, backend=config.backend)
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, alone)]
-    for step in range(STEPS):
+    optimizers = [optimizer_of(each.parameters(), lr=0.01) for each in (model, alone)]
+    in_backward: dict[str, Any] = {}
+    if way == "eager":
+        model.down.weight.register_hook(
+            lambda grad: in_backward.update({name: (id(each), type(each)) for name, each in model.named_parameters()})
+        )
+    for step in range(steps):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=set_to_none)
         if accumulate and step % accumulate == accumulate - 1:
@@ -193,15 +204,71 @@ def train(
             optimizer.step()
     compare(model, alone, "the end", tolerance=tolerance)
     assert facts_of(model) == before
+    named = {name: (id(each), type(each)) for name, each in model.named_parameters()}
+    if way == "eager" and config.param_dtype is None:  # in a forward and a backward, too
+        assert model.seen == in_backward == named
     if plan == "everything":
         assert model.head.weight is model.embedding.weight
     sends = dp_compile.step_of(model).ready.collectives  # of tensor parallel: at (1, 4) and (4, 1) dp has other sizes
     expected = {mesh["tp"].size()} - {1} if way == "captured" else set()
     assert {each.ranks for each in sends if each.ranks > 1} == expected
     assert ("Beside reductions of gradients the backward sends" in str(dp_compile.explain(model))) == bool(sends)
+    assert bool(timeline_of(dp_compile.step_of(model)).views[0].sends) == bool(sends)
+    check_one_graph(model, way)
     found = dict(dp_compile.report(model).backwards)
     dp_compile.unreplicate(model)
     return found
+
+
+def check_one_graph(model: nn.Module, way: str) -> None:
+    captures = [each for each in dp_compile.report(model).captures if each.synced]
+    assert bool(captures) == (way == "captured")
+    assert {(each.graphs, each.deferred) for each in captures} <= {(1, False)}
+
+
+def train_long(plan: str, way: str, backend: str) -> None:
+    sgd = partial(torch.optim.SGD, momentum=0.9)  # Adam divides by what is nearly nothing, and enlarges rounding
+    train(plan, way, config=dp_compile.ReplicateConfig(backend=backend), accumulate=0, steps=20, optimizer_of=sgd)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("plan", list(PLANS))
+@pytest.mark.parametrize(
+    ("way", "backend"), [("eager", "aot_eager"), ("captured", "aot_eager"), ("captured", "inductor")]
+)
+def test_twenty_steps(meshed: Ranks, plan: str, way: str, backend: str) -> None:
+    meshed.run(train_long, plan, way, backend)
+
+
+def step_of_both_kinds() -> list[str]:
+    """Optimizers beside plain parameters; returns what torch says of all in one list."""
+    mesh, said = mesh_of((2, 2)), []
+    for groups in ("one", "two", "for each"):
+        torch.manual_seed(0)
+        model = Net()
+        colwise(model, mesh["tp"])
+        dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
+        of = {
+            kind: [each for each in model.parameters() if isinstance(each, DTensor) == kind] for kind in (True, False)
+        }
+        parameters: Any = [{"params": each} for each in of.values()] if groups == "two" else model.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=0.1, foreach=groups != "for each")
+        loss_of(model, batch(0, mesh["dp"].get_local_rank())).backward()
+        before = full(model.up.weight).clone()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            said.append(str(error))
+        else:
+            assert not torch.equal(before, full(model.up.weight))
+    return said
+
+
+def test_plain_parameters_beside_dtensors_in_an_optimizer(meshed: Ranks) -> None:
+    """On GPUs `foreach` is torch's default; the page says what to do."""
+    for said in meshed.run(step_of_both_kinds):
+        assert len(said) == 1
+        assert "mixed torch.Tensor and DTensor" in said[0]
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -313,6 +380,7 @@ def torchs_transformer(way: str, config: dp_compile.ReplicateConfig, sequence: b
     compare(model, alone, "the end")
     assert facts_of(model) == before
     assert model.output.weight is model.tok_embeddings.weight
+    check_one_graph(model, way)
     assert all((end - begin).abs().max() > 1e-3 for end, begin in zip(alone.parameters(), start, strict=True))
     found = dict(dp_compile.report(model).backwards)
     dp_compile.unreplicate(model)
@@ -543,10 +611,15 @@ def test_checkpoints_on_other_meshes(meshed: Ranks, tmp_path: Path) -> None:
     expected = meshed.run(save_and_load, str(tmp_path))[0]
     alone = Net()
     alone.head.weight = alone.embedding.weight
-    state = {"model": alone.state_dict()}
+    optimizer = torch.optim.Adam(alone.parameters(), lr=0.01)
+    loss_of(alone, batch(1, 0)).backward()
+    optimizer.step()
+    state = states(alone, optimizer)
     load_alone(state, tmp_path)
-    for name, value in state["model"].items():
-        assert torch.equal(value, expected[f"model/{name}"]), name
+    found = values(state)
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
 
 
 class OfThePage(nn.Module):
@@ -627,6 +700,19 @@ def refusals() -> dict[str, str]:
         lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), shard=True),
     )
     note("comm hook", lambda: model.register_comm_hook(None, lambda state, bucket: None))
+    note("int8", lambda: model.register_comm_hook(HookState(), QuantizedHook()))
+    note("PowerSGD", lambda: model.register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook))
+    note(
+        "crossing",
+        lambda: dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1), overlap_forward=True),
+    )
+    for name, odd in (
+        ("partial", DTensor.from_local(torch.ones(8), mesh["tp"], [Partial()])),
+        ("complex", distribute_tensor(torch.ones(8, dtype=torch.complex64), mesh["tp"], [Replicate()])),
+    ):
+        other = parallel()
+        other.odd = nn.Parameter(odd)
+        note(name, partial(dp_compile.replicate, other, device_mesh=mesh["dp"]))
     note(
         "decentralize",
         lambda: dp_compile.decentralize(
@@ -646,6 +732,11 @@ def test_refusals(meshed: Ranks) -> None:
         "in_backward": "does not know DTensor parameters",
         "shard": "does not know DTensor parameters",
         "comm hook": "would see parts of gradients",
+        "int8": "would see parts of gradients",
+        "PowerSGD": "would see parts of gradients",
+        "crossing": "does not know DTensor parameters",
+        "partial": "odd is a DTensor with a Partial placement",
+        "complex": "odd is a complex DTensor",
         "decentralize": "does not know DTensor parameters",
     }
     for said in meshed.run(refusals):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -259,6 +260,28 @@ def test_verify_leaves_collectives_of_others_alone() -> None:
         return ALL_REDUCE(a, "sum", "0")
 
     check(make_fx(function, tracing_mode="fake")(torch.randn(2)).graph, lambda graph: None)
+
+
+def test_verify_keeps_the_order_of_a_group_that_others_use() -> None:
+    """A rank whose graph no pass has changed launches in the old order: the two would meet each other's collectives."""
+
+    def function(a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        launched = [ALL_REDUCE(a, "sum", "0"), ALL_REDUCE(b, "sum", "1"), ALL_REDUCE(b, "sum", "0")]
+        return [WAIT(each) for each in launched]
+
+    def swap(first: str, second: str) -> Callable[[fx.Graph], None]:
+        def change(graph: fx.Graph) -> None:
+            nodes = {node.name: node for node in graph.nodes}
+            nodes[first].prepend(nodes[second])
+
+        return change
+
+    graph = make_fx(function, tracing_mode="fake")
+    names = [node.name for node in graph(torch.randn(2), torch.randn(2)).graph.nodes if is_collective(node)]
+    check(graph(torch.randn(2), torch.randn(2)).graph, swap(names[0], names[1]))  # of two groups
+    said = f"the collectives of group 0 stand in the order {names[2]}, {names[0]}, before {names[0]}, {names[2]}"
+    with pytest.raises(InvalidGraphError, match=f"after pass 'some-pass': {said}"):
+        check(graph(torch.randn(2), torch.randn(2)).graph, swap(names[0], names[2]))
 
 
 def test_verify_wants_a_new_collective_to_be_waited_for() -> None:

@@ -499,6 +499,10 @@ def test_the_command(step_file: str, tmp_path: Path, capsys: pytest.CaptureFixtu
     levels = ["--ranks", "64", "--link", "ethernet-25", "--two-level", "8", "--link-inside", "pcie4-x16"]
     assert cli.main(["whatif", step_file, *levels]) == 0
     assert "8 nodes of 8 ranks: pcie4-x16 inside, ethernet-25 between" in capsys.readouterr().out
+    assert cli.main(["whatif", step_file, *levels, "--wire", "fp32,bf16"]) == 0
+    there = {"ranks": (64,), "links": ("ethernet-25",), "ranks_inside": (8,), "link_inside": "pcie4-x16"}
+    wires = what_if(STEP, **there, dtypes=("float32", "bfloat16"), curve=False)
+    assert capsys.readouterr().out == f"{wires}\n"
     assert cli.main(["whatif", step_file, *levels[:4], "--topology", "ring,one-peer-exp"]) == 0
     mixed = what_if(STEP, ranks=(64,), links=("ethernet-25",), topologies=("ring", "one-peer-exp"), curve=False)
     assert capsys.readouterr().out == f"{mixed}\n"

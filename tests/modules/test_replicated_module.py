@@ -572,6 +572,34 @@ def another_hook_on_the_second_rank() -> str:
     return "no error"
 
 
+def refused_on_the_second_rank() -> list[tuple[str, str]]:
+    """What each rank is told, and what kind of error that is."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    told, second = [], dist.get_rank() == 1
+    for attempt in (
+        lambda module: module.register_comm_hook(None, 3 if second else default_hooks.allreduce_hook),
+        lambda module: module.set_gradient_divide_factor(0.0 if second else 2.0),
+    ):
+        module = dp_compile.replicate(nn.Linear(2, 2))
+        try:
+            attempt(module)
+        except dp_compile.DPCompileError as error:
+            told.append((type(error).__name__, str(error)))
+        dp_compile.unreplicate(module)
+    return told
+
+
+def test_what_one_rank_is_refused_the_others_hear_at_once(ranks2: Ranks) -> None:
+    """They waited for it, as long as `timeout_s`."""
+    first, second = ranks2.run(refused_on_the_second_rank, timeout_s=60.0)
+    assert [kind for kind, _ in first] == ["DesyncError"] * 2
+    assert [kind for kind, _ in second] == ["ConfigError"] * 2
+    for (_, told), (_, own), call in zip(first, second, ("register_comm_hook()", "set_gradient_divide_f"), strict=True):
+        assert told.startswith(call)
+        assert own in told
+
+
 def test_ranks_with_other_comm_hooks(ranks: Ranks) -> None:
     for text in ranks.run(another_hook_on_the_second_rank):
         assert text.startswith("register_comm_hook(): rank 1 differs from rank 0")

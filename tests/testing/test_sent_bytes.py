@@ -66,6 +66,25 @@ def test_a_cheaper_wire_halves_every_stage() -> None:
         assert other.nbytes == pytest.approx(one.nbytes / 2, rel=0.02)
 
 
+@pytest.mark.nightly
+def test_computing_in_a_narrow_dtype_takes_no_kernel_more() -> None:
+    """Gradients are written into a bucket of half the bytes, by as many kernels; none of them is copied."""
+    plain, narrow = (
+        testing.backward_of(
+            replace(TRAINING, config=replace(ONE_BUCKET, param_dtype=dtype)),
+            link="ethernet-25",
+            ranks=4,
+            backend="inductor",
+        )
+        for dtype in (None, torch.bfloat16)
+    )
+    assert plain.counts.kernels is not None
+    assert narrow.counts.kernels is not None
+    assert narrow.counts.kernels <= plain.counts.kernels
+    assert (narrow.counts.copied_nbytes, plain.counts.copied_nbytes) == (0, 0)
+    assert 2 * narrow.counts.reduced_nbytes <= plain.counts.reduced_nbytes
+
+
 def test_what_collectives_send() -> None:
     def sent(collective: str, given: int, made: int) -> int:
         (found,) = sent_by([Launch("", given, collective, group=tuple(range(8)), whole_nbytes=made)])

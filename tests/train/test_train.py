@@ -16,7 +16,9 @@ import torch
 
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
+from dp_compile.insight.explanation import explanation_of
 from dp_compile.insight.step import Step
+from dp_compile.insight.timelines import timeline_picture
 from dp_compile.train.check import Verdict
 from dp_compile.train.data import batches, held_out_batches, load_corpus
 from dp_compile.train.loop import COMPILE_STEPS, Timing, make_optimizer
@@ -115,7 +117,6 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--tp", "2", "--optimizer", "sharded"), "--optimizer sharded does not work with --tp: an optimizer in the"),
         (("--tp", "2", "--comm-hook", "int8"), "--comm-hook int8 does not work with --tp: a hook would see parts"),
         (("--tp", "2", "--topology", "complete"), "--topology complete does not work with --tp: parameters are mixed"),
-        (("--tp", "2", "--save-step", "step.json"), "--save-step step.json does not work with --tp: a step is pre"),
         (("--tp", "2", "--no-ddp-python-hook"), "--no-ddp-python-hook does not work with --tp: torch's C++ reducer"),
         (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, sharded, crossing, got 'adam'"),
         (("--context", "100000000"), "--context must be < "),
@@ -276,14 +277,19 @@ def test_updates_in_the_backward_end_where_torch_does(optimizer: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("option", "beside"), [((), "eager"), (("--mp", "bf16"), "compiled, with casts of its")])
-def test_tensor_parallel_ends_where_torch_does(option: tuple[str, ...], beside: str) -> None:
+def test_tensor_parallel_ends_where_torch_does(option: tuple[str, ...], beside: str, tmp_path: Path) -> None:
     """Two copies of the model, each on two ranks, beside torch's DDP with two whole ones."""
-    process = start("--steps", "8", "--check", "--ranks", "4", "--tp", "2", *option)
+    file = tmp_path / "step.json"
+    process = start("--steps", "8", "--check", "--ranks", "4", "--tp", "2", "--save-step", str(file), *option)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, f"{out}\n{err}"
     assert f"check passed: parameters after 8 steps, beside torch's DistributedDataParallel ({beside}" in out
     assert "4 on cpu (gloo), 4 sequences for each 2, which share a copy of the model: 256 tokens per step" in out
     assert "python hooks, 2 ranks, backwards: 8 captured" in out
+    step = Step.from_json(file.read_text())
+    assert {each.ranks for each in step.ready.collectives} == {2}
+    assert "Beside reductions of gradients the backward sends" in str(explanation_of(step))
+    assert "model sends" in timeline_picture(step)
 
 
 @pytest.mark.nightly
