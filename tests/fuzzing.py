@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from parity import compare
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
@@ -103,6 +104,8 @@ class FuzzCase:
     """The part of it by which ranks divide before the sum."""
     comm_hook: bool = False
     """A functional hook with error feedback reduces."""
+    torch_hook: str = ""
+    """A hook of torch's, of `TORCH_HOOKS`, says how gradients travel."""
     apart: str = ""
     """A submodule, by name, whose gradients are reduced in another way than all others."""
     apart_by: str = ""
@@ -113,7 +116,7 @@ class FuzzCase:
 
     @property
     def coarsest(self) -> str:
-        rounds = self.autocast or self.wire or self.compute or self.comm_hook or self.apart
+        rounds = self.autocast or self.wire or self.compute or self.comm_hook or self.torch_hook or self.apart
         dtypes = {"bfloat16" if rounds else "float32", *(block.dtype for block in self.blocks)}
         return "bfloat16" if "bfloat16" in dtypes else "float32"
 
@@ -460,6 +463,7 @@ BUCKETS: dict[str, dict[str, Any]] = {
 }
 
 WIRES = ("bfloat16", "float16")
+TORCH_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
 
 # --- reductions -------------------------------------------------------------------------------------------------
@@ -555,6 +559,8 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     # Not by DDP itself, which does not read annotations that are text.
     if case.comm_hook:
         dist._register_comm_hook(theirs.reducer, {}, _rounded_by_torch)
+    elif case.torch_hook:
+        dist._register_comm_hook(theirs.reducer, None, getattr(default_hooks, case.torch_hook))
     elif case.apart:
         names = {id(parameter): name for name, parameter in twin.named_parameters()}
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_name, case, names, {}))
@@ -585,7 +591,9 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         find_unused_parameters=case.find_unused,
         broadcast_buffers=case.broadcast_buffers,
         check_reductions=case.check_reductions,
-        reduce_dtype=getattr(torch, case.wire or "float32") if case.wire or case.compute else None,
+        reduce_dtype=getattr(torch, case.wire or "float32")
+        if case.wire or (case.compute and not case.torch_hook)
+        else None,
         param_dtype=getattr(torch, case.compute) if case.compute else None,
         reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
         gradient_predivide_factor=case.predivide,
@@ -602,6 +610,8 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         made = dp_compile.replicate(stack, ignored_modules=ignored, **options)
     for part in _parts(case, made, stack) if case.comm_hook else ():
         part.register_comm_hook(dp_compile.HookState(), Rounded())  # type: ignore[operator]
+    for part in _parts(case, made, stack) if case.torch_hook else ():
+        part.register_comm_hook(None, getattr(default_hooks, case.torch_hook))  # type: ignore[operator]
     if case.apart_by == "hook":
         made.register_comm_hook(dp_compile.HookState(), Rounded(), [case.apart])  # type: ignore[operator]
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
 from dp_compile.errors import ConfigError
 from dp_compile.modules.selection import Selection
-from dp_compile.modules.units import BucketPolicy, units_of
+from dp_compile.modules.units import BucketPolicy, caps_of
 from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.plan.cost import AllReduceCost
@@ -59,14 +59,14 @@ class PlanRequest:
     bucket_policy: BucketPolicy | None
     plan: BucketPlan | str | os.PathLike[str] | None
     bucketed: bool
-    units: frozenset[str] | None = None
-    """The modules that the policy names, by fully qualified name, once it was asked."""
+    units: Mapping[str, float] | None = None
+    """The modules that the policy names, by fully qualified name, with MiB of a bucket of theirs, once it was asked."""
 
     def of(self, target: Selection) -> PlanRequest:
         """The same of one module. It can be asked again as often as one likes, and holds no module, as a policy may."""
         if self.bucket_policy is None:
             return self
-        units = units_of(target.module, self.bucket_policy, target.left_alone)
+        units = caps_of(target.module, self.bucket_policy, target.left_alone)
         return replace(self, bucket_policy=None, units=units)
 
 
@@ -137,7 +137,8 @@ def _plan(
     groups_well = group.backend in LIKE_NCCL and group.levels is None
     layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
     if request.units is not None:
-        return Planning(strategy, plan_per_module(gradients, partial(_unit_of, request.units), layout), ready)
+        of_units = plan_per_module(gradients, partial(_unit_of, request.units), layout, request.units)
+        return Planning(strategy, of_units, ready)
     if request.plan is not None:
         return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)
     value = config.own_strategy or _with_options(strategy, config)
@@ -195,7 +196,7 @@ def _kept_apart(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
 
 
-def _unit_of(units: frozenset[str], parameter: str) -> str:
+def _unit_of(units: Collection[str], parameter: str) -> str:
     """The innermost unit around a parameter, by fully qualified name."""
     around = parameter
     while "." in around:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from torch import nn
 
@@ -21,8 +22,19 @@ BucketPolicy: TypeAlias = "Callable[..., bool] | Collection[type[nn.Module]] | C
 `functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})` or `size_based_auto_wrap_policy`."""
 
 
+CAP: Final = "bucket_cap_mb"
+"""What a `CustomPolicy` may say of a module, beside that it is a unit."""
+
+
 def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> frozenset[str]:
-    """The modules that a policy names, by fully qualified name.
+    """The modules that a policy names, by fully qualified name; see `caps_of`."""
+    return frozenset(caps_of(module, policy, left_alone))
+
+
+def caps_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> dict[str, float]:
+    """The modules that a policy names, by fully qualified name, with the MiB at which their buckets are closed.
+
+    Infinity but where a `CustomPolicy` answers `{"bucket_cap_mb": MiB}`.
 
     Args:
         module: the whole.
@@ -32,8 +44,10 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
     Raises:
         ConfigError: the policy is none of the kinds above, or answers something that it may not.
     """
+    caps: dict[nn.Module, float] = {}
     if distributed.is_wrap_policy(policy):
-        chosen = set(_by_wrap_policy(module, policy, left_alone))
+        caps = dict(_by_wrap_policy(module, policy, left_alone))
+        chosen = set(caps)
     elif not callable(policy):
         kinds = tuple(policy) if isinstance(policy, Collection) else ()
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
@@ -50,7 +64,8 @@ def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.
             name, answer = odd[0]
             raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
         chosen = {each for each, answer, _ in answers if answer}
-    return frozenset(fully_qualified(name) for name, each in module.named_modules() if each in chosen)
+    named = {fully_qualified(name): each for name, each in module.named_modules() if each in chosen}
+    return {name: caps.get(each, math.inf) for name, each in named.items()}
 
 
 def modules_named(module: nn.Module, given: Iterable[type[nn.Module] | str], option: str) -> dict[str, nn.Module]:
@@ -75,16 +90,21 @@ def modules_named(module: nn.Module, given: Iterable[type[nn.Module] | str], opt
     }
 
 
-def _by_wrap_policy(module: nn.Module, policy: object, left_alone: Collection[nn.Module]) -> Iterator[nn.Module]:
+def _by_wrap_policy(
+    module: nn.Module, policy: object, left_alone: Collection[nn.Module]
+) -> Iterator[tuple[nn.Module, float]]:
     names = {each: name for name, each in module.named_modules()}
     for each, given in distributed.run_wrap_policy(policy, module, set(left_alone)).items():
-        if given:
+        name = names[each] or "the module itself"
+        if odd := sorted(given.keys() - {CAP}):
             raise ConfigError(
-                f"bucket_policy gives arguments of its own to {names[each] or 'the module itself'}: "
-                f"{', '.join(sorted(given))}. Buckets have none: let it return True or False, and pass options to "
-                "replicate()."
+                f"bucket_policy gives arguments of its own to {name}: {', '.join(odd)}. Buckets have {CAP} only; pass "
+                "other options to replicate(), dtypes as mp_policy."
             )
-        yield each
+        cap_mb = given.get(CAP, math.inf)
+        if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)) or not cap_mb > 0:
+            raise ConfigError(f"bucket_policy gives {name} {CAP}={cap_mb!r}: it must be a number of MiB > 0.")
+        yield each, float(cap_mb)
 
 
 def _is_recursive(policy: Callable[..., Any]) -> bool:

@@ -16,10 +16,12 @@ and `explicit` a file: `modules/planning.py` has these at hand.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from dp_compile.errors import ConfigError
@@ -202,13 +204,19 @@ def plan_fixed(gradients: Sequence[GradientSpec], caps_mb: tuple[float, float], 
     return Planned(plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=first_cap_mb, layout=layout))
 
 
-def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], str], layout: Layout) -> Planned:
-    """One bucket, for each key, for each stretch of gradients of one unit.
+def plan_per_module(
+    gradients: Sequence[GradientSpec],
+    unit_of: Callable[[str], str],
+    layout: Layout,
+    caps_mb: Mapping[str, float] = MappingProxyType({}),
+) -> Planned:
+    """One bucket, for each key, for each stretch of gradients of one unit; more if the unit has a cap.
 
     Args:
         gradients: in launch order.
         unit_of: the unit (a module's fully qualified name) of a parameter's fully qualified name.
         layout: how gradients lie in their buckets.
+        caps_mb: by unit, MiB at which a bucket of it is closed, as by size; none if it is not there.
     """
     last = [gradient for gradient in gradients if gradient.name != UNUSED_FLAGS][-1]
     units = {gradient.name: unit_of(gradient.name) for gradient in gradients if gradient.name != UNUSED_FLAGS}
@@ -218,7 +226,12 @@ def plan_per_module(gradients: Sequence[GradientSpec], unit_of: Callable[[str], 
         members = list(stretch)
         for key in dict.fromkeys(gradient.key for gradient in members):
             of_key = [gradient for gradient in members if gradient.key == key]
-            buckets.append(layout.bucket(key, of_key, f"end of {unit or 'the outermost module'}"))
+            cap_mb, name = caps_mb.get(unit, math.inf), unit or "the outermost module"
+            *capped, last_of_it = plan_buckets(
+                of_key, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout
+            ).buckets
+            buckets += [replace(each, reason=f"reached the cap of {cap_mb:g} MiB of {name}") for each in capped]
+            buckets.append(replace(last_of_it, reason=f"end of {name}"))
     return Planned(BucketPlan(tuple(buckets)))
 
 

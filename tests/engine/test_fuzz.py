@@ -79,6 +79,9 @@ def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world
     # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by.
     if buckets != "no passes" and not levels and draw(st.sampled_from([False] * 5 + [True])):
         return {"comm_hook": True}
+    if not levels and draw(st.sampled_from([False] * 9 + [True])):
+        compute = draw(st.sampled_from(["", "bfloat16"])) if not kinds & NOT_CAST else ""
+        return {"torch_hook": draw(st.sampled_from(fuzzing.TORCH_HOOKS)), "compute": compute}
     trained = ["head", *(f"blocks.{number}" for number, block in enumerate(blocks) if block.frozen == "nothing")]
     if draw(st.sampled_from([False] * 4 + [True])):
         by = draw(st.sampled_from(["hook", *WIRES] if buckets != "no passes" and not levels else WIRES))
@@ -154,6 +157,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         met.update(outcomes[0].backwards.keys())
         met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
         kinds = {"compute": case.compute, "levels": case.levels, "comm hook": case.comm_hook}
+        kinds |= {"hook of torch": case.torch_hook, "hook beside a policy": case.torch_hook and case.compute}
         kinds |= {f"apart by {case.apart_by}": case.apart}
         kinds |= {"predivide": case.predivide, "divides": case.divides, "other factors": len(case.divides) > 1}
         met.update(kind for kind, is_there in kinds.items() if is_there)
@@ -171,6 +175,8 @@ def test_random_training_runs(ranks2: Ranks) -> None:
     if EXAMPLES >= 300:
         assert met["captured"] > EXAMPLES / 3
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
+        reduced = {"comm hook", "hook of torch", "compute", "predivide", "divides", "other factors", "apart by hook"}
+        assert set(met) >= {*reduced, *WIRES}
 
 
 @pytest.mark.timeout(max(600, 10 * EXAMPLES))

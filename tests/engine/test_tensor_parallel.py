@@ -401,6 +401,10 @@ def torchs_transformer(way: str, config: dp_compile.ReplicateConfig, sequence: b
 def test_torchs_own_transformer(
     meshed: Ranks, way: str, config: dp_compile.ReplicateConfig, sequence: bool, layers: int
 ) -> None:
+    if config.backend == "inductor":
+        # Where a process has traced other DTensors before, torch 2.13 may derive the mesh of this forward in its graph
+        # by an overload packet, `device_mesh._get_submesh`, which Inductor refuses: new processes.
+        meshed.stop()
     expected = {"captured" if way == "captured" else "eager hooks": 20}
     assert meshed.run(torchs_transformer, way, config, sequence, layers) == 4 * [expected]
 

@@ -67,8 +67,8 @@ def test_a_cheaper_wire_halves_every_stage() -> None:
 
 
 @pytest.mark.nightly
-def test_computing_in_a_narrow_dtype_takes_no_kernel_more() -> None:
-    """Gradients are written into a bucket of half the bytes, by as many kernels; none of them is copied."""
+def test_computing_in_a_narrow_dtype_takes_one_kernel_more() -> None:
+    """Gradients are written into a bucket of half the bytes, none of them is copied; `.grad` is a cast of the sum."""
     plain, narrow = (
         testing.backward_of(
             replace(TRAINING, config=replace(ONE_BUCKET, param_dtype=dtype)),
@@ -80,7 +80,7 @@ def test_computing_in_a_narrow_dtype_takes_no_kernel_more() -> None:
     )
     assert plain.counts.kernels is not None
     assert narrow.counts.kernels is not None
-    assert narrow.counts.kernels <= plain.counts.kernels
+    assert narrow.counts.kernels <= plain.counts.kernels + 1
     assert (narrow.counts.copied_nbytes, plain.counts.copied_nbytes) == (0, 0)
     assert 2 * narrow.counts.reduced_nbytes <= plain.counts.reduced_nbytes
 
