@@ -39,6 +39,7 @@ import dp_compile
 from dp_compile import HookState, QuantizedHook, averaging
 from dp_compile.insight.timelines.events import timeline_of
 from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.state import chunk
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train import tensor_parallel
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -583,18 +584,34 @@ def values(state: Any) -> dict[str, torch.Tensor]:
     return flat
 
 
+def sharded(state: Any, dp: DeviceMesh) -> dict[str, Any]:
+    """What an optimizer remembers of each parameter, each rank of `dp` with a chunk of it."""
+    return {
+        f"{name}/{key}": chunk(value, dp)
+        for name, of_one in state["optimizer"]["state"].items()
+        for key, value in of_one.items()
+        if value.dim()
+    }
+
+
 def save_and_load(path: str) -> dict[str, torch.Tensor]:
-    """Saved on (2, 2), loaded on (4, 1) and (1, 4). Returns what was saved."""
+    """Saved on (2, 2), loaded on (4, 1) and (1, 4), as it is and in chunks. Returns what was saved."""
     mesh = mesh_of((2, 2))
     model, optimizer = filled(mesh, 0)
     state = states(model, optimizer)
     assert set(state["model"]) == set(Net().state_dict())
     expected = values(state)
     checkpoint.save(state, checkpoint_id=path)
+    checkpoint.save(sharded(state, mesh["dp"]), checkpoint_id=f"{path}/sharded")
     for shape in ((4, 1), (1, 4)):
         mesh = mesh_of(shape)
         model, optimizer = filled(mesh, 1)
         state = states(model, optimizer)
+        chunks = sharded(state, mesh["dp"])
+        checkpoint.load(chunks, checkpoint_id=f"{path}/sharded")
+        assert len(chunks) == 2 * len(state["model"]) - 2  # two moments for each parameter, one of which is tied
+        for name, value in chunks.items():
+            assert torch.equal(full(value), expected[name]), (shape, name)
         checkpoint.load(state, checkpoint_id=path)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
