@@ -136,7 +136,7 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
     """What a captured graph's node makes a DTensor of; nothing if it makes none, or does not tell.
 
     Compiled autograd gives each such node everything that AOTAutograd's backward computes, of which it takes a few
-    (torch 2.11 to 2.15, `proxy_subclass_constructor`): by its inputs alone each would stand behind the whole backward.
+    (torch 2.13, `proxy_subclass_constructor`): by its inputs alone each would stand behind the whole backward.
     """
     if getattr(node.target, "__name__", "") != "make_subclass" or not inspect.isfunction(node.target):
         return []
