@@ -20,9 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, plan_of
 from dp_compile.decentralized.updates import CLIPS, MixingUpdates
-from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import meeting, table_of
+from dp_compile.engine.settling import agree_in_call, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicate import replicate, unreplicate
@@ -105,20 +104,20 @@ def decentralize(
         if is_pending(unwrap(module)):
             raise ModuleError("the module has parameters without values. Run a forward, or give them values, before.")
         replica = replica_of(module)
-        with _telling_the_others(replica):
+        with telling_the_others(replica, CALL):
             _check(grad_clip_norm, clip, scaler, bucket_size_in_mb)
             chosen = _topology(topology, replica.group.world_size, local_world_size)
             made = _optimizer(optimizer, replica)
             scheduler = None if lr_scheduler_fn is None else lr_scheduler_fn(made)
             replica.adopt(Planned(plan_of(replica, bucket_size_in_mb), None), replica.ready)
-        _agree(replica, {
+        agree_in_call(replica, {
             "topology": _said(chosen),
             "optimizer": type(made).__qualname__,
             "grad_clip_norm": float(grad_clip_norm),
             "clip": clip,
             "scaler": scaler is not None and scaler.is_enabled(),
             "buckets": replica.plan.signature(),
-        })  # fmt: skip
+        }, CALL)  # fmt: skip
         mixer = Mixer(replica, chosen, as_views=param_as_bucket_view)
         updates = MixingUpdates(
             replica, made, mixer, max_norm=grad_clip_norm, clip_by=clip, scaler=scaler, scheduler=scheduler
@@ -317,20 +316,3 @@ def _optimizer(asked: torch.optim.Optimizer | OptimizerFn, replica: Replica) -> 
 def _said(topology: Topology) -> str:
     edges = hashlib.sha256(repr(topology.steps).encode()).hexdigest()[:8]
     return f"{topology.name}, period {topology.period}, edges {edges}"
-
-
-def _agree(replica: Replica, statement: Statement) -> None:
-    table = table_of(replica.group, replica.config.timeout_s)
-    if table is not None:
-        agree(table, meeting(replica, CALL), statement, call=CALL)
-
-
-@contextlib.contextmanager
-def _telling_the_others(replica: Replica) -> Iterator[None]:
-    """An error inside reaches the other ranks, which wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        with contextlib.suppress(Exception):
-            _agree(replica, {"error": f"{type(error).__name__}: {error}"})
-        raise

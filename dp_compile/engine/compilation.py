@@ -173,7 +173,7 @@ class CompiledBackward:
             yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
-            used = sorted({*self._used[ordinal], *replica.local.used}) if replica.config.unused == "find" else ()
+            used = sorted({*self._used[ordinal], *replica.local.used})
             yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:

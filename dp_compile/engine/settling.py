@@ -13,20 +13,21 @@ key-value store; then every rank makes the same plan from the same numbers, and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.engine.agreement import Table, agree, collect, decide
+from dp_compile.engine.agreement import Statement, Table, agree, collect, decide
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica, Revision
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, DesyncError, DPCompileError
 from dp_compile.plan.certificate import percent_above
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import (
@@ -69,6 +70,35 @@ def meeting(replica: Replica, about: str) -> str:
     topic = f"{replica.topic}/{about}"
     _meetings[topic] += 1
     return f"{topic}/{_meetings[topic]}"
+
+
+def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
+    """Compare in a call that every rank of a module makes between the same two backwards.
+
+    Raises:
+        DesyncError: ranks differ, one reports an error, or one is missing.
+    """
+    table = table_of(replica.group, replica.config.timeout_s)
+    if table is not None:
+        agree(table, meeting(replica, call), statement, call=call)
+
+
+@contextlib.contextmanager
+def telling_the_others(replica: Replica | None, call: str) -> Iterator[None]:
+    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `agree_in_call`.
+
+    Without a replica nobody waits.
+    """
+    try:
+        yield
+    except DesyncError:  # they have met
+        raise
+    except Exception as error:
+        if replica is not None:
+            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(DesyncError):
+                agree_in_call(replica, {"error": text}, call)
+        raise
 
 
 def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ class GraphFacts:
 
     outputs: tuple[str, ...]
     waits: Mapping[str, tuple[int, ...]]
-    orders: Mapping[str, tuple[str, ...]]
+    orders: Mapping[str, Sequence[str]]
 
 
 def facts_of(graph: fx.Graph) -> GraphFacts:
@@ -33,10 +33,9 @@ def facts_of(graph: fx.Graph) -> GraphFacts:
 
     map_arg(graph.output_node().args[0], note)
     collectives = list(filter(is_collective, graph.nodes))
-    orders: dict[str, tuple[str, ...]] = {}
+    orders: dict[str, list[str]] = {}
     for node in collectives:
-        group = str(node.args[-1])
-        orders[group] = (*orders.get(group, ()), node.name)
+        orders.setdefault(str(node.args[-1]), []).append(node.name)
     return GraphFacts(tuple(outputs), {node.name: wait_counts(node) for node in collectives}, orders)
 
 
@@ -60,8 +59,8 @@ def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
                 f"after pass '{after}': {name} has {_listed(waits)} waits, expected {_listed(expected)}"
             )
     for group, order in before.orders.items():
-        now = [name for name in found.orders.get(group, ()) if name in order]
-        if now != [name for name in order if name in now]:  # as on ranks whose graph no pass has changed
+        now = [name for name in found.orders.get(group, ()) if name in before.waits]
+        if now != [name for name in order if name in found.waits]:  # as on ranks whose graph no pass has changed
             raise InvalidGraphError(
                 f"after pass '{after}': the collectives of group {group} stand in the order {', '.join(now)}, before "
                 f"{', '.join(order)}"

@@ -346,10 +346,10 @@ def with_waited_link(step: Step) -> Step:
     A cost that somebody has measured or given stays, and so does that of several stages or of reductions that may end
     under the next forward, which wait for each other in other ways.
     """
-    jobs, measured = step.jobs(), step.measured
-    nobody_measured = step.cost_source.startswith((NOMINAL, WAITED))
+    measured, nobody_measured = step.measured, step.cost_source.startswith((NOMINAL, WAITED))
     if not nobody_measured or step.mode == DECENTRALIZED or step.world_size == 1 or step.left or measured is None:
         return step
+    jobs = step.jobs()
     if len(measured.buckets) != len(jobs) or any(len(job.legs) > 1 for job in jobs):
         return step
     waited = [number for number, each in enumerate(measured.buckets) if each.finish_s is not None]

@@ -22,13 +22,13 @@ from typing import Any, ClassVar, Final, SupportsIndex, TypeAlias
 
 from torch import nn
 
-from dp_compile.engine.agreement import Statement, agree
+from dp_compile.engine.agreement import agree
 from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import meeting, table_in_backward, table_of
-from dp_compile.errors import ConfigError, DesyncError, DPCompileError, ModuleError
+from dp_compile.engine.settling import agree_in_call, meeting, table_in_backward, telling_the_others
+from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 from dp_compile.modules.kinds import members_of, units_named
 from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
@@ -308,7 +308,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
         DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
-    with _telling_the_others(owner, "register_comm_hook()"):
+    with telling_the_others(owner if isinstance(owner, Replica) else None, "register_comm_hook()"):
         name = class_name(unwrap(module))
         refuse_mixed(owner, name)
         refuse_parts(owner, "a comm hook")
@@ -360,7 +360,7 @@ def _take(replica: Replica, hook: CommHook) -> None:
     try:
         said = hook.said
         bind_memory(replica)
-        _agree(replica, {"comm hook": said}, "register_comm_hook()")
+        agree_in_call(replica, {"comm hook": said}, "register_comm_hook()")
     except BaseException:
         replica.comm_hook, replica.group = None, before
         if hook.memory is not None:
@@ -463,7 +463,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         DesyncError: another rank gives another factor, or none.
     """
     owner = state_of(module)
-    with _telling_the_others(owner, "set_gradient_divide_factor()"):
+    with telling_the_others(owner if isinstance(owner, Replica) else None, "set_gradient_divide_factor()"):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ConfigError(f"the gradient divide factor must be a finite number > 0, got {factor!r}.")
         name = class_name(unwrap(module))
@@ -475,7 +475,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         if owner.comm_hook is not None:
             raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
     assert isinstance(owner, Replica)
-    _agree(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
+    agree_in_call(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     assert owner.revisions.average_by is not None
     averaging = owner.group.averaging
     if averaging.divide_by != factor:
@@ -504,27 +504,6 @@ def refuse_parts(owner: Replica | Pending, what: str) -> None:
             f"{what} needs whole gradients, but the module of {owner.names[0]} has a sharded optimizer, for which "
             "each rank reduces a part. Use in_backward() without shard=True."
         )
-
-
-@contextlib.contextmanager
-def _telling_the_others(owner: Replica | Pending, call: str) -> Iterator[None]:
-    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in the same call."""
-    try:
-        yield
-    except DesyncError:  # they have met
-        raise
-    except Exception as error:
-        if isinstance(owner, Replica):
-            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(DesyncError):
-                _agree(owner, {"error": text}, call)
-        raise
-
-
-def _agree(replica: Replica, statement: Statement, call: str) -> None:
-    table = table_of(replica.group, replica.config.timeout_s)
-    if table is not None:
-        agree(table, meeting(replica, call), statement, call=call)
 
 
 def _plain(kind: type[nn.Module]) -> type[nn.Module]:

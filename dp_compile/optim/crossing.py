@@ -31,10 +31,9 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.agreement import agree
 from dp_compile.engine.observers import UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
-from dp_compile.engine.settling import meeting, table_of
+from dp_compile.engine.settling import agree_in_call
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicated_module import behind, replica_of
@@ -439,10 +438,8 @@ def plan_for(replica: Replica) -> None:
         # When buckets are launched says little of when gradients are ready: launches wait for each other.
         replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
     planned = crossing(Planned(replica.plan), replica.ready, None)
-    table = table_of(group, config.timeout_s)
-    if table is not None:
-        said, call = {"the plan with overlap_forward": planned.plan.signature()}, "in_backward(overlap_forward=True)"
-        agree(table, meeting(replica, call), said, call=call)
+    said = {"the plan with overlap_forward": planned.plan.signature()}
+    agree_in_call(replica, said, "in_backward(overlap_forward=True)")
     replica.adopt(planned, replica.ready)
 
 

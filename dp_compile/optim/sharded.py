@@ -24,12 +24,11 @@ from torch.amp import GradScaler
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
-from dp_compile.engine.agreement import agree
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.observers import GATHER, UPDATE
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import meeting, table_of
+from dp_compile.engine.settling import agree_in_call
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.in_backward import InBackward
@@ -112,11 +111,11 @@ class Sharded(InBackward):
     def install(self) -> None:
         replica, optimizer = self._replicated(), self._alive()
         self._check(replica, optimizer)
-        table = table_of(replica.group, replica.config.timeout_s)
-        if table is not None:
-            said = {"optimizer": type(optimizer).__name__, "parameters": list(self._names_now()),
-                    "groups": [len(group["params"]) for group in optimizer.param_groups]}  # fmt: skip
-            agree(table, meeting(replica, "sharded optimizer"), said, call="in_backward(shard=True)")
+        agree_in_call(replica, {
+            "optimizer": type(optimizer).__name__,
+            "parameters": list(self._names_now()),
+            "groups": [len(group["params"]) for group in optimizer.param_groups],
+        }, "in_backward(shard=True)")  # fmt: skip
         replica.after.parts_to = _TakesParts(self, optimizer)
         replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
         self._cover(replica)
