@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.strategies import WITH_OPTIONS, Fixed, Optimal, Strategy
@@ -66,8 +67,9 @@ class ReplicateConfig:
             levels, or with `"auto"` on one where that is predicted to be sooner.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
             `None`: `param_dtype`, and without it their own.
-        reduce_dtypes: `Mapping[type[nn.Module] | str, torch.dtype | None]`, default empty. Exceptions from
-            `reduce_dtype`: submodules by class or name, with all below them. `None`: the gradients' own dtype.
+        reduce_dtypes: `Mapping[type[nn.Module] | str | policy, torch.dtype | None]`, default empty. Exceptions from
+            `reduce_dtype`: submodules by class, name or a policy as for `bucket_policy`, with all below them. `None`:
+            the gradients' own dtype.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
         gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
@@ -79,8 +81,8 @@ class ReplicateConfig:
         buffer_dtype: `torch.dtype | None`, default `None`. Floating dtype of the buffers that the forward sees. `None`:
             their own.
         cast_forward_inputs: `bool`, default `True`. With `param_dtype`: cast floating inputs of the forward to it.
-        full_precision_modules: `tuple[type[nn.Module] | str, ...]`, default `()`. Classes, or names, of submodules that
-            compute in their own dtype, with all below them.
+        full_precision_modules: `tuple[type[nn.Module] | str | policy, ...]`, default `()`. Classes, or names, of
+            submodules that compute in their own dtype, with all below them; or policies as for `bucket_policy`.
         full_precision_in_eval: `bool`, default `False`. Cast neither parameters, buffers nor inputs while the module is
             in evaluation mode.
         alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
@@ -141,9 +143,10 @@ class ReplicateConfig:
     divided first and rounded once. What is complex, or has this dtype already, travels as it is. `None`: `param_dtype`,
     and without it their own."""
 
-    reduce_dtypes: Mapping[type[nn.Module] | str, torch.dtype | None] | tuple[tuple[Any, torch.dtype | None], ...] = ()
-    """Exceptions from `reduce_dtype`: norms in float32, embeddings in float16. Submodules by class or by fully
-    qualified name, with all below them. `None`: their own dtype."""
+    reduce_dtypes: Mapping[Any, torch.dtype | None] | tuple[tuple[Any, torch.dtype | None], ...] = ()
+    """Exceptions from `reduce_dtype`: norms in float32, embeddings in float16. Submodules by class, by fully qualified
+    name, or by a policy as for `bucket_policy` (torch's `ModuleWrapPolicy`, `size_based_auto_wrap_policy`), with all
+    below them. `None`: their own dtype."""
 
     gradient_divide_factor: float | None = None
     """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
@@ -169,10 +172,11 @@ class ReplicateConfig:
     cast_forward_inputs: bool = True
     """FSDP2's: with `param_dtype`, floating tensors among the inputs of the forward are cast to it."""
 
-    full_precision_modules: tuple[type[nn.Module] | str, ...] = ()
-    """Submodules that compute in their own dtype, with all below them, by class or by fully qualified name: norms, a
-    loss. As BatchNorm with FSDP1, their floating inputs are cast up, and what they return is cast back. Their gradients
-    travel as all others: say `reduce_dtype=torch.float32` if they should not be rounded."""
+    full_precision_modules: tuple[Any, ...] = ()
+    """Submodules that compute in their own dtype, with all below them, by class, by fully qualified name, or by a
+    policy as for `bucket_policy`: norms, a loss. As BatchNorm with FSDP1, their floating inputs are cast up, and what
+    they return is cast back. Their gradients travel as all others: say `reduce_dtype=torch.float32` if they should not
+    be rounded."""
 
     full_precision_in_eval: bool = False
     """FSDP1's FSDP_USE_FULL_PREC_IN_EVAL: in evaluation mode only outputs are cast."""
@@ -321,14 +325,10 @@ class ReplicateConfig:
         given = self.reduce_dtypes
         pairs = tuple(given.items()) if isinstance(given, Mapping) else given
         if not isinstance(pairs, tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
-            raise ConfigError(f"reduce_dtypes must map module classes or names to dtypes, got {given!r}.")
+            raise ConfigError(f"reduce_dtypes must map module classes, names or policies to dtypes, got {given!r}.")
         object.__setattr__(self, "reduce_dtypes", pairs)  # a value that can be compared and hashed
         for module, dtype in pairs:
-            if not (isinstance(module, str) or (isinstance(module, type) and issubclass(module, nn.Module))):
-                raise ConfigError(
-                    f"reduce_dtypes must be of module classes or names, got {type(module).__name__}. A module is given "
-                    "by its name in named_modules()."
-                )
+            _check_means_modules("reduce_dtypes", module)
             if dtype is not None and dtype not in FLOATING:
                 allowed = ", ".join(map(str, FLOATING))
                 raise ConfigError(f"reduce_dtypes must hold dtypes of {allowed}, or None, got {dtype!r} for {module}.")
@@ -336,14 +336,12 @@ class ReplicateConfig:
     def _check_full_precision(self) -> None:
         given = self.full_precision_modules
         if isinstance(given, (str, type)) or not isinstance(given, Iterable):
-            raise ConfigError(f"full_precision_modules must hold module classes or names, got {given!r}. Pass a tuple.")
+            raise ConfigError(
+                f"full_precision_modules must hold module classes, names or policies, got {given!r}. Pass a tuple."
+            )
         object.__setattr__(self, "full_precision_modules", tuple(given))
         for each in self.full_precision_modules:
-            if not (isinstance(each, str) or (isinstance(each, type) and issubclass(each, nn.Module))):
-                raise ConfigError(
-                    f"full_precision_modules must hold module classes or names, got {type(each).__name__}. A module is "
-                    "given by its name in named_modules()."
-                )
+            _check_means_modules("full_precision_modules", each)
         for name in ("full_precision_modules", "full_precision_in_eval"):
             if getattr(self, name) and self.param_dtype is None and self.buffer_dtype is None:
                 raise ConfigError(f"{name} is an exception from param_dtype or buffer_dtype, and neither is given.")
@@ -359,7 +357,7 @@ class ReplicateConfig:
         return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
 
     @property
-    def wire_exceptions(self) -> tuple[tuple[type[nn.Module] | str, torch.dtype | None], ...]:
+    def wire_exceptions(self) -> tuple[tuple[Any, torch.dtype | None], ...]:
         """`reduce_dtypes` as pairs."""
         assert isinstance(self.reduce_dtypes, tuple)
         return self.reduce_dtypes
@@ -446,6 +444,18 @@ def _check_positive(name: str, value: object, hint: str) -> None:
         raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
     if math.isnan(value) or value <= 0:
         raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")
+
+
+def _check_means_modules(name: str, given: object) -> None:
+    """A class, a name, or a policy, which is asked once there is a module."""
+    if isinstance(given, type) and issubclass(given, nn.Module):
+        return
+    is_policy = distributed.is_wrap_policy(given) or (callable(given) and not isinstance(given, (type, nn.Module)))
+    if not isinstance(given, str) and not is_policy:
+        raise ConfigError(
+            f"{name} must be of module classes, names or policies, got {type(given).__name__}. A module is given by "
+            "its name in named_modules()."
+        )
 
 
 def _check_every(name: str, value: object) -> None:

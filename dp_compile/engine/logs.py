@@ -10,6 +10,7 @@
 |         | `dumps`             | graphs are not dumped any more, and why                                          |
 |         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |
 |         | `replicated_module` | a comm hook reduces                                                              |
+|         | `replicate`         | units of `bucket_policy` that have frozen parameters beside trainable ones       |
 |         | `measuring`         | nothing was measured, and why                                                    |
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
 |         | `probe`             | it could not be tried out whether this torch behaves as it has to                |

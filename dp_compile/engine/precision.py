@@ -44,6 +44,13 @@ class _Standing(NamedTuple):
     is_buffer: bool
 
 
+class Forwards:
+    """How many forwards of a module with a policy are under way. No slots: Dynamo follows what is done to it."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Precision:
     """How one module computes. Copies and pickles of the module have `None` in its place.
@@ -68,6 +75,7 @@ class Precision:
     """Modules in full precision, until their hooks are installed."""
     hooks: list[Any] = field(default_factory=list)
     """Handles of what was installed on submodules for it."""
+    forwards: Forwards = field(default_factory=Forwards)
     depth: int = 0
     """How many forwards that are not compiled as a whole, and backwards of them, are under way."""
     _standing: list[_Standing] = field(default_factory=list)
@@ -97,6 +105,7 @@ class Precision:
         # Dynamo cannot go on behind a graph break inside `try`: then this runs as Python, and what it calls is traced.
         traced = torch.compiler.is_compiling()
         standing: list[_Standing] = []
+        self.forwards.count += 1
         try:
             if traced:
                 self._enter(root, standing)
@@ -104,6 +113,7 @@ class Precision:
                 self._enter_untraced(root)
             result = forward(*args, **kwargs)
         finally:
+            self.forwards.count -= 1
             if traced:
                 _leave(standing)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -16,6 +17,49 @@ from dp_compile.modules.units import BucketPolicy, modules_named, units_of
 
 POLICY: Final = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
 """The options that FSDP2's policy has."""
+
+
+def with_names(config: ReplicateConfig, module: nn.Module, left_alone: Collection[nn.Module]) -> ReplicateConfig:
+    """The same options; where they mean parts of a module by policies, by the names that those give.
+
+    A policy can hold modules, and ranks cannot compare two of them.
+
+    Args:
+        module: the whole. Where a policy names it too, its answer is that of `reduce_dtype`.
+        left_alone: modules that are not replicated.
+
+    Raises:
+        ConfigError: a policy names nothing, or something that contradicts another option.
+    """
+
+    def names_of(given: Any, option: str) -> tuple[Any, ...]:
+        if isinstance(given, (str, type)):
+            return (given,)
+        names = units_of(module, given, left_alone, option=option)
+        if not names:
+            raise ConfigError(f"{option} has a policy that names no module of {class_name(module)}: {given!r}.")
+        return tuple(sorted(names))
+
+    whole: dict[str, Any] = {}
+    wires: list[tuple[Any, torch.dtype | None]] = []
+    for given, dtype in config.wire_exceptions:
+        for name in names_of(given, "reduce_dtypes"):
+            if name == "":
+                whole.setdefault("reduce_dtype", dtype)
+                if whole["reduce_dtype"] != dtype or config.wire_dtype not in (None, dtype):
+                    raise ConfigError(
+                        f"reduce_dtypes has a policy that names the module itself, with {dtype}, and another option "
+                        "says otherwise. Leave out one."
+                    )
+            else:
+                wires.append((name, dtype))
+    full = [name for given in config.full_precision_modules for name in names_of(given, "full_precision_modules")]
+    if "" in full:
+        raise ConfigError(
+            f"full_precision_modules has a policy that names the module itself: that leaves no parameter to "
+            f"param_dtype={config.param_dtype}. Leave out one of the two."
+        )
+    return replace(config, reduce_dtypes=tuple(wires), full_precision_modules=tuple(full), **whole)
 
 
 def wires_of(module: nn.Module, names: Iterable[str], config: ReplicateConfig) -> dict[str, str | None]:
@@ -99,7 +143,7 @@ def units_named(
     if isinstance(given, (str, type)):
         given = (given,)
     plain = not distributed.is_wrap_policy(given) and not callable(given) and isinstance(given, Collection)
-    names = frozenset(modules_named(module, given, option)) if plain else units_of(module, given)  # type: ignore[arg-type]
+    names = frozenset(modules_named(module, given, option)) if plain else units_of(module, given, option=option)  # type: ignore[arg-type]
     if not names:
         raise ConfigError(f"{option} names no module of {class_name(module)}. Give classes, names or a policy.")
     return names
@@ -131,14 +175,27 @@ def options_by_module(module: nn.Module, policy: Any, ignored: Collection[nn.Mod
     odd = [
         f"'{name}' with {each!r}"
         for name, each in units.items()
-        if each.param_dtype not in (None, whole.param_dtype) or each.output_dtype is not None
+        if each.param_dtype not in (None, whole.param_dtype)
+        or each.output_dtype is not None
+        or each.cast_forward_inputs is not whole.cast_forward_inputs
     ]
     if odd:
         raise ConfigError(
             f"mp_policy: parts of a module compute in its param_dtype, {whole.param_dtype}, or in their own, and "
-            f"return what they compute; got {', '.join(odd)}."
+            f"return what they compute, of inputs that are cast as those of the whole; got {', '.join(odd)}."
         )
     full = [name for name, each in units.items() if each.param_dtype is None and whole.param_dtype is not None]
+    overridden = [
+        f"'{name}' in '{outer}'"
+        for name in units
+        for outer in full
+        if name not in full and name.startswith(f"{outer}.")
+    ]
+    if overridden:
+        raise ConfigError(
+            f"mp_policy: a part computes in its own dtype with all below it, and {', '.join(overridden)} would not. "
+            "Leave out one of each."
+        )
     wires = {name: each.reduce_dtype or each.param_dtype for name, each in units.items()}
     options: dict[str, Any] = {name: getattr(whole, name) for name in POLICY}
     return options | {"full_precision_modules": tuple(full), "reduce_dtypes": wires}

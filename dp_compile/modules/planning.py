@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
 from dp_compile.errors import ConfigError
+from dp_compile.modules.kinds import with_names
 from dp_compile.modules.selection import Selection
 from dp_compile.modules.units import BucketPolicy, caps_of
 from dp_compile.plan.backends import LIKE_NCCL
@@ -42,6 +44,7 @@ from dp_compile.plan.strategies import (
 )
 from dp_compile.plan.words import BYTES_PER_MB
 
+logger = logging.getLogger("dp_compile.replicate")
 DDP_FIRST_BYTES: Final = 2**20
 """The cap of torch's first bucket (`torch.distributed._DEFAULT_FIRST_BUCKET_BYTES`)."""
 
@@ -64,10 +67,27 @@ class PlanRequest:
 
     def of(self, target: Selection) -> PlanRequest:
         """The same of one module. It can be asked again as often as one likes, and holds no module, as a policy may."""
-        if self.bucket_policy is None:
-            return self
-        units = caps_of(target.module, self.bucket_policy, target.left_alone)
-        return replace(self, bucket_policy=None, units=units)
+        config = with_names(self.config, target.module, target.left_alone)
+        units = self.units
+        if self.bucket_policy is not None:
+            units = caps_of(target.module, self.bucket_policy, target.left_alone)
+            _warn_of_frozen(target, units)
+        return replace(self, config=config, bucket_policy=None, units=units)
+
+
+def _warn_of_frozen(target: Selection, units: Collection[str]) -> None:
+    """As FSDP does of modules that it wraps. What is frozen has no gradient: a bucket is smaller than it looks."""
+    trainable = {_unit_of(units, name) for name in target.trainable}
+    mixed: dict[str, list[str]] = {}
+    for name in target.frozen:
+        if (unit := _unit_of(units, name)) and unit in trainable:
+            mixed.setdefault(unit, []).append(name)
+    if mixed:
+        logger.warning(
+            "bucket_policy: units have frozen parameters beside trainable ones, and only these are in their buckets: "
+            "%s.",
+            "; ".join(f"{unit} ({', '.join(names)})" for unit, names in mixed.items()),
+        )
 
 
 @dataclass(frozen=True, slots=True)

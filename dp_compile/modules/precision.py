@@ -12,7 +12,7 @@ from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import is_dtensor
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name, fully_qualified
-from dp_compile.engine.precision import ATTRIBUTE, CastSite, Precision, cast_all
+from dp_compile.engine.precision import ATTRIBUTE, CastSite, Forwards, Precision, cast_all
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.selection import Selection
@@ -64,7 +64,7 @@ def install_precision(module: nn.Module, precision: Precision | None) -> None:
     for each in precision.full:
         own = next((p.dtype for p in each.parameters() if p.is_floating_point()), torch.float32)
         if precision.param_dtype not in (None, own):
-            up = _CastInputs(precision.param_dtype, own)
+            up = _CastInputs(precision.param_dtype, own, precision.forwards)
             precision.hooks.append(each.register_forward_pre_hook(up, with_kwargs=True))
             precision.hooks.append(each.register_forward_hook(_CastOutputsBack(up)))
     precision.full = ()
@@ -88,32 +88,32 @@ def precision_of(module: nn.Module) -> Precision | None:
 class _CastInputs(Installed):
     """In front of a module in full precision: floating inputs in the dtype of the others become its own."""
 
-    def __init__(self, around: torch.dtype | None, own: torch.dtype) -> None:
-        self.around, self.own = around, own
-        self.has_cast = False
+    def __init__(self, around: torch.dtype | None, own: torch.dtype, forwards: Forwards) -> None:
+        self.around, self.own, self.forwards = around, own, forwards
+        self.casts_back = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.has_cast = False
+        dtypes = [each.dtype for each in autograd.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        # An embedding is given no floating input, and what is behind it has to find its own dtype as well.
+        from_none = self.forwards.count > 0 and not any(dtype.is_floating_point for dtype in dtypes)
+        self.casts_back = self.around in dtypes or from_none
         cast: tuple[tuple[Any, ...], dict[str, Any]] = autograd.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         return cast
 
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype != self.around:
-            return tensor
-        self.has_cast = True
-        return tensor.to(self.own)
+        return tensor.to(self.own) if tensor.dtype == self.around else tensor
 
 
 class _CastOutputsBack(Installed):
-    """Behind it: what comes out is as what went in, so that the modules behind it find their own dtype."""
+    """Behind it: what comes out is as what is around it, so that the modules behind it find their own dtype."""
 
     def __init__(self, inputs: _CastInputs) -> None:
         self.inputs = inputs
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return cast_all(output, self.inputs.around) if self.inputs.has_cast else output
+        return cast_all(output, self.inputs.around) if self.inputs.casts_back else output
 
 
 def _full_precision(module: nn.Module, config: ReplicateConfig) -> list[nn.Module]:

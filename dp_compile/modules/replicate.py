@@ -40,7 +40,7 @@ from dp_compile.modules.forward_hooks import (
     refuse_traced_backward,
     remove_forward_hooks,
 )
-from dp_compile.modules.kinds import POLICY, options_by_module, wires_of
+from dp_compile.modules.kinds import POLICY, options_by_module, wires_of, with_names
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import PlanRequest, make_plan, on_its_levels
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
@@ -167,7 +167,7 @@ def replicate(
     with meeting.telling_the_others():
         _check_torch_options(gradient_as_bucket_view, device_ids)
         if mp_policy is not None:
-            given |= _options_of(mp_policy, inner, ignored_modules)
+            given |= _options_of(mp_policy, inner, ignored_modules, config)
         options = _merge_options(config, given)
         if meeting.group.levels is not None and not options.uses_python_hook():
             raise ConfigError(
@@ -240,6 +240,7 @@ def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None
     Raises:
         ConfigError: no process group is initialised.
     """
+    config = with_names(config, module, ())
     passes, request = _requested(config, None, None, None)
     group = resolve_group(None, None)
     install_precision(module, make_precision(select(module, frozenset()), config))
@@ -290,17 +291,29 @@ def _check_torch_options(gradient_as_bucket_view: bool, device_ids: Sequence[int
 
 
 def _options_of(
-    policy: MixedPrecisionPolicy | CustomPolicy, module: nn.Module, ignored: Iterable[nn.Module] | None
+    policy: MixedPrecisionPolicy | CustomPolicy,
+    module: nn.Module,
+    ignored: Iterable[nn.Module] | None,
+    config: ReplicateConfig | None,
 ) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy  # loaded already by whoever made one
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     if isinstance(policy, CustomPolicy):
+        if config is not None and (config.reduce_dtypes or config.full_precision_modules):
+            raise ConfigError(
+                "mp_policy says of parts of the module what config says in reduce_dtypes and full_precision_modules. "
+                "Give one of the two."
+            )
         return options_by_module(module, policy, check_ignored(ignored))
     if not isinstance(policy, MixedPrecisionPolicy):
+        advice = (
+            " One that gives no dtypes goes into ReplicateConfig(reduce_dtypes={policy: dtype}) or "
+            "ReplicateConfig(full_precision_modules=(policy,))."
+        )
         raise ConfigError(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a CustomPolicy, got "
-            f"{type(policy).__name__}."
+            f"{type(policy).__name__}.{advice * distributed.is_wrap_policy(policy)}"
         )
     return {name: getattr(policy, name) for name in POLICY}
 
@@ -350,6 +363,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
     with order.meeting.telling_the_others():
         target = select(module, order.ignored)
         check_selection(target, order.device, needs_values=order.needs_values)
+        order = dataclasses.replace(order, request=order.request.of(target))
         config = order.request.config
         check_dtensors(target, order.meeting.group, config)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
@@ -375,18 +389,17 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     group, levels = group_on(order.meeting.group.process_group, parameters[0].device.type), order.meeting.group.levels
-    averaging, by_hook = _averaging(config), None
+    averaging, by_hook, wires = _averaging(config), None, wires_of(target.module, names, config)
     if comm_hook is not None and comm_hook.averaging is not None:
         averaging = _with_hook(averaging, comm_hook, comm_hook.averaging)
-        by_hook = parameters_by_hook(comm_hook, target.module, names)
-    wires = wires_of(target.module, names, config)
+        by_hook = parameters_by_hook(comm_hook, target.module, names, wires)
     group = dataclasses.replace(group, averaging=averaging, levels=levels, wires=wires, by_hook=by_hook)
     if group.has_kinds and not config.uses_python_hook():
         raise ConfigError(
             "reduce_dtypes needs dp_compile's hooks, but ddp_python_hook is False: torch's C++ reducer reduces all "
             "gradients of a bucket in one way. Leave one of the two out."
         )
-    request = order.request.of(target)
+    request = order.request
     # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
     always_hooks = levels is not None or bool(wires) or any(map(is_dtensor, parameters))
     planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)

@@ -355,8 +355,9 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
 
 def _take(replica: Replica, hook: CommHook) -> None:
     """Reduce by a hook from now on, if all ranks do."""
+    by_hook = parameters_by_hook(hook, replica.outline.root(), replica.names, replica.group.wires)
     before, replica.comm_hook = replica.group, hook
-    replica.group = replace(before, by_hook=parameters_by_hook(hook, replica.outline.root(), replica.names))
+    replica.group = replace(before, by_hook=by_hook)
     try:
         said = hook.said
         bind_memory(replica)
@@ -390,16 +391,28 @@ def _obstacles(replica: Replica) -> list[str]:
     return [obstacle for obstacle, stands in obstacles.items() if stands]
 
 
-def parameters_by_hook(hook: CommHook, module: nn.Module | None, names: Sequence[str]) -> frozenset[str] | None:
+def parameters_by_hook(
+    hook: CommHook, module: nn.Module | None, names: Sequence[str], wires: Collection[str]
+) -> frozenset[str] | None:
     """The parameters that a hook reduces, by name; `None`: all.
 
+    Args:
+        wires: the parameters of which `reduce_dtypes` says how they travel.
+
     Raises:
+        ConfigError: both speak of the same parameters.
         ModuleError: a tied parameter is one of them in some of its places only.
     """
     if hook.units is None:
         return None
     assert module is not None
-    return frozenset(members_of(module, names, hook.units, "modules"))
+    found = frozenset(members_of(module, names, hook.units, "modules"))
+    if both := sorted(found.intersection(wires)):
+        raise ConfigError(
+            f"comm hook {hook.name} would reduce what reduce_dtypes gives a dtype to travel in: {', '.join(both)}. "
+            "Name each module in one of the two."
+        )
+    return found
 
 
 def check_functional(replica: Replica, name: str) -> None:

@@ -26,12 +26,24 @@ CAP: Final = "bucket_cap_mb"
 """What a `CustomPolicy` may say of a module, beside that it is a unit."""
 
 
-def units_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> frozenset[str]:
+def units_of(
+    module: nn.Module,
+    policy: BucketPolicy,
+    left_alone: Collection[nn.Module] = (),
+    *,
+    option: str = "bucket_policy",
+) -> frozenset[str]:
     """The modules that a policy names, by fully qualified name; see `caps_of`."""
-    return frozenset(caps_of(module, policy, left_alone))
+    return frozenset(caps_of(module, policy, left_alone, option=option))
 
 
-def caps_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.Module] = ()) -> dict[str, float]:
+def caps_of(
+    module: nn.Module,
+    policy: BucketPolicy,
+    left_alone: Collection[nn.Module] = (),
+    *,
+    option: str = "bucket_policy",
+) -> dict[str, float]:
     """The modules that a policy names, by fully qualified name, with the MiB at which their buckets are closed.
 
     Infinity but where a `CustomPolicy` answers `{"bucket_cap_mb": MiB}`.
@@ -40,19 +52,20 @@ def caps_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.M
         module: the whole.
         policy: which of its modules are units.
         left_alone: modules that are not replicated. torch's policies are not asked about them.
+        option: what the policy was given as. Of buckets only it may say more than which modules are units.
 
     Raises:
         ConfigError: the policy is none of the kinds above, or answers something that it may not.
     """
     caps: dict[nn.Module, float] = {}
     if distributed.is_wrap_policy(policy):
-        caps = dict(_by_wrap_policy(module, policy, left_alone))
+        caps = dict(_by_wrap_policy(module, policy, left_alone, option))
         chosen = set(caps)
     elif not callable(policy):
         kinds = tuple(policy) if isinstance(policy, Collection) else ()
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, nn.Module) for kind in kinds):
             raise ConfigError(
-                f"bucket_policy must be a function, a set of module classes or a policy of FSDP, got {policy!r}."
+                f"{option} must be a function, a set of module classes or a policy of FSDP, got {policy!r}."
             )
         chosen = {each for each in module.modules() if isinstance(each, kinds)}
     elif _is_recursive(policy):
@@ -62,7 +75,7 @@ def caps_of(module: nn.Module, policy: BucketPolicy, left_alone: Collection[nn.M
         odd = [(name, answer) for _, answer, name in answers if not isinstance(answer, bool)]
         if odd:
             name, answer = odd[0]
-            raise ConfigError(f"bucket_policy must return True or False, returned {answer!r} for '{name}'.")
+            raise ConfigError(f"{option} must return True or False, returned {answer!r} for '{name}'.")
         chosen = {each for each, answer, _ in answers if answer}
     named = {fully_qualified(name): each for name, each in module.named_modules() if each in chosen}
     return {name: caps.get(each, math.inf) for name, each in named.items()}
@@ -91,15 +104,17 @@ def modules_named(module: nn.Module, given: Iterable[type[nn.Module] | str], opt
 
 
 def _by_wrap_policy(
-    module: nn.Module, policy: object, left_alone: Collection[nn.Module]
+    module: nn.Module, policy: object, left_alone: Collection[nn.Module], option: str
 ) -> Iterator[tuple[nn.Module, float]]:
     names = {each: name for name, each in module.named_modules()}
+    allowed = {CAP} if option == "bucket_policy" else set()
     for each, given in distributed.run_wrap_policy(policy, module, set(left_alone)).items():
         name = names[each] or "the module itself"
-        if odd := sorted(given.keys() - {CAP}):
+        if odd := sorted(given.keys() - allowed):
+            can = f"Buckets have {CAP} only" if allowed else "It can say True or False"
             raise ConfigError(
-                f"bucket_policy gives arguments of its own to {name}: {', '.join(odd)}. Buckets have {CAP} only; pass "
-                "other options to replicate(), dtypes as mp_policy."
+                f"{option} gives arguments of its own to {name}: {', '.join(odd)}. {can}; pass other options to "
+                "replicate(), dtypes as mp_policy."
             )
         cap_mb = given.get(CAP, math.inf)
         if isinstance(cap_mb, bool) or not isinstance(cap_mb, (int, float)) or not cap_mb > 0:

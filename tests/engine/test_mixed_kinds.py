@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Generator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
 
 import dp_compile
 from dp_compile.testing.ranks import Ranks
@@ -176,7 +182,7 @@ def test_each_part_travels_as_it_was_said(ranks2: Ranks, way: str) -> None:
 def run_other(what: str) -> str:
     """What ranks say that were given other things."""
     first = dist.get_rank() == 0
-    config = replace(AOT, timeout_s=10, reduce_dtypes={"embed": FP16 if first or what != "dtype" else BF16})
+    config = replace(AOT, timeout_s=10, reduce_dtypes={"embed": FP16 if first else BF16} if what == "dtype" else {})
     model = Net()
     try:
         dp_compile.replicate(model, config=config)
@@ -230,6 +236,65 @@ class TestAlone:
         dp_compile.unreplicate(model)
 
     @pytest.mark.parametrize(
+        ("policy", "named"),
+        [
+            (ModuleWrapPolicy({nn.LayerNorm}), "blocks.0.0 blocks.1.0"),
+            (partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.LayerNorm}), "blocks.0.0 blocks.1.0"),
+            # The embedding has 66 elements, a block 54. What is left over, the module itself, would be named too.
+            (
+                partial(size_based_auto_wrap_policy, min_num_params=60, exclude_wrap_modules={Net, nn.ModuleList}),
+                "embed",
+            ),
+            (CustomPolicy(lambda module: isinstance(module, nn.Embedding)), "embed"),
+            (lambda name, module: name == "head", "head"),
+        ],
+        ids=["classes", "transformer", "size", "custom", "function"],
+    )
+    def test_policies_of_torch_say_which_parts(self, policy: Any, named: str) -> None:
+        """As if the modules that they name had been given by name."""
+        found = []
+        for given in ({policy: F32}, dict.fromkeys(named.split(), F32)):
+            torch.manual_seed(0)
+            config = replace(AOT, reduce_dtype=BF16, reduce_dtypes=given)
+            model = dp_compile.replicate(Net(), config=config)
+            found.append(dp_compile.report(model).plan)
+            dp_compile.unreplicate(model)
+        assert found[0] == found[1]
+        assert {each.name.rpartition(".")[0] for each in found[0].gradients if not each.key.reduction.wire} >= {
+            *named.split()
+        }
+        seen: list[torch.dtype] = []
+        config = replace(AOT, param_dtype=BF16, full_precision_modules=(policy,))
+        model = dp_compile.replicate(Net(), config=config)
+        for name in named.split():
+            model.get_submodule(name).register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
+        model(tokens(0))
+        assert seen == [F32] * len(named.split())
+        dp_compile.unreplicate(model)
+
+    def test_policies_that_name_nothing_or_all(self) -> None:
+        nothing, everything = ModuleWrapPolicy({nn.Conv2d}), ModuleWrapPolicy({Net})
+        for options, message in (
+            ({"reduce_dtypes": {nothing: F32}}, "reduce_dtypes has a policy that names no module of Net"),
+            ({"param_dtype": BF16, "full_precision_modules": (nothing,)}, "full_precision_modules has a policy"),
+            ({"param_dtype": BF16, "full_precision_modules": (everything,)}, "names the module itself: that leaves no"),
+            (
+                {"reduce_dtype": BF16, "reduce_dtypes": {everything: FP16}},
+                "names the module itself, with torch.float16",
+            ),
+            (
+                {"reduce_dtypes": {CustomPolicy(lambda module: {"mp_policy": 1}): F32}},
+                r"reduce_dtypes gives arguments of its own to .*mp_policy\. It can say True or False",
+            ),
+        ):
+            with pytest.raises(dp_compile.ConfigError, match=message):
+                dp_compile.replicate(Net(), config=replace(AOT, **options))
+        model = dp_compile.replicate(Net(), config=replace(AOT, reduce_dtypes={everything: FP16, nn.LayerNorm: F32}))
+        wires = {each.name: each.key.reduction.wire for each in dp_compile.report(model).plan.gradients}
+        assert (wires["head.weight"], wires["blocks.0.0.weight"]) == ("float16", None)
+        dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize(
         ("given", "message"),
         [
             ({"nowhere": F32, "no.way": F32}, "reduce_dtypes names 'no.way', 'nowhere', which Net does not have"),
@@ -268,6 +333,23 @@ class TestAlone:
         odd = CustomPolicy(lambda module: type(module) is nn.Linear and {"mp_policy": MixedPrecisionPolicy(FP16)})
         with pytest.raises(dp_compile.ConfigError, match=r"compute in its param_dtype, None.*'head'"):
             dp_compile.replicate(Net(), mp_policy=odd)
+        whole = MixedPrecisionPolicy(BF16)
+        inner = {Net: whole, nn.Sequential: MixedPrecisionPolicy(), nn.Linear: whole}
+        overridden = CustomPolicy(lambda module: type(module) in inner and {"mp_policy": inner[type(module)]})
+        with pytest.raises(
+            dp_compile.ConfigError, match=r"'blocks\.0\.1' in 'blocks\.0', 'blocks\.1\.1' in 'blocks\.1'"
+        ):
+            dp_compile.replicate(Net(), mp_policy=overridden)
+        inner = {Net: whole, nn.LayerNorm: MixedPrecisionPolicy(cast_forward_inputs=False)}
+        with pytest.raises(
+            dp_compile.ConfigError, match=r"inputs that are cast as those of the whole; got 'blocks\.0\.0'"
+        ):
+            dp_compile.replicate(Net(), mp_policy=overridden)
+        inner = {Net: whole}
+        with pytest.raises(dp_compile.ConfigError, match="what config says in reduce_dtypes"):
+            dp_compile.replicate(Net(), mp_policy=overridden, config=replace(AOT, reduce_dtypes=KINDS))
+        with pytest.raises(dp_compile.ConfigError, match=r"got ModuleWrapPolicy\. One .*reduce_dtypes=\{policy: dtype\}"):
+            dp_compile.replicate(Net(), mp_policy=ModuleWrapPolicy({nn.Linear}))  # type: ignore[arg-type]
         other = CustomPolicy(lambda module: {"cap": 3})
         with pytest.raises(dp_compile.ConfigError, match=r"must give .*'mp_policy'.*for ''"):
             dp_compile.replicate(Net(), mp_policy=other)
@@ -277,4 +359,9 @@ class TestAlone:
         for modules, message in ((["elsewhere"], "modules names 'elsewhere'"), ({nn.Conv2d}, "names no module of Net")):
             with pytest.raises(dp_compile.ConfigError, match=message):
                 model.register_comm_hook(dp_compile.HookState(), Halved(), modules=modules)
+        dp_compile.unreplicate(model)
+        model = dp_compile.replicate(Net(), config=replace(AOT, reduce_dtypes=KINDS))
+        with pytest.raises(dp_compile.ConfigError, match=r"reduce_dtypes gives a dtype to travel in: embed\.weight\. "):
+            model.register_comm_hook(dp_compile.HookState(), Halved(), modules=["embed", "head"])
+        model.register_comm_hook(dp_compile.HookState(), Halved(), modules=["head"])  # nothing stayed of the other
         dp_compile.unreplicate(model)

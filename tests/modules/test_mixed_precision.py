@@ -347,6 +347,19 @@ class TestForward:
         assert not model.norm._forward_pre_hooks
 
     @pytest.mark.parametrize("compiled", [False, True])
+    def test_an_exception_that_is_given_no_floating_input(self, compiled: bool) -> None:
+        """What is behind an embedding in full precision finds its own dtype, as behind any other exception."""
+        model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+        twin, tokens = copy.deepcopy(model), torch.tensor([1, 5, 5, 0])
+        replicated(model, full_precision_modules=(nn.Embedding,))
+        backward((torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(tokens))
+        casts = {name: parameter.to(BF16) for name, parameter in twin[1:].named_parameters()}
+        backward(torch.func.functional_call(twin[1:], casts, (twin[0](tokens).to(BF16),)))
+        assert_same_gradients(model, twin, rtol=2**-8, atol=1e-6)
+        assert model[0](tokens).dtype == F32  # called by itself it computes as it is
+        dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize("compiled", [False, True])
     def test_buffers(self, compiled: bool) -> None:
         class Counts(nn.Module):
             def __init__(self) -> None:
@@ -558,11 +571,11 @@ class TestRefused:
             ({"param_dtype": BF16, "cast_forward_inputs": 1}, "cast_forward_inputs must be True or False, got 1"),
             (
                 {"param_dtype": BF16, "full_precision_modules": nn.LayerNorm},
-                "must hold module classes or names, got <cl",
+                "must hold module classes, names or policies, got <cl",
             ),
             (
                 {"param_dtype": BF16, "full_precision_modules": [nn.LayerNorm(6)]},
-                "must hold module .*, got LayerNorm. A",
+                "must be of module .*, got LayerNorm. A",
             ),
             ({"full_precision_modules": (nn.LayerNorm,)}, "full_precision_modules is an exception from param_dtype or"),
             (

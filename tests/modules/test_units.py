@@ -122,6 +122,18 @@ def test_a_cap_of_some_modules() -> None:
 
 
 @pytest.mark.usefixtures("fake_group")
+def test_units_with_frozen_parameters_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """As adapters have them. A unit that is frozen as a whole is no mixture."""
+    model = Model()
+    model.embedding.requires_grad_(False)
+    model.blocks[1].requires_grad_(False)
+    model.blocks[2].down.bias.requires_grad_(False)
+    dp_compile.replicate(model, bucket_policy={Block, nn.Embedding})
+    (said,) = [each.message for each in caplog.records if each.levelname == "WARNING"]
+    assert said.endswith("only these are in their buckets: blocks.2 (blocks.2.down.bias).")
+
+
+@pytest.mark.usefixtures("fake_group")
 def test_buckets_end_where_a_policy_of_torch_says() -> None:
     """A `ModuleWrapPolicy` can be called; taken for a function of name and module it says yes to everything."""
     plans = []
