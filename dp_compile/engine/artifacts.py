@@ -1,8 +1,9 @@
-"""Compiled backwards that outlive their process: whether one is kept, under which key, how it is put to use again.
+"""Compiled backwards that run without Dynamo: in later backwards, and in later processes, which find them again.
 
-A captured graph whose code is kept skips Dynamo, AOTAutograd, the passes and Inductor. What Dynamo would have checked
-in each backward is checked here (`Fits`), and what its bytecode does around the compiled graph, putting gradients where
-they belong, is done here, as it was seen to be done in the process that compiled.
+A captured graph whose code is kept skips Dynamo, AOTAutograd, the passes and Inductor. In each backward, what Dynamo
+would have checked is checked here (`Fits`), and what its bytecode does around the compiled graph, putting gradients
+where they belong, is done here (`Ready`), as it was seen to be done in the backward that compiled. Both take a part of
+the time that they take Dynamo.
 
 How could that be wrong without a word? By a key that does not tell two backwards apart. So everything that is traced
 has to have a text (`fx/canonical.py`): a graph that runs code of the user's, or anything else whose source is not in
@@ -26,6 +27,7 @@ import torch
 from torch import fx, nn
 
 from dp_compile._torch import artifacts, distributed, dynamo, inductor
+from dp_compile._torch.artifacts import Fits as Fits
 from dp_compile._torch.artifacts import NotKept as NotKept
 from dp_compile._torch.artifacts import Taken
 from dp_compile.config import has_address
@@ -60,17 +62,21 @@ class Kept:
     log: Any
 
 
-@dataclass(slots=True)
-class Found:
-    """A kept backward, ready to run."""
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Code of a backward that needs no Dynamo. `places`: see `Kept`; `constants`: what it takes behind the inputs."""
 
-    run: Callable[[list[Any]], Sequence[Any]]
+    code: Callable[..., Sequence[Any]]
     fits: Callable[[Sequence[Any]], bool]
     places: tuple[int, ...]
-    log: Any
-    seconds: float
+    constants: tuple[torch.Tensor, ...] = ()
 
-    def put(self, parameters: Mapping[int, torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
+        """One backward, whose inputs fit; empties their list."""
+        parameters = {place: inputs[place] for place in self.places if place >= 0}
+        return [], self._put(parameters, self.code(inputs, *self.constants))
+
+    def _put(self, parameters: Mapping[int, torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What Dynamo's bytecode does with the outputs: gradients to their parameters; the rest is returned."""
         returned: dict[int, torch.Tensor] = {}
         for place, output in zip(self.places, outputs, strict=True):
@@ -79,6 +85,16 @@ class Found:
             else:
                 returned[-1 - place] = output
         return [returned[number] for number in sorted(returned)]
+
+
+@dataclass(slots=True)
+class Found:
+    """A kept backward. `log`: what the process that compiled it noted; `seconds`: what finding it took."""
+
+    code: Callable[[list[Any]], Sequence[Any]]
+    places: tuple[int, ...]
+    log: Any
+    seconds: float
 
 
 def directory() -> Path:
@@ -101,6 +117,13 @@ def taking(graph_module: fx.GraphModule) -> Iterator[Taken]:
         taken.why_not = why
 
 
+def takes_list_first(graph: fx.Graph) -> bool:
+    """Whether a graph that Dynamo made of a plain one takes a list of tensors, and then nothing but constants."""
+    first, *others = [each.meta.get("example_value") for each in graph.find_nodes(op="placeholder")] or [None]
+    are_tensors = all(isinstance(each, torch.Tensor) for each in [*(first or ()), *others])
+    return isinstance(first, list) and are_tensors and not graph.find_nodes(op="get_attr")
+
+
 def _why_not_one_list(graph: fx.Graph) -> str:
     given = graph.find_nodes(op="placeholder")
     example = given[0].meta.get("example_value") if given else None
@@ -112,7 +135,7 @@ def _why_not_one_list(graph: fx.Graph) -> str:
     return ""
 
 
-def find(key: Key, inputs: Sequence[torch.Tensor]) -> Found:
+def find(key: Key) -> Found:
     """A kept backward.
 
     Raises:
@@ -130,7 +153,7 @@ def find(key: Key, inputs: Sequence[torch.Tensor]) -> Found:
     except Exception as error:  # whatever a cache of torch, a pickle or a file that is gone have against it
         raise Miss(f"the entry cannot be loaded: {type(error).__name__} {str(error).strip()[:80]}".rstrip()) from error
     used.add(key.file().as_posix())
-    return Found(run, artifacts.Fits(inputs), kept.places, kept.log, time.perf_counter() - start)
+    return Found(run, kept.places, kept.log, time.perf_counter() - start)
 
 
 def keep(key: Key, kept: Kept) -> str:
@@ -218,20 +241,11 @@ def key_of(
     Raises:
         NotKept: it cannot be kept.
     """
-    if any(captured.binding.into_existing) or captured.binding.kept or captured.sites.unhooked:
-        raise NotKept("gradients are added to those of before")
-    if None in captured.binding.hooked:
-        raise NotKept("a hook of the user's runs in it")
-    if wanted.updates or any(replica.after.scattered or replica.is_mixed for replica in replicas):
-        raise NotKept("an optimizer takes part in it")
-    if any(replica.dtensors for replica in replicas):
-        raise NotKept("a DTensor takes part in it")
-    if any(replica.comm_hook is not None for replica in replicas):
-        raise NotKept("a comm hook takes part in it")
+    check_plain(captured, replicas, wanted)
+    graph = text_of_captured(captured.graph_module.graph)
     passes = graph_pass.uuid()
     if passes is None:
         raise NotKept("the source of a pass is not known")
-    graph = text_of_captured(captured.graph_module.graph)
     devices = sorted({each.device for each in inputs if isinstance(each, torch.Tensor)}, key=str)
     surroundings = artifacts.surroundings(inductor.patches_of(graph_pass), devices)
     return Key(
@@ -251,6 +265,34 @@ def key_of(
             **surroundings,
         }
     )
+
+
+def check_plain(captured: CapturedGraph, replicas: Sequence[Replica], wanted: ToReduce) -> None:
+    """Whether `Fits` and `Ready` know all that Dynamo does with a captured graph in each backward.
+
+    Raises:
+        NotKept: there is more to it: code of the user's runs in it, or it takes something else than tensors.
+    """
+    if any(captured.binding.into_existing) or captured.binding.kept or captured.sites.unhooked:
+        raise NotKept("gradients are added to those of before")
+    if None in captured.binding.hooked:
+        raise NotKept("a hook of the user's runs in it")
+    if wanted.updates or any(replica.after.scattered or replica.is_mixed for replica in replicas):
+        raise NotKept("an optimizer takes part in it")
+    if any(replica.dtensors for replica in replicas):
+        raise NotKept("a DTensor takes part in it")
+    if any(replica.comm_hook is not None for replica in replicas):
+        raise NotKept("a comm hook takes part in it")
+    graph = captured.graph_module.graph
+    _check_inputs(graph)
+    try:
+        for node in graph.nodes:
+            if node.op == "call_function" and not is_op(node.target):
+                _name_of(node)
+            elif node.op in ("call_method", "call_module"):
+                raise NoText(f"a {node.op} node")
+    except NoText as error:
+        raise NotKept(f"it has {error}") from error
 
 
 def text_of_captured(graph: fx.Graph) -> str:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import fx, nn
@@ -41,6 +41,9 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
 from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates, updating
+
+if TYPE_CHECKING:
+    from dp_compile.engine.artifacts import Ready  # loaded late: it needs names that a torch may lack
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -74,16 +77,34 @@ class CompileLog:
 class _Keeping:
     """What is known of a backward that is compiled and may be kept for later processes.
 
-    `said`: hit or miss, and why. Until it has run for the first time: the `key` to keep it by, the parameters by their
-    positions in the inputs, what was `taken` of the compilation, and what the code returned.
+    `said`: hit or miss, and why. Until it has run for the first time: the `key` to keep it by, and what was `taken` of
+    the compilation.
     """
 
     said: str = ""
     key: Key | None = None
-    parameters: Mapping[int, torch.Tensor] = field(default_factory=dict)
     taken: Any = None
-    outputs: tuple[Any, ...] = ()
     is_found: bool = False
+
+
+@dataclass(slots=True)
+class _FirstRun:
+    """What is seen of the first run of a backward that is compiled in it, so that later ones need no Dynamo.
+
+    Args:
+        parameters: by their positions in the inputs.
+        fits: whether inputs of a later backward are like these.
+        code: what was compiled, once it was, if it takes the list of inputs, and then nothing but `constants`.
+        outputs: what it returned.
+        why_not: why Dynamo has to be asked in each backward.
+    """
+
+    parameters: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    fits: Callable[[Sequence[Any]], bool] | None = None
+    code: Callable[..., Any] | None = None
+    constants: tuple[Any, ...] = ()
+    outputs: tuple[Any, ...] = ()
+    why_not: str = ""
 
 
 class CompiledBackward:
@@ -121,6 +142,7 @@ class CompiledBackward:
         """It could not be captured as one graph: it runs in compiled pieces, then everything is reduced at its end."""
         self._run: Callable[..., Any] | None = None
         self._keeping = _Keeping()
+        self._first: _FirstRun | None = None
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         for ordinal, replica in enumerate(replicas):
@@ -145,8 +167,8 @@ class CompiledBackward:
                     audience.void(observers.COMPILED_IN_IT)
                 if self._log.graphs and not self._keeping.is_found:
                     _say_if_late(replicas, time.monotonic() - started)
-                if self._keeping.key is not None:
-                    self._keep(outputs, reduced)
+                if self._first is not None:
+                    self._after_first_run(self._first, outputs, reduced)
         except dynamo.CAPTURE_ERRORS as error:
             if self._has_code or self._log.graphs:
                 raise  # Not from tracing: the code was running, and its inputs are used up.
@@ -154,7 +176,7 @@ class CompiledBackward:
             del inputs[n_inputs:]
             return self._run_in_pieces(replicas, inputs, rest)
         finally:
-            self._events, self._settling, self._replicas = None, (), ()
+            self._events, self._settling, self._replicas, self._first = None, (), (), None
         self._has_code = True
         self._record(replicas)
         self._settle(replicas, reduced)
@@ -173,7 +195,9 @@ class CompiledBackward:
             yield from replicas[ordinal].given_factors()
         for ordinal in self._synced:
             replica, unused = replicas[ordinal], self._unused[ordinal]
-            used = sorted({*self._used[ordinal], *replica.local.used})
+            used = self._used[ordinal]
+            if replica.local.used:
+                used = tuple(sorted({*used, *replica.local.used}))
             yield flags_to_send(replica, unused, used)
             for index in unused:
                 if (ordinal, index) in self._binding.kept:
@@ -196,7 +220,7 @@ class CompiledBackward:
             described(error),
         )
         self._is_broken = True
-        self._log, self._keeping = CompileLog(), _Keeping()
+        self._log, self._keeping, self._first = CompileLog(), _Keeping(), None
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
         self._run = torch.compile(without_hooks(self._captured).forward, backend=self._compile_piece)
 
@@ -241,17 +265,54 @@ class CompiledBackward:
     # --- making the graph
 
     def _make(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
-        if not keeps_compiled():
-            return self._compile(replicas)
-        try:
-            return self._kept(replicas, inputs) or self._compile(replicas)
-        except UnsupportedTorchError as error:
-            self._keeping = _Keeping(f"off: {first_line(error)}")
-        except Exception as error:
-            # It needs much of torch that has no public name, and a training does not need it.
-            self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
-            logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
+        if keeps_compiled():
+            try:
+                if (kept := self._kept(replicas, inputs)) is not None:
+                    return kept
+            except UnsupportedTorchError as error:
+                self._keeping = _Keeping(f"off: {first_line(error)}")
+            except Exception as error:
+                # It needs much of torch that has no public name, and a training does not need it.
+                self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
+                logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
+        self._first = self._before_first_run(replicas, inputs)
         return self._compile(replicas)
+
+    def _before_first_run(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> _FirstRun:
+        try:
+            from dp_compile.engine import artifacts
+
+            if inductor.uses_cuda_graphs({}):
+                return _FirstRun(why_not="CUDA graphs are on")
+            artifacts.check_plain(self._captured, replicas, self._to_reduce())
+            parameters = {position: inputs[position] for position in self._captured.sites.accumulations}
+            return _FirstRun(parameters, artifacts.Fits(inputs))
+        except Exception as error:  # this graph, or this torch
+            return _FirstRun(why_not=first_line(error))
+
+    def _after_first_run(self, first: _FirstRun, outputs: Sequence[Any], reduced: Sequence[torch.Tensor]) -> None:
+        """Run what was just compiled without Dynamo from now on, if that can be, and keep it if that is wanted."""
+        why, done = first.why_not, ""
+        if not why and (first.code is None or list(outputs) or self._log.graphs != 1):
+            why = "it is more than one graph, or takes more than tensors"
+        if not why:
+            from dp_compile.engine import artifacts
+
+            try:
+                places = artifacts.places_of(first.parameters, first.outputs, reduced)
+            except artifacts.NotKept as error:
+                why = str(error)
+            else:
+                assert self._run is not None
+                assert first.code is not None
+                assert first.fits is not None
+                ready = artifacts.Ready(first.code, first.fits, places, first.constants)
+                self._run = _without_dynamo(ready, self._run)
+                done = "" if self._keeping.key is None else self._keep(self._keeping.key, places)
+        if why:
+            logger.debug("Dynamo looks at every run of a backward: %s", why)
+        if self._keeping.key is not None:
+            self._keeping = _Keeping(f"{self._keeping.said}; {done or f'not kept: {why}'}")
 
     def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
         module = with_reductions(self._captured, replicas, self._to_reduce())
@@ -283,11 +344,10 @@ class CompiledBackward:
         except artifacts.NotKept as error:
             self._keeping = _Keeping(f"not kept: {error}")
             return None
-        parameters = {position: inputs[position] for position in self._captured.sites.accumulations}
         try:
-            found = artifacts.find(key, inputs)
+            found = artifacts.find(key)
         except artifacts.Miss as miss:
-            self._keeping = _Keeping(f"miss: {miss}", key, parameters)
+            self._keeping = _Keeping(f"miss: {miss}", key)
             logger.debug("a backward is compiled, %s", self._keeping.said)
             return None
         for replica in self._settling:
@@ -295,41 +355,25 @@ class CompiledBackward:
         self._keeping = _Keeping(f"hit, {found.seconds:.2f} s", is_found=True)
         self._log = found.log
         logger.debug("a backward is not compiled, it was kept: loaded in %.2f s", found.seconds)
-        return self._running(found)
 
-    def _running(self, found: Any) -> Callable[..., Any]:
-        """Kept code, and around it what Dynamo's bytecode does. If it does not fit the inputs, it is compiled anew."""
-        code = self._telling(found.run, ())
+        def compile_anew(inputs: list[Any], *rest: Any) -> Any:
+            logger.debug("a kept backward does not fit its inputs any more, and is compiled")
+            self._keeping, self._has_code = _Keeping("miss: inputs or settings changed since it was found"), False
+            self._log = CompileLog()
+            self._run = self._compile(self._replicas)
+            return self._run(inputs, *rest)
 
-        def run(inputs: list[Any], *rest: Any) -> Any:
-            if not found.fits(inputs):
-                logger.debug("a kept backward does not fit its inputs any more, and is compiled")
-                self._keeping, self._has_code = _Keeping("miss: inputs or settings changed since it was found"), False
-                self._log = CompileLog()
-                self._run = self._compile(self._replicas)
-                return self._run(inputs, *rest)
-            parameters = {place: inputs[place] for place in found.places if place >= 0}
-            return [], found.put(parameters, code(inputs))
+        ready = artifacts.Ready(self._telling(found.code, ()), artifacts.Fits(inputs), found.places)
+        return _without_dynamo(ready, compile_anew)
 
-        return run
-
-    def _keep(self, outputs: Sequence[Any], reduced: Sequence[torch.Tensor]) -> None:
-        """Keep what was just compiled, and has run for the first time."""
+    def _keep(self, key: Key, places: tuple[int, ...]) -> str:
+        """Keep what was just compiled, and has run for the first time. What happened, in words."""
         from dp_compile.engine import artifacts
 
-        keeping = self._keeping
-        assert keeping.key is not None
-        try:
-            if keeping.taken is None or keeping.taken.why_not:
-                why = "it was not compiled" if keeping.taken is None else keeping.taken.why_not
-                raise artifacts.NotKept(why)
-            if list(outputs) or self._log.graphs != 1:
-                raise artifacts.NotKept("it is more than one graph")
-            places = artifacts.places_of(keeping.parameters, keeping.outputs, reduced)
-            done = artifacts.keep(keeping.key, artifacts.Kept(keeping.taken.content, places, self._log))
-        except artifacts.NotKept as error:
-            done = f"not kept: {error}"
-        self._keeping = _Keeping(f"{keeping.said}; {done}")
+        taken = self._keeping.taken
+        if taken is None or taken.why_not:
+            return f"not kept: {'it was not compiled' if taken is None else taken.why_not}"
+        return artifacts.keep(key, artifacts.Kept(taken.content, places, self._log))
 
     # --- compiling it
 
@@ -360,7 +404,12 @@ class CompiledBackward:
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
                 shares = memory_of([*_flat(example_inputs)], self._written_together()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
-                return self._telling(compiled, shares)
+                told = self._telling(compiled, shares)
+            if self._first is not None and not self._first.why_not:
+                from dp_compile.engine import artifacts
+
+                self._first.code = told if artifacts.takes_list_first(graph_module.graph) else None
+            return told
 
     def _compile_piece(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """The backend that Dynamo calls with a piece of a backward: there are no reductions in it."""
@@ -453,8 +502,8 @@ class CompiledBackward:
             memories = [replica.bucket_memory for replica in self._replicas]
             with executing(plans), filling(memories), updating(plans, optimizers), events:
                 outputs = compiled(*args)
-            if self._keeping.key is not None:
-                self._keeping.outputs = tuple(outputs)
+            if self._first is not None:
+                self._first.constants, self._first.outputs = args[1:], tuple(outputs)
             return outputs
 
         run._boxed_call = getattr(compiled, "_boxed_call", False)  # type: ignore[attr-defined]
@@ -522,6 +571,15 @@ class CompiledBackward:
         if self._latest is not None:
             for replica in replicas:
                 replica.history.captures[self._number] = self._latest
+
+
+def _without_dynamo(ready: Ready, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """Code, and around it what Dynamo does in each backward. `otherwise`: what runs if it does not fit the inputs."""
+
+    def run(inputs: list[Any], *rest: Any) -> Any:
+        return ready.run(inputs) if ready.fits(inputs) else otherwise(inputs, *rest)
+
+    return run
 
 
 def _say_if_late(replicas: Sequence[Replica], seconds: float) -> None:

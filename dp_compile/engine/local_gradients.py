@@ -59,9 +59,10 @@ class LocalGradients:
     def note_steps(self) -> None:
         """Nobody may have changed parameters since the backward began, as an optimizer in a hook does."""
         if self._at_start:
-            versions = zip(self._at_start, self._versions_now(), strict=True)
-            changed = {index for index, (before, now) in enumerate(versions) if before != now}
-            self.stepped |= changed - self.exempt
+            now = self._versions_now()
+            if now != self._at_start:  # seldom, and quick to see
+                versions = zip(self._at_start, now, strict=True)
+                self.stepped |= {index for index, (one, other) in enumerate(versions) if one != other} - self.exempt
             self._at_start = ()
 
     def made_equal(self, indices: Collection[int]) -> None:

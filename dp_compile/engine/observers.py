@@ -205,6 +205,9 @@ def telling_of_backward(begun: Backward) -> Iterator[Audience]:
     audience = Audience(tuple(listener for listener in asked if listener is not None))
     for module, replica in enumerate(begun.replicas):
         replica.told = Told(audience, module)
+    if not audience:  # nearly always
+        yield audience
+        return
     with contextlib.ExitStack() as stack:
         for listener in audience.listeners:
             stack.enter_context(listener)

@@ -142,12 +142,14 @@ class UnusedParameters:
     Args:
         flags_told: the flags that were sent last, and what they say.
         flags_unread: those that came back and were not looked at yet.
+        flags_fine: the last ones that said that all is well, reduced.
         untouched: parameters whose gradients the last synchronised backward left as they were, because no rank had
             used them.
     """
 
     flags_told: tuple[tuple[object, ...], torch.Tensor] | None = None
     flags_unread: deque[UnreadFlags] = field(default_factory=deque)
+    flags_fine: torch.Tensor | None = None
     untouched: tuple[int, ...] = ()
 
 

@@ -508,7 +508,7 @@ def test_a_directory_that_cannot_be_written_is_said(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(artifacts, "directory", lambda: tmp_path / "file")
     assert artifacts.keep(KEY, artifacts.Kept(b"", (), None)).startswith("not kept: ")
     with pytest.raises(Miss):
-        artifacts.find(KEY, [])
+        artifacts.find(KEY)
 
 
 @pytest.mark.parametrize("content", [b"no pickle", b"\x80\x04N."])
@@ -516,10 +516,10 @@ def test_content_that_is_no_backward_is_a_miss(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(artifacts, "directory", lambda: tmp_path)
     write(tmp_path, KEY, content)
     with pytest.raises(Miss):
-        artifacts.find(KEY, [])
+        artifacts.find(KEY)
     artifacts.keep(KEY, artifacts.Kept(b"no entry", (), None))
     with pytest.raises(Miss, match="cannot be loaded"):
-        artifacts.find(KEY, [])
+        artifacts.find(KEY)
 
 
 def test_two_writers_and_a_reader(tmp_path: Path) -> None:
