@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from beside import AOT, batch, compile_blocks, compile_whole, mlp, not_compiled, train_beside
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -365,6 +367,146 @@ def test_hooks_that_exchange_parts(ranks: Ranks, way: str) -> None:
     found = ranks.run(exchanged, way)
     if way in ("captured", "inductor"):
         assert found == [{"captured": 3}] * ranks.world_size
+
+
+@dataclass(frozen=True)
+class AddedInFloat32(dp_compile.FunctionalHook):
+    """What Megatron calls reduce_scatter_with_fp32_accumulation: bfloat16 travels, sums are of float32."""
+
+    rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients]).to(BF16)
+        received = yield F.pad(flat, (0, -flat.numel() % bucket.ranks))
+        mean = received.view(bucket.ranks, -1).float().sum(0) / bucket.ranks
+        whole = (yield mean.to(BF16))[: flat.numel()].float()
+        parts = whole.split([each.numel() for each in bucket.gradients])
+        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
+
+
+def added_in_float32(by_hooks: bool) -> dict[str, int]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = mlp(7)
+    alone = copy.deepcopy(ours)
+    dp_compile.replicate(ours, config=AOT)
+    ours.register_comm_hook(dp_compile.HookState(), AddedInFloat32())  # type: ignore[operator]
+    (not_compiled(ours) if by_hooks and dist.get_rank() == 1 else compile_whole(ours))(batch(0)).sum().backward()
+    alone(batch(0)).sum().backward()
+    for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
+        everybodys = [torch.empty_like(other) for _ in range(dist.get_world_size())]
+        dist.all_gather(everybodys, other.grad)
+        mean = torch.stack([each.to(BF16).float() for each in everybodys]).sum(0) / len(everybodys)
+        assert torch.equal(one.grad, mean.to(BF16).float())
+    found = dict(dp_compile.report(ours).backwards)
+    dp_compile.unreplicate(ours)
+    return found
+
+
+@pytest.mark.parametrize("by_hooks", [False, True])
+def test_bfloat16_on_the_wire_and_sums_in_float32(ranks3: Ranks, by_hooks: bool) -> None:
+    expected = 3 * [{"captured": 1}]
+    if by_hooks:
+        expected[1] = {"eager hooks": 1}
+    assert ranks3.run(added_in_float32, by_hooks) == expected
+
+
+@dataclass(frozen=True)
+class Halved(dp_compile.FunctionalHook):
+    """The average, of which something is made behind the sum."""
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients])
+        reduced = (yield flat) / bucket.ranks
+        reduced = reduced * 0.5
+        parts = reduced.split([each.numel() for each in bucket.gradients])
+        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
+
+
+def halved(compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = mlp()
+    theirs = copy.deepcopy(ours)
+    fully_shard(theirs)
+    theirs.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))  # type: ignore[operator]
+    dp_compile.replicate(ours, config=AOT)
+    assert not hasattr(ours, "set_all_reduce_hook")
+    ours.register_comm_hook(dp_compile.HookState(), Halved())  # type: ignore[operator]
+    for run in (compile_whole(ours) if compiled else ours, theirs):
+        run(batch(0)).square().sum().backward()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad.full_tensor())  # type: ignore[union-attr]
+    dp_compile.unreplicate(ours)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_what_fsdps_hook_does_behind_the_sum(ranks2: Ranks, compiled: bool) -> None:
+    ranks2.run(halved, compiled)
+
+
+@dataclass(frozen=True)
+class Looking(dp_compile.FunctionalHook):
+    """Notes what it is given."""
+
+    seen: ClassVar[list[dp_compile.HookBucket]] = []
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        self.seen.append(bucket._replace(gradients=[gradient.clone() for gradient in bucket.gradients]))
+        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients])
+        parts = ((yield flat) / bucket.ranks).split([each.numel() for each in bucket.gradients])
+        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
+
+
+def looking_as_torch_s(seen, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+    """All that a bucket of torch's has."""
+    shapes = [tuple(each.shape) for each in bucket.parameters()]
+    assert [tuple(each.shape) for each in bucket.gradients()] == shapes
+    seen.append((bucket.index(), bucket.is_last(), shapes, bucket.buffer().clone()))
+    doubled = bucket.buffer() * 2
+    bucket.set_buffer(doubled)
+    assert bucket.buffer() is doubled
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+def looked(functional: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ours = mlp(7)
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    alone = copy.deepcopy(theirs.module)
+    dp_compile.replicate(ours, config=AOT)
+    seen: tuple[list[Any], list[Any]] = ([], [])
+    if functional:
+        Looking.seen.clear()
+        ours.register_comm_hook(dp_compile.HookState(), Looking())  # type: ignore[operator]
+    else:
+        ours.register_comm_hook(seen[0], looking_as_torch_s)  # type: ignore[operator]
+        theirs.register_comm_hook(seen[1], looking_as_torch_s)
+    for run in (compile_whole(ours), theirs, alone):
+        run(batch(0)).square().sum().backward()
+    if functional:
+        bucket = Looking.seen[-1]  # it was asked before what it sends, with tensors that hold nothing
+        assert bucket._fields == ("gradients", "state", "ranks", "rank")
+        assert (bucket.ranks, bucket.rank) == (dist.get_world_size(), dist.get_rank())
+        assert [dict(each) for each in bucket.state] == 4 * [{}]
+        local = {tuple(each.shape): each.grad for each in alone.parameters()}
+        for each in bucket.gradients:  # this rank's own, each in the shape of its parameter
+            assert torch.equal(each, local.pop(tuple(each.shape)))
+        assert local == {}
+    else:
+        assert len(seen[0]) == len(seen[1]) > 0
+        for (*mine, buffer), (*other, another) in zip(*seen, strict=True):
+            assert mine == other
+            assert torch.equal(buffer, another)
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    dp_compile.unreplicate(ours)
+
+
+@pytest.mark.parametrize("functional", [True, False])
+def test_what_a_hook_is_given(ranks2: Ranks, functional: bool) -> None:
+    ranks2.run(looked, functional)
 
 
 @dataclass(frozen=True)

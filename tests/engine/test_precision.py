@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -237,6 +238,37 @@ def test_factors_are_applied_in_the_wider_dtype(ranks2: Ranks, way: str) -> None
         assert found == 40_000.0
 
 
+def run_overflow(way: str, checked: bool) -> tuple[str, float]:
+    """A finite gradient on the second rank, which float16 has no room for; its neighbour's is small everywhere."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, bias=False))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", check_nan=checked, reduce_dtype=FP16)
+    dp_compile.replicate(model, config=config)
+    with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
+        warnings.simplefilter("ignore")
+        loss = WAYS[way][0](model)(torch.full((1, 1), 1e6 if dist.get_rank() == 1 else 1.0)).sum()
+        assert loss.isfinite()
+        said = ""
+        try:
+            loss.backward()
+        except dp_compile.ReductionError as error:
+            said = str(error)
+    found = 0.0 if checked else float(model[0].weight.grad)
+    dp_compile.unreplicate(model)
+    return said, found
+
+
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "torch's reducer"])
+def test_a_cast_that_overflows_is_found_on_every_rank(ranks2: Ranks, way: str) -> None:
+    for said, _ in ranks2.run(run_overflow, way, True):
+        # The bias has a gradient of one.
+        assert "not finite: 0.weight (inf), 1.weight (inf). The loss was finite on every rank" in said
+    assert ranks2.run(run_overflow, way, False) == 2 * [("", float("inf"))]
+
+
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
 @pytest.mark.parametrize("wire", [torch.bfloat16, FP16, F32])
@@ -262,6 +294,67 @@ def test_strategy_ddp_divides_float16_as_torchs_ddp() -> None:
         (each.key.reduction.scale, each.key.reduction.post_scale) for each in dp_compile.report(model).plan.buckets
     } == {(1 / 12, 1.0)}
     dp_compile.unreplicate(model)
+
+
+DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (F32, {}),
+    (FP16, {}),
+    (F32, {"reduce_dtype": FP16}),
+    (F32, {"gradient_divide_factor": 5.0}),
+    (BF16, {"gradient_predivide_factor": 3.0}),
+    (FP16, {"gradient_divide_factor": 12.0}),
+    (F32, {"reduce_dtype": FP16, "gradient_divide_factor": 7.0, "gradient_predivide_factor": 2.0}),
+]
+
+
+def numbers_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    """A few smallest units of float16, of which halves are rounded; what fits in it, though not its sum; others."""
+    smallest = [number * 2.0**-24 for number in (3, 5, 7 + 2 * rank, 9, 300 + rank)]
+    return torch.tensor([*smallest, 30_000.0, 1.5 - rank, 0.1 * (rank + 1)], dtype=dtype)
+
+
+def part_before(wire: torch.dtype, options: dict[str, Any], divisor: float, as_ddp: bool) -> float:
+    """By what a contribution is divided before the sum, as FSDP does: in float16 near the square root."""
+    if "gradient_predivide_factor" in options or wire != FP16 or as_ddp:
+        return float(options.get("gradient_predivide_factor", divisor))
+    before = 1.0
+    while divisor % before == 0 and divisor / before > before:
+        before *= 2
+    return before
+
+
+def run_formula(way: str, alone: bool) -> list[dict[str, int]]:
+    """A gradient that is the input, beside the formula in float64: rounded on the wire, once before and once behind."""
+    found, ranks = [], 1 if alone else dist.get_world_size()
+    group = dist.new_subgroups(1)[0] if alone else None
+    for dtype, options in DIVIDED:
+        torch._dynamo.reset()
+        numbers = [numbers_of(rank, dtype) for rank in ([dist.get_rank()] if alone else range(ranks))]
+        model = nn.Linear(len(numbers[0]), 1, bias=False).to(dtype)
+        config = dp_compile.ReplicateConfig(**{"backend": "aot_eager"} | options)
+        dp_compile.replicate(model, process_group=group, config=config)
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
+            warnings.simplefilter("ignore")
+            WAYS[way][0](model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
+
+        wire, divisor = options.get("reduce_dtype", dtype), options.get("gradient_divide_factor", float(ranks))
+        before = part_before(wire, options, divisor, as_ddp=way == "torch's reducer" and not options)
+        sent = torch.stack([(each.double() / before).to(wire).double() for each in numbers])
+        expected = (sent.sum(0).to(wire).double() * before / divisor).to(dtype).double()
+        # Whose numbers are added first is the backend's affair, and each sum rounds. Smallest units are exact.
+        bound = (ranks + 1) * torch.finfo(wire).eps * sent.abs().sum(0) * before / divisor
+        got = model.weight.grad[0].double()
+        assert ((got - expected).abs() <= bound).all(), f"{dtype}, {options}: {got.tolist()}, not {expected.tolist()}"
+        found.append(dict(dp_compile.report(model).backwards))
+        dp_compile.unreplicate(model)
+    return found
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "torch's reducer"])
+def test_three_ranks_and_one_divide_as_the_formula_says(ranks3: Ranks, way: str, alone: bool) -> None:
+    name = {"torch's reducer": "torch reducer"}.get(way, way)
+    assert ranks3.run(run_formula, way, alone) == 3 * [len(DIVIDED) * [{name: 1}]]
 
 
 # --- a factor that changes ------------------------------------------------------------------------------------------
@@ -431,6 +524,35 @@ def test_a_hook_of_torchs_averages_over_its_state(ranks2: Ranks, everybody: bool
             assert ways == {"captured" if everybody else "torch reducer": 1}
 
 
+def run_with_momentum(wire: torch.dtype) -> tuple[dict[str, int], int]:
+    """Three steps beside torch's DDP with the very hook: parameters and momenta, bit by bit."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(mlp(7), nn.Tanh(), mlp(5))
+    theirs = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=100)
+    dist._register_comm_hook(theirs.reducer, None, HOOKS[wire])  # DDP itself refuses bfloat16 with gloo
+    dp_compile.replicate(model, config=replace(AOT, bucket_cap_mb=math.inf))
+    model.register_comm_hook(None, HOOKS[wire])  # type: ignore[operator]
+    sides = [(run, torch.optim.SGD(run.parameters(), 0.1, momentum=0.9)) for run in (compile_whole(model), theirs)]
+    for step in range(3):
+        for run, optimizer in sides:
+            optimizer.zero_grad()
+            run(batch(step)).square().mean().backward()
+            optimizer.step()
+    (_, ours), (_, other) = sides
+    for (name, one), two in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, two), name
+        assert torch.equal(ours.state[one]["momentum_buffer"], other.state[two]["momentum_buffer"]), name
+    report = dp_compile.report(model)
+    dp_compile.unreplicate(model)
+    return dict(report.backwards), len(report.plan.buckets)
+
+
+@pytest.mark.parametrize("wire", [BF16, FP16])
+def test_torchs_own_hooks_are_torchs_bit_by_bit(ranks2: Ranks, wire: torch.dtype) -> None:
+    assert ranks2.run(run_with_momentum, wire) == 2 * [({"captured": 3}, 1)]
+
+
 @dataclass
 class Counting:
     """A hook with fields that are compared, which cannot be hashed."""
@@ -485,8 +607,12 @@ def test_a_collective_that_failed_behind_torchs_reducer_is_an_error(monkeypatch:
         ({"reduce_dtype": torch.int8}, "reduce_dtype must be one of torch.float16, .*, got torch.int8"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype must be one of torch.float16, .*, got 'bf16'"),
         ({"gradient_divide_factor": 0}, "gradient_divide_factor must be > 0, got 0"),
+        ({"gradient_divide_factor": -2.0}, "gradient_divide_factor must be > 0, got -2.0"),
         ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor must be finite, got inf"),
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor must be > 0, got 0"),
+        ({"gradient_predivide_factor": -1}, "gradient_predivide_factor must be > 0, got -1"),
         ({"gradient_predivide_factor": float("nan")}, "gradient_predivide_factor must be > 0, got nan"),
+        ({"gradient_predivide_factor": float("inf")}, "gradient_predivide_factor must be finite, got inf"),
     ],
 )
 def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
@@ -506,6 +632,30 @@ def test_policies_that_are_not_allowed() -> None:
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     with pytest.raises(dp_compile.ConfigError, match="must be a finite number > 0, got 0"):
         model.set_gradient_divide_factor(0)
+
+
+WRONG_FACTORS = (0, -1.0, math.nan, math.inf, True, "2")
+
+
+def run_wrong_factors() -> tuple[list[str], float]:
+    model = nn.Linear(1, 1, bias=False)
+    dp_compile.replicate(model, config=replace(AOT, timeout_s=10))
+    said = []
+    for factor in WRONG_FACTORS:
+        with pytest.raises(dp_compile.ConfigError) as error:
+            model.set_gradient_divide_factor(factor)  # type: ignore[operator]
+        said.append(str(error.value))
+    compile_whole(model)(torch.ones(1, 1)).sum().backward()
+    found = float(model.weight.grad)
+    dp_compile.unreplicate(model)
+    return said, found
+
+
+def test_factors_that_are_not_allowed_change_nothing_on_any_rank(ranks2: Ranks) -> None:
+    for said, found in ranks2.run(run_wrong_factors):
+        expected = [f"the gradient divide factor must be a finite number > 0, got {each!r}." for each in WRONG_FACTORS]
+        assert said == expected
+        assert found == 1.0
 
 
 def run_different(what: str) -> str:

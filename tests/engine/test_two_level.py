@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, Untraceable, batch, mlp
+from meshes import mesh_of
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
@@ -315,6 +316,8 @@ def run_bad(what: str) -> str:
         model = dp_compile.replicate(mlp(), **options)
         if what == "hook":
             model.register_comm_hook(None, lambda state, bucket: default_hooks.allreduce_hook(None, bucket))
+        if what == "functional hook":
+            model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())  # type: ignore[operator]
     except dp_compile.DPCompileError as error:
         return str(error)
     return ""
@@ -329,6 +332,7 @@ def run_bad(what: str) -> str:
         ("reducer", "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False"),
         ("coalesced", "not supported on two levels of network. Use another strategy than 'coalesced'"),
         ("hook", "comm hook .* is called by torch's C\\+\\+ reducer, which knows one level of network"),
+        ("functional hook", "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions"),
     ],
 )
 def test_what_is_not_allowed_is_said_on_every_rank(ranks4: Ranks, what: str, said: str) -> None:
@@ -374,6 +378,54 @@ def run_policy() -> bool:
 
 def test_mixed_precision(ranks4: Ranks) -> None:
     assert all(ranks4.run(run_policy))
+
+
+def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool) -> Report:
+    """Three steps beside FSDP2's hybrid sharding over the same mesh."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, mesh, policy = mlp(7), mesh_of((2, 2), NODES), MixedPrecisionPolicy(reduce_dtype=wire)
+    theirs = copy.deepcopy(model)
+    fully_shard(theirs, mesh=mesh, mp_policy=policy)
+    dp_compile.replicate(model, device_mesh=mesh, config=AOT, mp_policy=policy)
+    if factor is not None:
+        model.set_gradient_divide_factor(factor)  # type: ignore[operator]
+        theirs.set_gradient_divide_factor(factor)
+        theirs.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
+    sides = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (compiled(model), theirs)]
+    way = {name: 0.0 for name, _ in model.named_parameters()}
+    for step in range(3):
+        for run, optimizer in sides:
+            optimizer.zero_grad()
+            run(batch(step)).square().mean().backward()
+            optimizer.step()
+        for name, one in model.named_parameters():
+            way[name] += 0.1 * float(one.grad.abs().max())
+    for (name, one), other in zip(model.named_parameters(), theirs.parameters(), strict=True):
+        # Of how far it went each rank and each factor may have rounded off one unit, on both sides; and each step did.
+        bound = 2 * (dist.get_world_size() + 2) * torch.finfo(wire or one.dtype).eps * way[name]
+        bound += 3 * torch.finfo(one.dtype).eps * float(one.detach().abs().max())
+        assert (one - other.full_tensor()).abs().max() <= (0.0 if exact else bound), name
+    report = dp_compile.report(model)
+    dp_compile.unreplicate(model)
+    return report
+
+
+@pytest.mark.parametrize(
+    ("wire", "factor", "exact"),
+    [
+        # Two numbers in each stage and powers of two: no order, no rounding that is not theirs.
+        (None, None, True),
+        (BF16, None, True),
+        pytest.param(torch.float16, None, True, marks=pytest.mark.nightly),
+        (BF16, 8.0, True),
+        (None, 6.0, False),  # we multiply before the sum, they divide behind it
+    ],
+)
+def test_as_fsdps_hybrid_sharding(meshed: Ranks, wire: torch.dtype | None, factor: float | None, exact: bool) -> None:
+    for report in meshed.run(run_beside_fsdp, wire, factor, exact):
+        assert report.backwards == {"captured": 3}
+        assert stages_of(report) == [TWO_LEVELS]
 
 
 def run_accumulated() -> str:

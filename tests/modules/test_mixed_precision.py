@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -426,6 +427,14 @@ def offloaded(model: nn.Module) -> nn.Module:
     return model
 
 
+AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "checkpoint": checkpoint_wrapper,
+    "offload": offload_wrapper,
+    "checkpoint inside offload": lambda block: offload_wrapper(checkpoint_wrapper(block)),
+    "offload inside checkpoint": lambda block: checkpoint_wrapper(offload_wrapper(block)),
+}
+
+
 def with_compiled_block(model: nn.Module) -> nn.Module:
     model.block.compile(backend="aot_eager")
     return model
@@ -467,6 +476,42 @@ class TestModules:
             assert_same_gradients(model, twin, rtol=0.01, atol=1e-4)
             assert all(isinstance(each, nn.Parameter) for each in model.parameters())
         dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize("twice", [True, pytest.param(False, marks=pytest.mark.nightly)])
+    @pytest.mark.parametrize("around", list(AROUND))
+    def test_recomputation_and_offload_in_a_compiled_forward(
+        self, around: str, twice: bool, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Offload's hooks are Python that no graph holds: everything is reduced at the end, which is said."""
+        torch.manual_seed(0)
+        plain = Twice(twice)
+        model = copy.deepcopy(plain)
+        model.block = AROUND[around](model.block)
+        replicated(plain), replicated(model)
+        sides = [(each, compile_whole(each), torch.optim.SGD(each.parameters(), lr=0.1)) for each in (plain, model)]
+        for _ in range(2):
+            for _, run, optimizer in sides:
+                optimizer.zero_grad()
+                backward(run(X))
+            for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+                assert isinstance(other, nn.Parameter), name
+                assert torch.equal(one.grad, other.grad), name
+            for _, _, optimizer in sides:
+                optimizer.step()
+        report = dp_compile.report(model)
+        assert report.backwards == {"captured": 2}
+        text, said = str(report), [each.message for each in caplog.records if each.name.startswith("dp_compile.")]
+        why = "save_on_cpu.__init__.<locals>.unpack_from_cpu"
+        if around == "checkpoint":
+            assert "1 collective, 1 graph\n" in text
+            assert said == []
+        else:
+            assert re.search(rf"0 collectives, \d graphs \(all reductions at the end of the backward: .*{why}", text)
+            (message,) = said
+            assert "cannot be captured as one graph, so its reductions all run at its end" in message
+            assert why in message
+        for each in (plain, model):
+            dp_compile.unreplicate(each)
 
     @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
     @pytest.mark.parametrize(
@@ -519,6 +564,31 @@ class TestModules:
             backward(model(X))
             seen.append((model(X).dtype, model[0].weight.dtype, model[0].weight.grad.dtype))
         assert seen == 2 * [(BF16, F32, F32)]
+        dp_compile.unreplicate(model)
+
+    @pytest.mark.parametrize("compiled", [False, True])
+    @pytest.mark.parametrize(("dtype", "expected"), [(BF16, 1.0), (F32, 1.0 + 2**-7)])
+    def test_micro_steps_are_added_up_in_the_parameters_dtype(
+        self, dtype: torch.dtype, expected: float, compiled: bool
+    ) -> None:
+        """Gradients of one and four times 2**-9, computed in bfloat16, which has no place for them beside a one."""
+        model = replicated(nn.Linear(1, 1, bias=False).to(dtype), reduce_dtype=F32)
+        run = compile_whole(model) if compiled else model
+        for micro, value in enumerate([1.0] + 4 * [2.0**-9]):
+            model.set_requires_gradient_sync(micro == 4)
+            run(torch.full((1, 1), value, dtype=dtype)).float().sum().backward()
+        assert model.weight.grad.dtype == dtype
+        assert 2 * float(model.weight.grad) == expected
+        dp_compile.unreplicate(model)
+
+    def test_parameters_that_have_the_dtype_already(self) -> None:
+        """The policy has inputs and outputs to cast."""
+        model = replicated(mlp().to(BF16), output_dtype=F32)
+        result = model(X)
+        assert result.dtype == F32
+        assert torch.equal(result.to(BF16), copy.deepcopy(model)(X.to(BF16)))
+        backward(result)
+        assert {each.grad.dtype for each in model.parameters()} == {BF16}
         dp_compile.unreplicate(model)
 
     def test_the_wrapper(self) -> None:
@@ -730,6 +800,43 @@ def test_training(ranks: Ranks, what: str, expected: Any) -> None:
     assert len({value for value, _ in results}) == 1
     for rank, (_, found) in enumerate(results):
         assert found == (expected or (2 + rank) * [F32])
+
+
+class Numbers(nn.Module):
+    """Nothing that floats."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(4), requires_grad=False)
+        self.register_buffer("order", torch.arange(4))
+        if what == "complex":
+            self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+
+def run_nothing_to_cast(what: str, alone: bool) -> str:
+    model = mlp() if alone and dist.get_rank() == 0 else Numbers(what)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=10)
+    with pytest.raises(dp_compile.DPCompileError) as error:
+        dp_compile.replicate(model, config=config, mp_policy=MixedPrecisionPolicy(BF16))
+    assert type(model) in (nn.Sequential, Numbers)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("integers", "Numbers has no parameter that requires a gradient"),
+        ("complex", "Numbers has no floating parameter that param_dtype=torch.bfloat16 could cast"),
+    ],
+)
+def test_a_policy_with_nothing_to_cast_is_an_error_on_every_rank(
+    ranks2: Ranks, what: str, message: str, alone: bool
+) -> None:
+    first, second = ranks2.run(run_nothing_to_cast, what, alone, timeout_s=60.0)
+    assert second.startswith(f"ModuleError: {message}")
+    assert message in first
+    assert first.startswith("DesyncError: " if alone else "ModuleError: ")
 
 
 def run_different(options: list[dict[str, Any]]) -> str:
