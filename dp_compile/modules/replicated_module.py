@@ -478,7 +478,7 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     owner = state_of(module)
     with telling_the_others(owner if isinstance(owner, Replica) else None, "set_gradient_divide_factor()"):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
-            raise ConfigError(f"the gradient divide factor must be a finite number > 0, got {factor!r}.")
+            raise ConfigError(f"gradient_divide_factor must be a finite number > 0, got {factor!r}.")
         name = class_name(unwrap(module))
         if not isinstance(owner, Replica):
             raise ModuleError(

@@ -15,6 +15,9 @@ from dp_compile.plan.backends import LIKE_NCCL
 
 MOST_IN_FLOAT16: Final = 1e6
 """float16 ends at 6e-8."""
+LEAST_FACTOR: Final = 1e-30
+MOST_FACTOR: Final = 1e30
+"""float32 and bfloat16 end at 1e-38 and 3e38: a factor that is infinite there makes NaN of zeros."""
 
 
 ALL_REDUCE: Final = "all_reduce"
@@ -243,7 +246,7 @@ class Averaging:
         each stage divides by its own ranks, as FSDP2 does.
 
         Raises:
-            ConfigError: in float16 a flag that travels with the gradients would be divided down to nothing.
+            ConfigError: a flag that travels with the gradients would be divided down to nothing, or be no number.
         """
         if self.subgroup is not None:
             (group, world_size), levels = self.subgroup, None
@@ -262,6 +265,12 @@ class Averaging:
             if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
                 return Reduction(self._stages(group, backend, world_size, levels, "avg"), 1.0, wire=wire)
             predivisor = divisor
+        for factor in (divisor, predivisor):
+            if not LEAST_FACTOR <= factor <= MOST_FACTOR:
+                raise ConfigError(
+                    f"gradients can be divided by {LEAST_FACTOR:g} to {MOST_FACTOR:g}, got {factor:g} as "
+                    "gradient_divide_factor or gradient_predivide_factor: float32 has no room for what comes of it."
+                )
         if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
             largest = max(divisor, predivisor)
             raise ConfigError(

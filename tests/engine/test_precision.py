@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -266,6 +267,7 @@ def test_a_cast_that_overflows_is_found_on_every_rank(ranks2: Ranks, way: str) -
     for said, _ in ranks2.run(run_overflow, way, True):
         # The bias has a gradient of one.
         assert "not finite: 0.weight (inf), 1.weight (inf). The loss was finite on every rank" in said
+        assert "or a gradient is too large for float16, in which they travel" in said
     assert ranks2.run(run_overflow, way, False) == 2 * [("", float("inf"))]
 
 
@@ -632,6 +634,28 @@ def test_policies_that_are_not_allowed() -> None:
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     with pytest.raises(dp_compile.ConfigError, match="must be a finite number > 0, got 0"):
         model.set_gradient_divide_factor(0)
+    dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("factor", [1e-39, 1e46])
+def test_factors_that_float32_has_no_room_for(factor: float) -> None:
+    """Ranks tell each other beside the gradients what they did, divided as those: it became NaN, or nothing."""
+    torch._dynamo.reset()
+    said = re.escape(f"divided by 1e-30 to 1e+30, got {factor:g} as gradient_divide_factor")
+    for options in ({"gradient_divide_factor": factor}, {"gradient_predivide_factor": factor}):
+        with pytest.raises(dp_compile.ConfigError, match=said):
+            dp_compile.replicate(mlp(), config=replace(AOT, **options))
+    model = dp_compile.replicate(mlp(), config=AOT)
+    with pytest.raises(dp_compile.ConfigError, match=said):
+        model.set_gradient_divide_factor(factor)
+    plain = mlp()
+    plain.load_state_dict(model.state_dict())
+    for run in (compile_whole(model), plain):
+        run(torch.ones(2, 6)).sum().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad / 2)  # as before the call
+    dp_compile.unreplicate(model)
 
 
 WRONG_FACTORS = (0, -1.0, math.nan, math.inf, True, "2")
@@ -653,7 +677,7 @@ def run_wrong_factors() -> tuple[list[str], float]:
 
 def test_factors_that_are_not_allowed_change_nothing_on_any_rank(ranks2: Ranks) -> None:
     for said, found in ranks2.run(run_wrong_factors):
-        expected = [f"the gradient divide factor must be a finite number > 0, got {each!r}." for each in WRONG_FACTORS]
+        expected = [f"gradient_divide_factor must be a finite number > 0, got {each!r}." for each in WRONG_FACTORS]
         assert said == expected
         assert found == 1.0
 
