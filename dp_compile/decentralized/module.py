@@ -17,6 +17,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
+from dp_compile._torch.optim import in_backward_optimizers
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, plan_of
 from dp_compile.decentralized.updates import CLIPS, MixingUpdates
@@ -98,6 +99,8 @@ def decentralize(
         DesyncError: ranks differ in model, topology or options, or one is missing.
     """
     options = _options(config)
+    if any(map(in_backward_optimizers, unwrap(module).parameters())):
+        raise ConfigError(f"{CALL}: torch's _apply_optimizer_in_backward() was called. Give the optimizer to {CALL}.")
     refuse_dtensors(unwrap(module), CALL)
     replicate(module, config=options)
     try:

@@ -219,7 +219,7 @@ class _Outermost:
         """Reduce what only inner backwards reached: the last of them has ended."""
         for replica, reduction_round in self.late.items():
             replica.history.backwards["eager hooks"] += 1
-            with Watched([replica]):
+            with Watched([replica]), updates.one_backward([replica], keep_graph=False):
                 reduction_round.finish()
                 replica.arrivals_in = None
                 _complete(replica, ())

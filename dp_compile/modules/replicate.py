@@ -9,15 +9,16 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import compiler, distributed
+from dp_compile._torch import compiler, distributed, optim
 from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import ReplicateConfig, has_address
 from dp_compile.engine.agreement import Statement
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp.wrap import CustomPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
+_APPLIED: Final = "dp_compile.optim.applied"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -367,6 +369,9 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         config = order.request.config
         check_dtensors(target, order.meeting.group, config)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
+        stepping = any(map(optim.in_backward_optimizers, target.trainable.values()))
+        # Above this room, and of use to few.
+        take_over = import_module(_APPLIED).check(module, target.trainable) if stepping else None
         swapped = replicated_class(type(module), casts=config.casts)
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
         replica.precision = precision
@@ -383,6 +388,8 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
     if not order.is_copy:
         install_precision(module, precision)
         module.__class__ = swapped
+    if take_over is not None:  # behind everything: a backward may follow
+        take_over()
 
 
 def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) -> Replica:
@@ -554,6 +561,11 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
+        "optimizers in the backward": [
+            f"{name}: {type(optimizer).__name__}"
+            for name, parameter in target.trainable.items()
+            for optimizer in optim.in_backward_optimizers(parameter)
+        ],
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from dp_compile._torch import autograd, distributed, optim
+from dp_compile._torch import autograd, distributed
 from dp_compile._torch.dtensors import is_dtensor
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
@@ -135,13 +135,6 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
         raise ModuleError(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules and "
             "fully_shard); there is nothing to reduce."
-        )
-    stepping = [name for name, parameter in target.trainable.items() if optim.has_in_backward_optimizer(parameter)]
-    if stepping:
-        raise ModuleError(
-            f"torch's _apply_optimizer_in_backward() was called for {', '.join(stepping[:8])}: its hooks would step on "
-            "gradients that are not reduced yet. Call dp_compile.optim.in_backward(model, optimizer) after "
-            "replicate() instead."
         )
     if needs_values:
         _check_values(target)

@@ -118,11 +118,7 @@ def known(optimizer: torch.optim.Optimizer) -> InBackward | None:
 def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
     kind = type(optimizer)
     check_kind(optimizer)
-    if not f"{kind.__module__}.".startswith("torch.optim."):
-        raise ConfigError(
-            f"{kind.__name__} is not of torch.optim: nobody knows whether it updates each parameter by itself, without "
-            "a look at the others. Use it as it is, or an optimizer of torch.optim."
-        )
+    check_of_torch(optimizer)
     if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or max_norm <= 0):
         raise ConfigError(f"max_norm must be a number > 0 or None, got {max_norm!r}.")
     if max_norm is not None and math.isnan(max_norm):
@@ -133,6 +129,20 @@ def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
         raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
     if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
         raise ConfigError(f"buckets_in_flight must be a whole number >= 1 or None, got {in_flight!r}.")
+
+
+def check_of_torch(optimizer: torch.optim.Optimizer) -> None:
+    """Whether an optimizer is known to update each parameter by itself.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    kind = type(optimizer)
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        raise ConfigError(
+            f"{kind.__name__} is not of torch.optim: nobody knows whether it updates each parameter by itself, without "
+            "a look at the others. Use it as it is, or an optimizer of torch.optim."
+        )
 
 
 def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:

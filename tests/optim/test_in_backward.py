@@ -760,21 +760,3 @@ def test_what_is_refused(ranks: Ranks) -> None:
     for said in ranks.run(refused):
         for text, part in zip(said, expected, strict=True):
             assert part in text
-
-
-def torch_s_own() -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
-        from torch.distributed.optim import _apply_optimizer_in_backward
-    model = Net()
-    _apply_optimizer_in_backward(torch.optim.SGD, [model.norm.weight], {"lr": 0.1})
-    with pytest.raises(dp_compile.ModuleError) as error:
-        dp_compile.replicate(model, config=SMALL)
-    return str(error.value)
-
-
-def test_torch_s_own_way_is_refused(ranks: Ranks) -> None:
-    """Its hooks step on gradients of one rank."""
-    for text in ranks.run(torch_s_own):
-        assert "norm.weight" in text
-        assert "dp_compile.optim.in_backward" in text
