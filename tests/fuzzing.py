@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.modules.replicated_module import set_gradient_divide_factor
+from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
 VOCABULARY = 7
@@ -102,21 +103,25 @@ class FuzzCase:
     """What sums are divided by, one step after the other, in turns."""
     predivide: float | None = None
     """The part of it by which ranks divide before the sum."""
-    comm_hook: bool = False
-    """A functional hook with error feedback reduces."""
+    comm_hook: str = ""
+    """A functional hook with error feedback reduces: `rounded` to bfloat16, or `int8`."""
+    per_scale: int = 4
+    """How many elements share a scale in eight bits."""
     torch_hook: str = ""
     """A hook of torch's, of `TORCH_HOOKS`, says how gradients travel."""
     apart: str = ""
     """A submodule, by name, whose gradients are reduced in another way than all others."""
     apart_by: str = ""
     """`hook`, or the dtype in which they travel."""
-    levels: bool = False
-    """Two nodes with two ranks each."""
+    levels: str = ""
+    """Two nodes with two ranks each, for buckets on both levels `always`, or where that costs less (`auto`)."""
     seed: int = 0
 
     @property
     def coarsest(self) -> str:
-        rounds = self.autocast or self.wire or self.compute or self.comm_hook or self.torch_hook or self.apart
+        # What eight bits lose is not in here: `EightBits` says it of each element.
+        is_rounded = self.comm_hook == "rounded"
+        rounds = self.autocast or self.wire or self.compute or is_rounded or self.torch_hook or self.apart
         dtypes = {"bfloat16" if rounds else "float32", *(block.dtype for block in self.blocks)}
         return "bfloat16" if "bfloat16" in dtypes else "float32"
 
@@ -128,6 +133,8 @@ class Outcome:
     difference: str
     mode: str
     backwards: dict[str, int]
+    stages: frozenset[int]
+    """Of how many stages buckets are, at the end: one on one level of network, three on two."""
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------
@@ -462,6 +469,10 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "no passes": {"passes": ()},
 }
 
+# By hand: 1 ms + 10 us/B on one level, 2 ms + 5 us/B on two.
+# Up to 200 bytes the first is sooner; of the buckets here some have less, some more.
+LEVELS_COST = AllReduceCost(1e-3, 1e-5, AllReduceCost(1.5e-3, 0.0), AllReduceCost(0.5e-3, 1e-5))
+
 WIRES = ("bfloat16", "float16")
 TORCH_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
@@ -506,6 +517,74 @@ def _rounded_by_torch(errors: dict[int, torch.Tensor], bucket: Any) -> torch.fut
     sent, dtype = bucket.buffer().to(torch.bfloat16), bucket.buffer().dtype
     work = dist.all_reduce(sent, async_op=True)
     return work.get_future().then(lambda done: done.value()[0].to(dtype) / dist.get_world_size())
+
+
+class EightBits:
+    """How near to the averages of torch's DDP `QuantizedHook(torch.int8)` has to be.
+
+    Exact numbers would say too much: a gradient that differs by 1e-7 may be rounded to the other neighbour, and which
+    rank remembers the second loss follows from the package's buckets. What all ranks have lost together follows from
+    neither. Of each element
+
+        mean of the gradients + what was lost before - what is handed out = what is lost by now
+
+    is at most half a step of each of the two roundings. It does not grow from step to step, as it does if errors are
+    forgotten or sent twice.
+    """
+
+    def __init__(self, per_scale: int) -> None:
+        self.per_scale = per_scale
+        self.lost: dict[int, torch.Tensor] = {}
+        """By parameter what was lost, the mean of the ranks' errors."""
+        self.most: dict[int, torch.Tensor] = {}
+        """The most that it can be, by block. So is the mean of the errors' magnitudes: one rank has the second loss."""
+        self.expected: dict[int, torch.Tensor] = {}
+
+    def reduced_by_torch(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """As a hook of torch's DDP: the mean, and what was lost before."""
+        for parameter, flat in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            # In memory it lies as the parameter does; torch says that it is in row order.
+            strides, key = torch.empty_like(parameter).stride(), id(parameter)
+            gradient = flat.as_strided(parameter.shape, strides, flat.storage_offset())
+            local = gradient.float().flatten()
+            means = torch.cat([local, self._peaks(local)])
+            dist.all_reduce(means)
+            mean, peaks = (means / dist.get_world_size()).split([local.numel(), means.numel() - local.numel()])
+            expected = mean + self.lost.get(key, 0.0)
+            first = (peaks + self.most.get(key, 0.0)) / 127  # the mean of the ranks' steps is no more
+            second = (self._peaks(expected) + first / 2) / 127
+            self.most[key], self.expected[key] = (first + second) / 2, expected
+            gradient.copy_(expected.view(gradient.shape))
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def _peaks(self, flat: torch.Tensor) -> torch.Tensor:
+        padded = nn.functional.pad(flat, (0, -flat.numel() % self.per_scale))
+        return padded.view(-1, self.per_scale).abs().amax(1)
+
+    def handed_out(self, ours: nn.Module, theirs: nn.Module, *, rtol: float, atol: float) -> str:
+        """The first gradient of ours that is too far away. The twin goes on with those of the first rank."""
+        differences = []
+        for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            if not other.requires_grad:
+                continue
+            handed = torch.zeros(other.shape, dtype=other.dtype)
+            if mine.grad is not None:
+                handed.copy_(mine.grad)
+            dist.broadcast(handed, 0)
+            # What nobody has used gets no gradient, and what was to be sent of it is lost for good: the package's hook
+            # has handed it out with zeros for a gradient, and that is thrown away. Without this line, a difference.
+            self.lost.pop(id(other), None)
+            if other.grad is None or not other.grad.any():
+                continue
+            expected, most = self.expected[id(other)], self.most[id(other)].repeat_interleave(self.per_scale)
+            lost = self.lost[id(other)] = expected - handed.float().flatten()
+            excess = lost.abs() - most[: lost.numel()] - rtol * expected.abs() - atol
+            if not bool((excess <= 0).all()):
+                differences.append(f"gradient of {name}: {excess.max():.3g} more was lost than eight bits lose")
+            other.grad.copy_(handed)
+        return differences[0] if differences else ""
 
 
 def _reduced_by_torch(case: FuzzCase, divisor: list[float], bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -556,9 +635,11 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     wrapped = Cast(twin, getattr(torch, case.compute)) if case.compute else twin
     theirs = TorchDDP(wrapped, find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers)
     divisor = [float(dist.get_world_size())]
+    eight_bits = EightBits(case.per_scale) if case.comm_hook == "int8" else None
     # Not by DDP itself, which does not read annotations that are text.
     if case.comm_hook:
-        dist._register_comm_hook(theirs.reducer, {}, _rounded_by_torch)
+        hook = (eight_bits, EightBits.reduced_by_torch) if eight_bits else ({}, _rounded_by_torch)
+        dist._register_comm_hook(theirs.reducer, *hook)
     elif case.torch_hook:
         dist._register_comm_hook(theirs.reducer, None, getattr(default_hooks, case.torch_hook))
     elif case.apart:
@@ -574,9 +655,10 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
         if case.hooks_late:
             _set_hooks(case, stack)
         sides = ours, stack, theirs, twin
-        difference = _train_both(case, *sides, divisor, never_sync=fault == "never synchronised")
+        difference = _train_both(case, *sides, divisor, eight_bits, never_sync=fault == "never synchronised")
         report = dp_compile.report(stack)
-    return Outcome(difference, report.mode, dict(report.backwards))
+    stages = frozenset(len(bucket.key.reduction.stages) for bucket in report.plan.buckets)
+    return Outcome(difference, report.mode, dict(report.backwards), stages)
 
 
 def _is_split(case: FuzzCase, stack: Stack) -> bool:
@@ -592,11 +674,13 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         broadcast_buffers=case.broadcast_buffers,
         check_reductions=case.check_reductions,
         reduce_dtype=getattr(torch, case.wire or "float32")
-        if case.wire or (case.compute and not case.torch_hook)
+        if case.wire or (case.compute and not (case.torch_hook or case.comm_hook))
         else None,
         param_dtype=getattr(torch, case.compute) if case.compute else None,
         reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
         gradient_predivide_factor=case.predivide,
+        two_levels=case.levels or "always",
+        cost=LEVELS_COST if case.levels == "auto" else None,
     )
     options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
     if case.levels:
@@ -608,8 +692,9 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         for part in ignored or ():
             dp_compile.replicate(part, **options)
         made = dp_compile.replicate(stack, ignored_modules=ignored, **options)
+    hook = dp_compile.QuantizedHook(torch.int8, case.per_scale) if case.comm_hook == "int8" else Rounded()
     for part in _parts(case, made, stack) if case.comm_hook else ():
-        part.register_comm_hook(dp_compile.HookState(), Rounded())  # type: ignore[operator]
+        part.register_comm_hook(dp_compile.HookState(), hook)  # type: ignore[operator]
     for part in _parts(case, made, stack) if case.torch_hook else ():
         part.register_comm_hook(None, getattr(default_hooks, case.torch_hook))  # type: ignore[operator]
     if case.apart_by == "hook":
@@ -629,6 +714,7 @@ def _train_both(
     theirs: TorchDDP,
     twin: nn.Module,
     divisor: list[float],
+    eight_bits: EightBits | None,
     *,
     never_sync: bool,
 ) -> str:
@@ -653,7 +739,8 @@ def _train_both(
                 _backward(case, run, batch, scope=_scope(case, micro), other=micro.other[dist.get_rank() % 2])
             with theirs.no_sync() if local else nullcontext():
                 _backward(case, theirs, batch, scope=nullcontext())
-        difference = difference or _difference(case, stack, twin, f"step {number}")
+        found = _difference(case, stack, twin, f"step {number}", eight_bits)  # on all ranks: they talk to each other
+        difference = difference or found
         for optimizer in optimizers:
             optimizer.step()
     return difference or _difference(case, stack, twin, "the end")
@@ -696,8 +783,12 @@ def _backward(
         loss.backward()
 
 
-def _difference(case: FuzzCase, ours: nn.Module, theirs: nn.Module, when: str) -> str:
+def _difference(
+    case: FuzzCase, ours: nn.Module, theirs: nn.Module, when: str, eight_bits: EightBits | None = None
+) -> str:
     rtol, atol = TOLERANCES[case.coarsest]
+    if eight_bits is not None and (found := eight_bits.handed_out(ours, theirs, rtol=rtol, atol=atol)):
+        return f"{when}: {found}"
     try:
         compare(ours, theirs, when, rtol=rtol, atol=atol)
     except AssertionError as error:
@@ -708,12 +799,28 @@ def _difference(case: FuzzCase, ours: nn.Module, theirs: nn.Module, when: str) -
 # --- faults, to see that the comparison can fail ----------------------------------------------------------------
 
 FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never synchronised")
+EIGHT_BITS_FAULTS: dict[str, Callable[[dp_compile.HookBucket], dp_compile.HookBucket]] = {
+    "a sum": lambda bucket: bucket._replace(gradients=[each * bucket.ranks for each in bucket.gradients]),
+    "rank 1 is missing": lambda bucket: bucket._replace(
+        gradients=[each * (bucket.rank != 1) for each in bucket.gradients]
+    ),
+    "errors are forgotten": lambda bucket: bucket._replace(state=_times(0, bucket.state)),
+    "errors are sent twice": lambda bucket: bucket._replace(state=_times(2, bucket.state)),
+}
+"""What the hook is given in place of its bucket."""
+
+
+def _times(factor: int, states: Sequence[Mapping[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    return [{name: factor * each for name, each in state.items()} for state in states]
 
 
 @contextmanager
 def _planted(fault: str, stack: Stack) -> Iterator[None]:
     """Break this package, or the model that it replicates, for one run."""
-    before = Averaging.reduction
+    before, reduce = Averaging.reduction, dp_compile.QuantizedHook.reduce
+    if fault in EIGHT_BITS_FAULTS:
+        spoil = EIGHT_BITS_FAULTS[fault]
+        dp_compile.QuantizedHook.reduce = lambda self, bucket: reduce(self, spoil(bucket))  # type: ignore[method-assign]
     if fault == "sums instead of averages":
         Averaging.reduction = lambda _, group, *__: Reduction((Stage("all_reduce", group, "sum"),), 1.0)
     if fault == "a gradient doubled on rank 1" and dist.get_rank() == 1:
@@ -722,3 +829,4 @@ def _planted(fault: str, stack: Stack) -> Iterator[None]:
         yield
     finally:
         Averaging.reduction = before
+        dp_compile.QuantizedHook.reduce = reduce  # type: ignore[method-assign]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import fuzzing
 import pytest
-from fuzzing import BUCKETS, COMPILED, FAULTS, HOOKS, KINDS, WIRES, BlockSpec, FuzzCase, Micro, Step
+from fuzzing import BUCKETS, COMPILED, EIGHT_BITS_FAULTS, FAULTS, HOOKS, KINDS, WIRES, BlockSpec, FuzzCase, Micro, Step
 from hypothesis import Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
@@ -74,28 +75,33 @@ def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...
 @st.composite
 def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world_size: int) -> dict[str, Any]:
     """Dtypes, divisors, levels of network and hooks that go together."""
-    kinds = {block.kind for block in blocks}
-    levels = world_size == 4 and draw(st.booleans())
-    # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by.
-    if buckets != "no passes" and not levels and draw(st.sampled_from([False] * 5 + [True])):
-        return {"comm_hook": True}
+    is_cast = not {block.kind for block in blocks} & NOT_CAST
+    computes = st.sampled_from(["", "bfloat16"] if is_cast else [""])
+    levels = draw(st.sampled_from(["", "", "always", "auto"])) if world_size == 4 else ""
+    # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by. Few cases are run on four ranks.
+    has_hook = st.sampled_from([False] * (1 if world_size == 4 else 3) + [True])
+    if buckets != "no passes" and not levels and draw(has_hook):
+        # Casts less often: what they round is more than what eight bits lose, and hides it.
+        compute = draw(st.sampled_from(["", "", "bfloat16"])) if is_cast else ""
+        hook = draw(st.sampled_from(["rounded", "int8"]))
+        return {"comm_hook": hook, "per_scale": draw(st.sampled_from([2, 4, 7, 64])), "compute": compute}
     if not levels and draw(st.sampled_from([False] * 9 + [True])):
-        compute = draw(st.sampled_from(["", "bfloat16"])) if not kinds & NOT_CAST else ""
-        return {"torch_hook": draw(st.sampled_from(fuzzing.TORCH_HOOKS)), "compute": compute}
+        return {"torch_hook": draw(st.sampled_from(fuzzing.TORCH_HOOKS)), "compute": draw(computes)}
     trained = ["head", *(f"blocks.{number}" for number, block in enumerate(blocks) if block.frozen == "nothing")]
     if draw(st.sampled_from([False] * 4 + [True])):
-        by = draw(st.sampled_from(["hook", *WIRES] if buckets != "no passes" and not levels else WIRES))
+        by = draw(st.sampled_from(["hook", "hook", *WIRES] if buckets != "no passes" and not levels else WIRES))
         divisors = {} if by == "hook" else {"divides": draw(st.sampled_from([(), (3.0,), (0.7, 5.0)]))}
         wire = draw(st.sampled_from(["", *(each for each in WIRES if each != by)]))
-        return {"levels": levels, "apart": draw(st.sampled_from(trained)), "apart_by": by, "wire": wire, **divisors}
+        reduced = {"apart": draw(st.sampled_from(trained)), "apart_by": by, "wire": wire, "compute": draw(computes)}
+        return {"levels": levels, **reduced, **divisors}
     return {
         "levels": levels,
         "wire": draw(st.sampled_from(["", "", "", *WIRES])),
-        "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if not kinds & NOT_CAST else "",
+        "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if is_cast else "",
         "divides": draw(st.sampled_from([()] * 4 + [(3.0,), (0.7, 5.0), (2.0, 3.0, 0.3)])),
         "predivide": draw(st.sampled_from([None] * 5 + [3.0])),
         # torch's reducer knows neither hooks of ours nor levels.
-        "python_hook": levels or draw(st.sampled_from([True] * 15 + [False])),
+        "python_hook": bool(levels) or draw(st.sampled_from([True] * 15 + [False])),
     }
 
 
@@ -156,9 +162,14 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         met.update({case.compiled, case.buckets, outcomes[0].mode, *(block.kind for block in case.blocks)})
         met.update(outcomes[0].backwards.keys())
         met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
-        kinds = {"compute": case.compute, "levels": case.levels, "comm hook": case.comm_hook}
-        kinds |= {"hook of torch": case.torch_hook, "hook beside a policy": case.torch_hook and case.compute}
-        kinds |= {f"apart by {case.apart_by}": case.apart}
+        hooks = {f"{case.comm_hook} hook": case.comm_hook, "hook of torch": case.torch_hook}
+        hooks |= {f"apart by {case.apart_by}": case.apart}
+        kinds: dict[str, Any] = {"compute": case.compute, **hooks}
+        kinds |= {f"{kind} beside a policy": is_there and case.compute for kind, is_there in hooks.items()}
+        kinds |= {f"levels {case.levels}": case.levels}
+        if case.levels == "auto":
+            one, two = 1 in outcomes[0].stages, 3 in outcomes[0].stages
+            kinds |= {"auto: one level": one, "auto: two levels": two, "auto: both": one and two}
         kinds |= {"predivide": case.predivide, "divides": case.divides, "other factors": len(case.divides) > 1}
         met.update(kind for kind, is_there in kinds.items() if is_there)
         if next(numbers) % CASES_PER_POOL == 0:
@@ -175,14 +186,22 @@ def test_random_training_runs(ranks2: Ranks) -> None:
     if EXAMPLES >= 300:
         assert met["captured"] > EXAMPLES / 3
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
-        reduced = {"comm hook", "hook of torch", "compute", "predivide", "divides", "other factors", "apart by hook"}
-        assert set(met) >= {*reduced, *WIRES}
+        reduced = {"compute", "predivide", "divides", "other factors"}
+        hooks = {"rounded hook", "int8 hook", "hook of torch", "apart by hook"}
+        assert set(met) >= {*reduced, *hooks, *WIRES}
+        if EXAMPLES >= 1000:
+            assert set(met) >= {f"{hook} beside a policy" for hook in hooks}
 
 
 @pytest.mark.timeout(max(600, 10 * EXAMPLES))
 def test_random_training_runs_on_4_ranks(ranks4: Ranks) -> None:
     """Fewer, for four processes share the machine's cores."""
-    assert run_cases(ranks4, max(2, EXAMPLES // 10))["captured"]
+    met = run_cases(ranks4, max(2, EXAMPLES // 10))
+    assert met["captured"]
+    if EXAMPLES >= 300:
+        assert set(met) >= {"levels always", "levels auto"}
+    if EXAMPLES >= 1000:
+        assert set(met) >= {"auto: one level", "auto: two levels", "auto: both", "rounded hook", "int8 hook"}
 
 
 PLAIN = FuzzCase(
@@ -203,3 +222,16 @@ def test_a_planted_fault_is_seen(ranks2: Ranks, fault: str) -> None:
     small = FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(Step((Micro((2, 2)),)),))
     for outcome in ranks2.run(fuzzing.run_case, small, fault):
         assert "step 0: gradient of blocks.0" in outcome.difference
+
+
+@pytest.mark.parametrize("fault", ["", *EIGHT_BITS_FAULTS])
+def test_a_planted_fault_of_eight_bits_is_seen(ranks2: Ranks, fault: str) -> None:
+    """Errors are there from the second step on; what is done to them adds up to more than one loss can be."""
+    steps = (Step((Micro((3, 4)),)),) * 4
+    case = FuzzCase(blocks=(BlockSpec("linear"),), width=6, steps=steps, comm_hook="int8", per_scale=64)
+    for outcome in ranks2.run(fuzzing.run_case, case, fault):
+        assert bool(outcome.difference) == bool(fault)
+        if fault:
+            at_once = fault in ("a sum", "rank 1 is missing")
+            step = "step 0" if at_once else "step [123]"
+            assert re.match(f"{step}: gradient of .* more was lost than eight bits lose", outcome.difference)

@@ -348,7 +348,9 @@ class TestAlone:
         inner = {Net: whole}
         with pytest.raises(dp_compile.ConfigError, match="what config says in reduce_dtypes"):
             dp_compile.replicate(Net(), mp_policy=overridden, config=replace(AOT, reduce_dtypes=KINDS))
-        with pytest.raises(dp_compile.ConfigError, match=r"got ModuleWrapPolicy\. One .*reduce_dtypes=\{policy: dtype\}"):
+        with pytest.raises(
+            dp_compile.ConfigError, match=r"got ModuleWrapPolicy\. One .*reduce_dtypes=\{policy: dtype\}"
+        ):
             dp_compile.replicate(Net(), mp_policy=ModuleWrapPolicy({nn.Linear}))  # type: ignore[arg-type]
         other = CustomPolicy(lambda module: {"cap": 3})
         with pytest.raises(dp_compile.ConfigError, match=r"must give .*'mp_policy'.*for ''"):
