@@ -111,7 +111,8 @@ def test_torch_reducer_comes_in_the_middle_of_an_accumulation(ranks: Ranks) -> N
 def test_a_hook_that_remembers_something_of_a_parameter_without_elements(ranks: Ranks) -> None:
     """Nobody uses what an empty state becomes: it was taken out of the graph, and the hook asked for it."""
     steps = (Step((Micro((3, 2)),)),)
-    case = FuzzCase(blocks=(BlockSpec("layouts", hidden=2, dtype="float64"),), width=1, steps=steps, comm_hook="rounded")
+    blocks = (BlockSpec("layouts", hidden=2, dtype="float64"),)
+    case = FuzzCase(blocks=blocks, width=1, steps=steps, comm_hook="rounded")
     assert_equal(ranks, case)
 
 
