@@ -573,10 +573,7 @@ class EightBits:
             if mine.grad is not None:
                 handed.copy_(mine.grad)
             dist.broadcast(handed, 0)
-            # What nobody has used gets no gradient, and what was to be sent of it is lost for good: the package's hook
-            # has handed it out with zeros for a gradient, and that is thrown away. Without this line, a difference.
-            self.lost.pop(id(other), None)
-            if other.grad is None or not other.grad.any():
+            if other.grad is None or not other.grad.any():  # nobody has used it: all of it is still to be sent
                 continue
             expected, most = self.expected[id(other)], self.most[id(other)].repeat_interleave(self.per_scale)
             lost = self.lost[id(other)] = expected - handed.float().flatten()

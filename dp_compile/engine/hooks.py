@@ -237,14 +237,15 @@ class ReductionRound:
             while self.due:
                 self._launch_stage()
             self.averages = self._wait()
+            flags = self.averages[len(replica.parameters)]
+            left_alone = replica.used_by_nobody(everything if self.absent else unused, flags)
             for flight in self.flights:
-                flight.ops.remember()
+                flight.ops.remember(left_alone)
             for index in self.arrived:
                 self._set_grad(index)
             replica.local.used.clear()
             # Of the first one: the plan is made anew from it once, as torch's DDP rebuilds its buckets.
             replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
-            flags = self.averages[len(replica.parameters)]
             replica.hand_out(unused, list(map(self.averages.get, unused)), flags)
             read_flags(replica, flags, unused)
         finally:

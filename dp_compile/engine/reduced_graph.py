@@ -256,14 +256,21 @@ def _add_completion(
                 ]
             position += len(names)
             if names:
-                graph.call_function(remember, (state, names, index, ordinal))
+                flags = done[len(replica.parameters)] if replica.config.unused == "find" else None
+                graph.call_function(remember, (state, names, index, ordinal, flags))
     return results
 
 
-def remember(state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int) -> None:
-    """Traced at the end: the state of a hook becomes what the hook says, in place."""
+def remember(
+    state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int, flags: torch.Tensor | None
+) -> None:
+    """Traced at the end: the state of a hook becomes what the hook says, in place.
+
+    It stays as it is if no rank used the parameter, whose average nobody is given then: what was in it is still to be
+    sent. `flags`: the reduced ones, if that may be so.
+    """
     for tensor, value in zip(state, HOOK_STATE(state, names, index, replica), strict=True):
-        tensor.copy_(value)
+        tensor.copy_(value if flags is None else torch.where(flags[index] != 0, value, tensor))
 
 
 def reduce_accumulated(

@@ -366,11 +366,22 @@ class Replica:
         self.unused.untouched = ()
         if self.config.unused == "error":
             return
-        found = self.config.unused == "find"
-        self.unused.untouched = tuple(index for index in unused if found and not bool(flags[index]))
+        self.unused.untouched = self.used_by_nobody(unused, flags)
         for index, average in zip(unused, averages, strict=True):
             if index not in self.unused.untouched and average is not None:
                 self.set_grad(index, average)
+
+    def used_by_nobody(self, candidates: Sequence[int], flags: torch.Tensor) -> tuple[int, ...]:
+        """Of parameters that were not used on this rank, those whose average no rank is given.
+
+        Args:
+            candidates: their indices.
+            flags: the reduced flags.
+        """
+        if self.config.unused != "find" or not candidates:
+            return ()
+        said = flags.tolist()
+        return tuple(index for index in candidates if not said[index])
 
     def set_grad(self, index: int, value: torch.Tensor) -> None:
         """Let the gradient of a parameter be `value`: the real view if it is complex, this rank's part of a DTensor."""

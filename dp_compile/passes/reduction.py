@@ -14,8 +14,9 @@ one, by the plans of the `executing` block that it runs in.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -193,11 +194,18 @@ class EagerOps:
     def keep(self, state: Sequence[torch.Tensor]) -> None:
         self._kept = state
 
-    def remember(self) -> None:
-        """Let what the hook remembers be so from now on. Once all buckets are reduced: all of them, or none."""
+    def remember(self, thrown_away: Container[int] = ()) -> None:
+        """Let what the hook remembers be so from now on. Once all buckets are reduced: all of them, or none.
+
+        Args:
+            thrown_away: the indices of gradients whose average nobody is given. What was in it is still to be sent.
+        """
+        kept = iter(self._kept)
         with torch.no_grad():
-            for tensor, value in zip((each for one in self.state for each in one.values()), self._kept, strict=True):
-                tensor.copy_(value)
+            for member, state in zip(self.bucket.members, self.state, strict=bool(self.state)):
+                for tensor, value in zip(state.values(), itertools.islice(kept, len(state)), strict=True):
+                    if member.gradient.index not in thrown_away:
+                        tensor.copy_(value)
 
     def _given(self, number: int) -> torch.Tensor:
         member, source = self.bucket.members[number], self.sources[number]

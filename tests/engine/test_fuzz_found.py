@@ -150,3 +150,20 @@ def test_a_parameter_that_compiled_code_casts_and_does_not_use(ranks: Ranks, hoo
     local = Micro((2, 2), way=(1, 1))
     late = replace(case, steps=(SAME, Step((local, Micro((2, 2), way=(1, 0)))), SAME), compiled="late")
     assert_equal(ranks, late)
+
+
+@pytest.mark.parametrize("compiled", ["model", "nothing"])
+def test_what_is_still_to_be_sent_of_a_parameter_that_nobody_uses_in_a_step(ranks: Ranks, compiled: str) -> None:
+    """It was sent with zeros for a gradient, in an average that nobody was given, and forgotten."""
+    nobody, all_use_it = Step((Micro((3, 4)),)), Step((Micro((3, 4), way=(1, 1)),))
+    case = FuzzCase(
+        blocks=(BlockSpec("linear"),),
+        width=6,
+        steps=(nobody, *[all_use_it, nobody] * 3, all_use_it),
+        ways=((), (0,)),
+        compiled=compiled,
+        find_unused=True,
+        comm_hook="int8",
+        per_scale=64,
+    )
+    assert_equal(ranks, case)
