@@ -18,7 +18,7 @@ from dp_compile.bench.results import Results, load
 from dp_compile.bench.suite import packaged
 
 RESULTS = Path(__file__).parent / "results"
-SUITES = ("full", "models", "one-rank", "cold")
+SUITES = ("full", "models", "one-rank", "cold", "warm")
 
 OTHER_TRAINING = {"decent_dp"}
 """It averages parameters while the next step computes: that is another training, and the oracle is no bound of it."""

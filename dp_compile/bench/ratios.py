@@ -51,6 +51,14 @@ def ratios(cell: Cell, reference: str) -> dict[str, Ratio]:
     return {name: ratio(mode.step_s, steps) for name, mode in measured.items() if name != reference}
 
 
+def start_ratio(cell: Cell, mode: ModeResult, reference: str) -> Ratio | None:
+    """Of how long a mode and the reference took until they were warm; `None` of fewer than three starts each."""
+    other = cell.measured().get(reference)
+    if other is None or other is mode or min(len(mode.starts_s), len(other.starts_s)) < 3:
+        return None
+    return ratio(mode.starts_s, other.starts_s)
+
+
 def quartiles_ms(mode: ModeResult) -> tuple[float, float, float]:
     """First quartile, median and third quartile of a mode's steps in milliseconds."""
     low, middle, high = np.quantile(mode.step_s, [0.25, 0.5, 0.75])

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 from dp_compile.bench.bound import rho
-from dp_compile.bench.ratios import quartiles_ms, ratios
+from dp_compile.bench.ratios import quartiles_ms, ratios, start_ratio
 from dp_compile.bench.results import MEASURED, Cell, ModeResult, Results
 from dp_compile.bench.selfcheck import SLOWDOWN_LIMIT, STATED_LIMIT, STATED_LIMIT_US, WAITING_LIMIT
+from dp_compile.bench.suite import COLD, SHARED, WARM
 from dp_compile.plan.words import count, format_bytes
 
 COMPUTE: Final = "compute"
@@ -42,6 +43,8 @@ def rows(results: Results) -> list[dict[str, Any]]:
                 low, middle, high = quartiles_ms(mode)
                 row |= {"median_ms": middle, "quartiles_ms": [low, high], "peak_nbytes": mode.peak_nbytes}
                 row |= {"until_warm_s": mode.until_warm_s, "gradient_error": mode.gradient_error}
+                if (start := start_ratio(cell, mode, results.suite.reference)) is not None:
+                    row |= {"until_warm_ratio": start.value, "until_warm_plus_minus": start.plus_minus}
                 row |= {"rho": rho(results, cell, mode.name)} | mode.facts.counts()
             if mode.name in values:
                 row |= {"ratio": values[mode.name].value, "plus_minus": values[mode.name].plus_minus}
@@ -81,6 +84,9 @@ def _lines(results: Results) -> Iterator[str]:
     if any(link.kind not in ("loopback", "shaped") for link in suite.links):
         ranks += " (one process on a played link)"
     yield f"{ranks} of {count(suite.threads, 'thread')}, {turns}, modes in turns, slowest rank."
+    if suite.starts > 1 or suite.caches != SHARED:
+        caches = {SHARED: "", COLD: ", nothing in any cache", WARM: ", found in a cache what a start before left there"}
+        yield f"{count(suite.starts, 'start')} of each mode, in turns{caches[suite.caches]}; until warm: their median."
     if results.missing:
         yield f"Not finished or skipped: {len(results.missing)} of {len(results.keys())} cells."
     yield ""
@@ -115,12 +121,13 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
     table = [["mode", *links, "until warm", "peak memory"]]
     for name in names:
         found = {cell.link: (cell, mode) for cell in reversed(cells) for mode in cell.modes if mode.name == name}
-        modes = [mode for _, mode in found.values() if mode.status == MEASURED]
+        measured = [each for each in found.values() if each[1].status == MEASURED]
+        modes = [mode for _, mode in measured]
         table.append(
             [
                 f"*{name}*" if any(mode.is_bound for _, mode in found.values()) else name,
                 *(_figure(*found[link], results.suite.reference) if link in found else "" for link in links),
-                f"{max(mode.until_warm_s for mode in modes):.1f} s" if modes else "",
+                _until_warm(*max(measured, key=lambda each: each[1].until_warm_s), results) if modes else "",
                 format_bytes(max(mode.peak_nbytes for mode in modes)) if modes else "",
             ]
         )
@@ -129,6 +136,11 @@ def _workload(results: Results, workload: str) -> Iterator[str]:
     yield from _bounds(results, cells, links, names)
     yield from _exposed(results, cells, links, names)
     yield from _left(cells, links, names)
+
+
+def _until_warm(cell: Cell, mode: ModeResult, results: Results) -> str:
+    start = start_ratio(cell, mode, results.suite.reference)
+    return f"{mode.until_warm_s:.1f} s" + ("" if start is None else f", {start.value:.2f} +-{start.plus_minus:.2f}")
 
 
 def _bounds(results: Results, cells: Sequence[Cell], links: Sequence[str], names: Sequence[str]) -> Iterator[str]:

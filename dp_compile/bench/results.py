@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -39,6 +40,7 @@ class ModeResult:
         gradient_error: largest deviation of a gradient from the average of a single process, see `reference.compare`.
         gradient_of: the parameter where that was.
         facts: what rank 0 said of itself after the last turn.
+        starts_s: until each start of the mode was warm, the last included.
         left_nbytes: that left the node that sends most, a step, as its interface counts; the median of the turns.
             `None`: nodes have no interface of their own.
     """
@@ -58,10 +60,15 @@ class ModeResult:
     gradient_of: str = ""
     facts: Facts = field(default_factory=Facts)
     left_nbytes: int | None = None
+    starts_s: tuple[float, ...] = ()
 
     @property
     def until_warm_s(self) -> float:
-        """From the start of building until the first timed step."""
+        """From the start of building until the first timed step; the median of its starts."""
+        return statistics.median(self.starts_s) if self.starts_s else self.last_start_s
+
+    @property
+    def last_start_s(self) -> float:
         return self.prepare_s + (self.first_backward_s or 0.0) + self.warmup_s
 
 
@@ -203,7 +210,7 @@ def _cell(data: Mapping[str, Any]) -> Cell:
 
 
 def _mode(data: Mapping[str, Any]) -> ModeResult:
-    times = {name: tuple(float(value) for value in data[name]) for name in ("step_s", "others")}
+    times = {name: tuple(float(value) for value in data.get(name, ())) for name in ("step_s", "others", "starts_s")}
     facts = Facts(**{**data["facts"], "ready": tuple((float(at), int(size)) for at, size in data["facts"]["ready"])})
     mode = ModeResult(**{**data, **times, "facts": facts})
     if mode.status not in (MEASURED, SKIPPED, FAILED) or (mode.status == MEASURED and not mode.step_s):

@@ -26,7 +26,7 @@ from dp_compile.bench.progress import Progress
 from dp_compile.bench.reference import Compared
 from dp_compile.bench.results import FAILED, MEASURED, SKIPPED, Cell, ModeResult, Probe, Results, load, save
 from dp_compile.bench.selfcheck import SelfCheck, worst
-from dp_compile.bench.suite import Suite
+from dp_compile.bench.suite import COLD, WARM, Suite
 from dp_compile.errors import ConfigError
 
 _CHECK_ATTEMPTS: Final = 3
@@ -102,7 +102,7 @@ class _Bench:
     progress: Progress
 
     def expect(self, modes: int, sign: int) -> None:
-        self.progress.expect("preparation", sign * modes)
+        self.progress.expect("preparation", sign * modes * self._starts())
         self.progress.expect("turn", sign * modes * self.suite.repetitions)
 
     def workload(
@@ -196,22 +196,40 @@ class _Bench:
 
     def _heat(self, bed: Bed, name: str, modes: Sequence[str], where: str) -> tuple[ModeResult, ...]:
         found: dict[str, ModeResult] = {}
+        seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+        crews: dict[str, Crew] = {}
+        starts = self._starts()
         with ExitStack() as stack:
-            crews: dict[str, Crew] = {}
-            for mode in modes:
-                self.progress.say(f"{where}: {mode} compiles")
-                since = time.monotonic()
-                crew = stack.enter_context(self._crew(f"mode {mode}", bed))
-                found[mode] = self._prepared(crew, name, mode)
-                if found[mode].status == MEASURED:
-                    crews[mode] = crew
-                    self.progress.did("preparation", since)
-                else:
-                    crew.stop()
-                    self.expect(1, -1)
+            for number in range(starts):
+                for mode in modes if number == 0 else [mode for mode in modes if found[mode].status == MEASURED]:
+                    self.progress.say(f"{where}: {mode} compiles")
+                    since = time.monotonic()
+                    with ExitStack() as start:
+                        crew = start.enter_context(self._crew(f"mode {mode}", bed, self._cache(name, mode)))
+                        found[mode] = self._prepared(crew, name, mode)
+                        if found[mode].status != MEASURED:
+                            self.progress.expect("preparation", number - starts)
+                            self.progress.expect("turn", -self.suite.repetitions)
+                            continue
+                        self.progress.did("preparation", since)
+                        seconds[mode].append(found[mode].last_start_s)
+                        if number == starts - 1:
+                            crews[mode] = crew
+                            stack.push(start.pop_all())
             self.progress.say(where)
-            found |= self._turns(crews, found)
+            timed = {mode: tuple(seconds[mode][-self.suite.starts :]) for mode in crews}
+            found |= self._turns(crews, {mode: replace(found[mode], starts_s=timed[mode]) for mode in crews})
         return tuple(found.values())
+
+    def _starts(self) -> int:
+        """Of each mode, with the one that fills its cache."""
+        return self.suite.starts + (self.suite.caches == WARM)
+
+    def _cache(self, name: str, mode: str) -> Path | None:
+        """Where a start of a mode keeps compiled code; `None`: where the machine does."""
+        if self.suite.caches == WARM:
+            return self.scratch / _file_name(f"cache {name} {mode}")
+        return Path(tempfile.mkdtemp(prefix="cache_", dir=self.scratch)) if self.suite.caches == COLD else None
 
     def _prepared(self, crew: Crew, name: str, mode: str) -> ModeResult:
         """Start a mode's ranks, compare its gradients, warm it up. Not measured yet, if the status says `measured`."""
@@ -288,13 +306,12 @@ class _Bench:
                 return _Turn(max(each.wall_s for each in stepped), others, max(left, default=None)), again
             again += 1
 
-    def _crew(self, title: str, bed: Bed) -> Crew:
+    def _crew(self, title: str, bed: Bed, cache: Path | None = None) -> Crew:
         directory = self.scratch / _file_name(title)
         # One compiler process each: a rank's own pool would sit in memory beside every other mode's.
         variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         variables["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        if self.suite.cold_caches:
-            cache = Path(tempfile.mkdtemp(prefix="cache_", dir=self.scratch))
+        if cache is not None:
             variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
         return Crew(
             title,

@@ -17,6 +17,8 @@ from dp_compile.errors import ConfigError
 PACKAGED: Final = Path(__file__).parent / "suites"
 REFERENCES: Final = ("oracle", "ddp")
 """What ratios are to, if a suite does not say: the first of these that it has."""
+SHARED, COLD, WARM = "shared", "cold", "warm"
+"""Whose cache of compiled code a mode starts with: see `Suite.caches`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,9 @@ class Suite:
         repeat_limit: of the turns set aside, so many times `repetitions` a mode; after that they count.
         start_timeout_s: for a process to start, for its first backward, which compiles, and for the warm-up.
         turn_timeout_s: for one turn.
-        cold_caches: an Inductor cache of its own for every mode, empty at the start.
+        starts: processes of a mode that are timed until they are warm, in turns; the last go on to timed steps.
+        caches: of compiled code. `shared`: that of the machine; `cold`: an empty one for each start; `warm`: one for
+            each mode, which a start that is not timed has filled.
 
     Raises:
         ConfigError: a number that is not allowed, a name twice, or a reference that is no mode.
@@ -60,16 +64,19 @@ class Suite:
     repeat_limit: int = 3
     start_timeout_s: float = 900.0
     turn_timeout_s: float = 120.0
-    cold_caches: bool = False
+    starts: int = 1
+    caches: str = SHARED
 
     def __post_init__(self) -> None:
         for name in ("workloads", "modes", "links"):
             _check_distinct(name, [link.name if isinstance(link, Link) else link for link in getattr(self, name)])
-        least = {"ranks": 1, "threads": 1, "repetitions": 3, "steps_per_turn": 1}
+        least = {"ranks": 1, "threads": 1, "starts": 1, "repetitions": 3, "steps_per_turn": 1}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type in ("int", "float") and value < least.get(field.name, 0):
                 raise ConfigError(f"{field.name} must be >= {least.get(field.name, 0)}, got {value!r}.")
+        if self.caches not in (SHARED, COLD, WARM):
+            raise ConfigError(f"caches must be one of {SHARED}, {COLD}, {WARM}, got {self.caches!r}.")
         if not self.reference:
             object.__setattr__(self, "reference", next((name for name in REFERENCES if name in self.modes), ""))
         if self.reference not in self.modes:

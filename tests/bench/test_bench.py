@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import nn
 
-from dp_compile.bench import beds, machine, reference, results, runner, worker
+from dp_compile.bench import beds, machine, reference, report, results, runner, worker
 from dp_compile.bench.beds import Bed, Link
 from dp_compile.bench.contract import Batch, Facts, Workload
 from dp_compile.bench.crew import Crew, CrewError
@@ -156,10 +156,49 @@ def test_modes_take_turns_after_all_are_warm_and_the_slowest_rank_counts(stage: 
         gradient_of="bias",
         facts=Facts(collectives=3),
         left_nbytes=300,
+        starts_s=(8.4,),
     )
     assert found.cells[0].self_check == replace(PROOF, matmul_slowdown=1.1)
     assert found == results.load(tmp_path / "one.json")
     assert not found.missing
+
+
+def test_starts_are_timed_in_turns_and_one_before_them_fills_the_cache(stage: Stage, tmp_path: Path) -> None:
+    takes = iter([100.0, 100.0, 1.0, 10.0, 2.0, 30.0, 3.0, 20.0])  # oracle, averaged, oracle, ...
+
+    def prepare(_: PlayedCrew, method: str, *arguments: Any, **__: Any) -> list[Any]:
+        return [next(takes)] * 2 if method == "prepare" else stage.answer(_.title, method)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PlayedCrew, "ask", prepare)
+        suite = replace(ONE, starts=3, caches="warm", warmup_steps=0)
+        found = play(suite, tmp_path / "one.json")
+    assert stage.of("start")[2:] == ["oracle", "averaged"] * 4
+    assert stage.of("steps") == ["oracle", "averaged"] * 3  # of the last start alone
+    assert [only(found, mode).starts_s for mode in (ORACLE, AVERAGED)] == [(1.0, 2.0, 3.0), (16.0, 36.0, 26.0)]
+    assert only(found, AVERAGED).until_warm_s == 26.0
+    (ratio,) = [row["until_warm_ratio"] for row in report.rows(found) if "until_warm_ratio" in row]
+    assert ratio == 26.0 / 2.0
+    text = report.markdown(found)
+    assert "3 starts of each mode, in turns, found in a cache what a start before left there" in text
+    assert "| 26.0 s, 13.00 +-" in text
+
+
+def test_a_mode_that_fails_in_a_later_start_is_not_started_again(stage: Stage, tmp_path: Path) -> None:
+    starts = iter([None, CrewError("mode averaged: it fell over")])
+
+    class Falling(PlayedCrew):
+        def start(self) -> None:
+            super().start()
+            if self.title.endswith("averaged") and (error := next(starts)) is not None:
+                raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "Crew", lambda title, bed, **_: Falling(stage, title))
+        found = play(replace(ONE, starts=4, caches="cold"), tmp_path / "one.json")
+    assert (only(found, AVERAGED).status, only(found, AVERAGED).reason) == ("failed", "mode averaged: it fell over")
+    assert len(only(found, ORACLE).starts_s) == 4
+    assert stage.of("start").count("averaged") == 2
 
 
 def test_busy_turns_are_set_aside_and_repeated_up_to_a_limit(stage: Stage, tmp_path: Path) -> None:
