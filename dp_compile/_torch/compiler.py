@@ -10,7 +10,25 @@ from typing import Any, TypeVar
 
 import torch
 
+from dp_compile._torch.missing import named
+
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+with named():
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
+    from torch._C._dynamo.eval_frame import set_code_exec_strategy as _set_strategy
+
+    _LEFT_ALONE: Any = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def no_graph_of_its_own(function: FunctionT) -> FunctionT:
+    """Let a function run as it is, with what it calls, where Dynamo meets its frame; what is traced traces into it.
+
+    For hooks: torch calls those of a compiled module outside of its graph, and Dynamo compiles each of them apart, in
+    0.1 s, to nothing. (`torch._dynamo.skip` also breaks the graphs that call the function.)
+    """
+    _set_strategy(function.__code__, _LEFT_ALONE)
+    return function
 
 
 def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
@@ -94,6 +112,10 @@ def _attribute(module: str, *names: str) -> Any:
 def capture_is_running() -> bool:
     """Whether some captured backward is executing in this process; a second capture would be an error then."""
     return bool(_attribute("torch._dynamo.compiled_autograd", "in_compiled_autograd_region"))
+
+
+class SizesInGraph(RuntimeError):
+    """What a capture would give may be wrong for other shapes. Nothing has run, and the next one takes more care."""
 
 
 def is_capture_in_the_way(error: NotImplementedError) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import fx
 
-from dp_compile._torch.dtensors import is_dtensor
+from dp_compile._torch.compiler import SizesInGraph
 from dp_compile._torch.missing import named
 
 with named():
@@ -57,25 +57,63 @@ EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
 def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> Iterator[None]:
     """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
     with cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False):
-        made, dynamic = _set_compiler(functools.partial(_CaptureWithDTensors, compiler_fn), False)
+        made, dynamic = _set_compiler(functools.partial(_QuickCapture, compiler_fn), False)
         if getattr(made, "func", None) is not _Capture:
             # `_enable` has enabled nothing, for a stance of "force_eager", and so will put nothing back.
             _set_compiler(made, dynamic)
         yield
 
 
-class _CaptureWithDTensors(_Capture):  # type: ignore[misc]
-    """torch's, but for hooks of parameters that are DTensors: it copies those with `as_strided`, which they lack."""
+class _QuickCapture(_Capture):  # type: ignore[misc]
+    """torch's, without what it does for nothing, which is half of the time: some 5 ms for each parameter.
+
+    torch makes a symbol of every size, and each question to such a tensor one for a solver. But it puts calls into the
+    graph as they are, and empty tensors of any shape stand for their results: no shape matters. Numbers that do are the
+    graph's inputs `sizes`, or decide whether the graph is found again. Should there be anything else, captures are
+    torch's own from then on.
+    """
+
+    with_symbols = False
+
+    def wrap_fake(self, x: torch.Tensor, source: Any) -> Any:
+        if _QuickCapture.with_symbols:
+            return super().wrap_fake(x, source)
+        return self.fake_tensor_mode.from_tensor(x, source=source, static_shapes=True)
 
     def post_acc_grad_hook(self, input: torch.Tensor, hook_id: int) -> list[torch.Tensor]:
-        if not is_dtensor(input):
-            found: list[torch.Tensor] = super().post_acc_grad_hook(input, hook_id)
-            return found
+        """torch copies the parameter, with `as_strided`, which a DTensor lacks."""
         proxy = self.proxy_call_hook(self.hooks_proxy[hook_id], input, hook_type="post_acc_grad_hook")
         with _tracing_is_off():
-            copies = [torch.empty_like(input)]
-            self.bind_objects_to_proxies(copies, [proxy])
-        return copies
+            stand_ins = [torch.empty_like(input)]
+            self.bind_objects_to_proxies(stand_ins, [proxy])
+        return stand_ins
+
+    def end_capture(self, outputs: Any) -> Any:
+        """The graph.
+
+        Raises:
+            SizesInGraph: it may fit no other shapes. Nothing has run; another capture will do.
+        """
+        found = [node.name for node in self.fx_tracer.graph.nodes if _has_size(node)]
+        if found and not _QuickCapture.with_symbols:
+            _QuickCapture.with_symbols = True
+            self.stack.close()
+            self.compile_context.__exit__(None, None, None)
+            raise SizesInGraph(f"a capture computed {', '.join(found)}")
+        return super().end_capture(outputs)
+
+
+def _has_size(node: fx.Node) -> bool:
+    """Whether a capture has computed something of stand-ins, and numbers went into the graph that may be sizes of them.
+
+    What is pasted is not computed, and has names of its own. Zeros for outputs that nobody used have the sizes that
+    these had in the forward: compiled autograd has them in the key of a graph, or among its inputs.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or node.name.startswith("aot"):
+        return False
+    numbers: list[int] = []
+    fx.node.map_aggregate((node.args, node.kwargs), lambda each: numbers.append(each) if type(each) is int else each)
+    return bool(numbers) and node.target is not torch.ops.aten.zeros.default
 
 
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:

@@ -369,6 +369,8 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
         if backward is not None:
             try:
                 return _run_captured(by_hooks, backward, call)
+            except compiler.SizesInGraph:
+                return _run_captured(by_hooks, backward, call)
             except RuntimeError as error:
                 if backward.ran or not compiler.is_reducer_in_the_way(error):
                     raise
@@ -647,7 +649,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
     for replica in replicas:
         replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
     _check_not_stepped(replicas)
-    if backward.is_new and keeps_compiled():
+    if backward.is_new and keeps_compiled(replica.device.type for replica in replicas):
         _keep_forwards(call.tensors)
     return result
 

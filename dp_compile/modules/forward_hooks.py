@@ -37,6 +37,7 @@ class ForwardCheck(Installed):
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
 
+    @compiler.no_graph_of_its_own
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         refuse_traced_backward()
         around = distributed.active_ddp()

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from beside import Untraceable
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
 from dp_compile._torch import autograd, compiler
 from dp_compile.engine import compilation
+from dp_compile.engine.captured import CapturedBackward
 from dp_compile.insight.report import Report
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -595,3 +597,84 @@ def test_deleted_model_is_freed() -> None:
     del twin
     gc.collect()
     assert parameter() is None
+
+
+class TwoOutputs(nn.Module):
+    """Of the second one nobody asks for a gradient: compiled code is given zeros for it, of this batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.first(x)
+        return self.second(out), out.sin()
+
+
+@pytest.fixture
+def quick_captures() -> Iterator[Any]:
+    from dp_compile._torch import dynamo
+
+    yield dynamo
+    dynamo._QuickCapture.with_symbols = False
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_captured_graph_serves_batches_of_other_sizes(quick_captures: Any, careful: bool) -> None:
+    """Also where no size is a symbol while it is captured."""
+    quick_captures._QuickCapture.with_symbols = careful
+    twin = Twin(TwoOutputs())
+    for rows in (4, 6, 3, 6):
+        twin.step(torch.randn(rows, 8), loss=lambda out: out[0].square().sum())
+    assert set(twin.report().backwards) == {"captured"}
+
+
+def embedded() -> nn.Module:
+    return nn.Sequential(nn.Embedding(5, 8), Block(), nn.LayerNorm(8))
+
+
+@pytest.mark.parametrize("model", [mlp, TwoOutputs, embedded])
+def test_captures_are_as_torchs_own(
+    quick_captures: Any, monkeypatch: pytest.MonkeyPatch, model: Callable[[], nn.Module]
+) -> None:
+    codes = []
+
+    def noted(self: CapturedBackward, graph_module: fx.GraphModule) -> None:
+        codes.append(graph_module.code)
+        start(self, graph_module)
+
+    start = CapturedBackward.__init__
+    monkeypatch.setattr(CapturedBackward, "__init__", noted)
+    for careful in (False, True):
+        quick_captures._QuickCapture.with_symbols = careful
+        torch._dynamo.reset()
+        dense = dp_compile.replicate(model(), config=CONFIG)
+        inputs = torch.arange(4) if model is embedded else torch.randn(4, 8)
+        out = compiled(dense)(inputs)
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+    assert len(codes) == 2
+    assert re.sub(r"aot\d+", "aot", codes[0]) == re.sub(r"aot\d+", "aot", codes[1])
+
+
+def test_a_graph_that_may_be_of_one_size_is_captured_with_more_care(
+    quick_captures: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick_captures, "_has_size", lambda node: node.target is torch.ops.aten.zeros.default)
+    twin = Twin(TwoOutputs())
+    for rows in (4, 6):
+        twin.step(torch.randn(rows, 8), loss=lambda out: out[0].square().sum())
+        assert quick_captures._QuickCapture.with_symbols
+    assert set(twin.report().backwards) == {"captured"}
+
+
+def test_sizes_that_a_capture_puts_into_its_graph_are_seen(quick_captures: Any) -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    baked = graph.call_function(torch.ops.aten.new_zeros.default, (x, [4, 8]))
+    others = [
+        graph.call_function(torch.ops.aten.detach.default, (x,)),
+        graph.call_function(torch.ops.aten.zeros.default, ([4, 8],)),
+        graph.create_node("call_function", torch.ops.aten.new_zeros.default, (x, [4, 8]), {}, name="aot0_new_zeros"),
+    ]
+    assert quick_captures._has_size(baked)
+    assert not any(map(quick_captures._has_size, others))
