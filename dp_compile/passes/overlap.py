@@ -12,6 +12,10 @@ stage stands where the next bucket's first one does, the last stages behind all 
 
     launch 0   a   launch 1  (wait, second stage of 0)   b   launch 2  (wait, second stage of 1)  ...  last stages
 
+For a CPU, Inductor makes one C++ function of what it generates between two calls of a library, and compiles each
+function once, however often it is called. A bias's gradient between the two products of a layer would be one by itself:
+it comes behind the second one, to the code that it finds there, unless a launch needs it before.
+
 Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
 bound on the simulated peak compute stays where it was, and only collectives move; so it does if no launch would gain.
 """
@@ -19,11 +23,12 @@ bound on the simulated peak compute stays where it was, and only collectives mov
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from dp_compile.errors import ConfigError
 from dp_compile.fx import edit, memory
@@ -124,6 +129,7 @@ def _turns(graph: fx.Graph, launches: Sequence[fx.Node]) -> dict[fx.Node, int]:
 def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
     """Where nodes want to be: compute where it is, launches as soon as they can, waits just before their first use."""
     wish: dict[fx.Node, float] = {node: position for position, node in enumerate(graph.nodes)}
+    wish |= _beside_other_code(graph, wish)
     returns = set(_handing_back(graph))
     for node in reversed(graph.nodes):
         if node in returns:
@@ -132,6 +138,26 @@ def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
         elif edit.provenance_of(node) is not None:
             wish[node] = _SOON
     return wish
+
+
+def _beside_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
+    """For gradients that generated code computes alone, in front of products: the next place with generated code."""
+    found: dict[fx.Node, float] = {}
+    after: fx.Node | None = None
+    """What is generated next, behind the products that follow."""
+    follows_product = False
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or edit.provenance_of(node) is not None or not _makes_memory(node):
+            continue
+        if getattr(node.target, "overloadpacket", None) in flop_registry:
+            follows_product = True
+            continue
+        is_gradient = bool(node.users) and all(edit.provenance_of(user) is not None for user in node.users)
+        if is_gradient and follows_product and after is not None:
+            found[node] = places[after] - 0.25
+        else:
+            after, follows_product = node, False
+    return found
 
 
 def _handing_back(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -189,8 +215,13 @@ def _footprint(graph: fx.Graph) -> memory.Footprint:
 
 
 def _has_memory_of_its_own(member: fx.Node) -> bool:
-    given = {storage for source in member.all_input_nodes for storage in storages_of(source)}
-    return member.op == "call_function" and len(member.users) == 1 and given.isdisjoint(storages_of(member))
+    return member.op == "call_function" and len(member.users) == 1 and _makes_memory(member)
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether a call is no view of what it is given."""
+    given = {storage for source in node.all_input_nodes for storage in storages_of(source)}
+    return given.isdisjoint(storages_of(node))
 
 
 def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:

@@ -124,6 +124,26 @@ def test_a_bound_is_a_number_of_bytes(bound: Any) -> None:
         ScheduleCollectives(memory_bound_nbytes=bound)
 
 
+def with_biases(grad: torch.Tensor, saved: torch.Tensor, weight: torch.Tensor) -> list[torch.Tensor]:
+    """A layer's backward as compilers trace it, and what it comes to before."""
+    weight_grad = Grad(index=0, shape=(16, 16)).reduce(saved.t() @ grad)
+    bias_grad = Grad(index=1, shape=(16,)).reduce(grad.sum(0))
+    return [weight_grad, bias_grad, Grad(index=2, shape=(16, 16)).reduce((grad @ weight).tanh())]
+
+
+@pytest.mark.parametrize("buckets", ["one", "two"])
+def test_a_sum_between_two_products_is_beside_other_code_unless_a_launch_needs_it(buckets: str) -> None:
+    module = trace(with_biases, *(torch.randn(16, 16) for _ in range(3)))
+    grads = [Grad(index=0, shape=(16, 16)), Grad(index=1, shape=(16,)), Grad(index=2, shape=(16, 16))]
+    graph, _ = run(module, plan_for(grads, cap=float("inf") if buckets == "one" else 16 * 17 * 4), *MOVING)
+    ops = [str(node.target).split(".")[1] for node in graph.nodes if "." in str(node.target)]
+    order = [op for op in ops if op in ("addmm", "mm", "sum", "tanh", "all_reduce")]
+    if buckets == "one":
+        assert order == ["addmm", "mm", "sum", "tanh", "all_reduce"]
+    else:
+        assert order == ["addmm", "sum", "all_reduce", "mm", "tanh", "all_reduce"]
+
+
 def test_what_no_bucket_needs_comes_last() -> None:
     grad = Grad(index=0)
     module = trace(lambda a, b: (b.exp(), grad.reduce(a.sin())), grad.values(), torch.randn(3))
