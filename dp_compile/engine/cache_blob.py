@@ -16,7 +16,7 @@ logger = logging.getLogger("dp_compile.kept")
 
 
 def save_cache_artifacts() -> tuple[bytes, Any] | None:
-    """As `torch.compiler.save_cache_artifacts`, with the backwards that are kept (`DP_COMPILE_CACHE=1`).
+    """As `torch.compiler.save_cache_artifacts`, with the backwards that are kept (`DP_COMPILE_CACHE`).
 
     Load it with `load_cache_artifacts` of this package: torch's own refuses a blob with a kind that it does not know.
 

@@ -110,7 +110,7 @@ class CapturedBackward:
         def compute() -> _Estimates:
             return estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
 
-        if not keeps_compiled():
+        if not keeps_compiled(each.device.type for each in inputs if isinstance(each, torch.Tensor)):
             return compute()
         try:
             from dp_compile.engine import artifacts

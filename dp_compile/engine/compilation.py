@@ -265,7 +265,7 @@ class CompiledBackward:
     # --- making the graph
 
     def _make(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
-        if keeps_compiled():
+        if keeps_compiled(each.device.type for each in inputs if isinstance(each, torch.Tensor)):
             try:
                 if (kept := self._kept(replicas, inputs)) is not None:
                     return kept
