@@ -96,7 +96,7 @@ class Formula:
     name: str
     expression: sympy.Expr
     source: str
-    _compiled: dict[sympy.Expr, Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _compiled: dict[tuple[sympy.Expr, str], Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def symbols(self) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ class Formula:
         Raises:
             ConfigError: a symbol is missing, unknown, or has a value that is not positive.
         """
-        return self._evaluate(self.expression, values)
+        return self._evaluate(self.expression, values, "numpy")
 
     def cost(self, **values: float) -> AllReduceCost:
         """The straight line in the bytes: `alpha` at zero bytes, `beta` the slope.
@@ -117,21 +117,22 @@ class Formula:
             ConfigError: as in `evaluate`.
         """
         line = values | {"nbytes": 1.0}
+        # Of numbers with `math`: for numpy, sympy imports all of it, which takes 0.1 to 0.3 s, and every start pays it.
         return AllReduceCost(
-            float(self._evaluate(self.expression.subs(_nbytes, 0), line)),
-            float(self._evaluate(sympy.diff(self.expression, _nbytes), line)),
+            float(self._evaluate(self.expression.subs(_nbytes, 0), line, "math")),
+            float(self._evaluate(sympy.diff(self.expression, _nbytes), line, "math")),
         )
 
-    def _evaluate(self, expression: sympy.Expr, values: Mapping[str, Any]) -> Any:
+    def _evaluate(self, expression: sympy.Expr, values: Mapping[str, Any], modules: str) -> Any:
         names = self.symbols
         if set(values) != set(names):
             raise ConfigError(f"{self.name} needs values for {', '.join(names)}, got {', '.join(sorted(values))}.")
         for name, value in values.items():
             _check_positive(name, value)
-        if expression not in self._compiled:
+        if (expression, modules) not in self._compiled:
             symbols = sorted(self.expression.free_symbols, key=lambda symbol: symbol.name)
-            self._compiled[expression] = sympy.lambdify(symbols, expression, modules="numpy")
-        return self._compiled[expression](*(values[name] for name in names))
+            self._compiled[expression, modules] = sympy.lambdify(symbols, expression, modules=modules)
+        return self._compiled[expression, modules](*(values[name] for name in names))
 
     def __str__(self) -> str:
         return f"{self.name} = {sympy.sstr(self.expression)}"
