@@ -96,7 +96,9 @@ class Formula:
     name: str
     expression: sympy.Expr
     source: str
-    _compiled: dict[tuple[sympy.Expr, str], Callable[..., Any]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _compiled: dict[tuple[sympy.Expr, str], Callable[..., Any]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def symbols(self) -> tuple[str, ...]:
