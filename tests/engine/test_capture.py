@@ -678,3 +678,8 @@ def test_sizes_that_a_capture_puts_into_its_graph_are_seen(quick_captures: Any) 
     ]
     assert quick_captures._has_size(baked)
     assert not any(map(quick_captures._has_size, others))
+
+
+def test_what_dynamo_remembers_of_a_captured_graph_is_let_go() -> None:
+    Twin(mlp()).step(batch())
+    assert torch._dynamo.bytecode_transformation._cached_cleaned_instructions.cache_info().currsize == 0
