@@ -14,10 +14,12 @@ stage stands where the next bucket's first one does, the last stages behind all 
 
 For a CPU, Inductor makes one C++ function of what it generates between two calls of a library, and compiles each
 function once, however often it is called. A bias's gradient between the two products of a layer would be one by itself:
-it comes behind the second one, to the code that it finds there, unless a launch needs it before.
+it comes behind the second one, to the code that it finds there, unless a launch needs it before. The second one has to
+read what it reads, so nothing is held longer.
 
 Moved compute can hold memory longer: an activation waits for a weight gradient that has become less urgent. Past a
-bound on the simulated peak compute stays where it was, and only collectives move; so it does if no launch would gain.
+bound on the simulated peak compute stays where it was but for those, and collectives move; so it does if no launch
+would gain.
 """
 
 from __future__ import annotations
@@ -74,8 +76,9 @@ class ScheduleCollectives:
             return PassResult(changed=False)
         ddp_nbytes = _peak_of_ddp(graph, launches)
         bound = ddp_nbytes if self.memory_bound_nbytes is None else self.memory_bound_nbytes
-        ours = _footprint(graph)
-        order, moved = _moving_collectives_only(graph, launches), _computing_first_what_is_needed_first(graph, launches)
+        ours, wish = _footprint(graph), _wishes(graph)
+        order = edit.stable_order(graph, wish.__getitem__, chain=chain_of(launches))
+        moved = _computing_first_what_is_needed_first(graph, launches, wish)
         refusal = None
         if _compute_before(moved) != _compute_before(order):
             refusal = _obstacle(graph, launches) or _excess(launches[0], ours.peak(moved), bound)
@@ -95,8 +98,10 @@ def _launches(graph: fx.Graph) -> list[fx.Node]:
 # --- orders -----------------------------------------------------------------------------------------------------
 
 
-def _computing_first_what_is_needed_first(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[fx.Node]:
-    wish, turn, end = _wishes(graph), _turns(graph, launches), len(launches)
+def _computing_first_what_is_needed_first(
+    graph: fx.Graph, launches: Sequence[fx.Node], wish: Mapping[fx.Node, float]
+) -> list[fx.Node]:
+    turn, end = _turns(graph, launches), len(launches)
     # What no launch needs is computed while the slow link is busy, not behind the waits for it.
     last_stages = end - len(list(itertools.takewhile(is_all_gather, reversed(launches))))
 
@@ -106,10 +111,6 @@ def _computing_first_what_is_needed_first(graph: fx.Graph, launches: Sequence[fx
         return turn.get(node, end if ours or last_stages == end else last_stages - 0.5), wish[node]
 
     return edit.stable_order(graph, priority, chain=chain_of(launches))
-
-
-def _moving_collectives_only(graph: fx.Graph, launches: Sequence[fx.Node]) -> list[fx.Node]:
-    return edit.stable_order(graph, _wishes(graph).__getitem__, chain=chain_of(launches))
 
 
 def _turns(graph: fx.Graph, launches: Sequence[fx.Node]) -> dict[fx.Node, int]:
@@ -141,22 +142,25 @@ def _wishes(graph: fx.Graph) -> dict[fx.Node, float]:
 
 
 def _beside_other_code(graph: fx.Graph, places: Mapping[fx.Node, float]) -> dict[fx.Node, float]:
-    """For gradients that generated code computes alone, in front of products: the next place with generated code."""
+    """For gradients that generated code computes alone, in front of products: the next place with generated code.
+
+    Of those whose inputs the last of these products reads too, after which they come at once.
+    """
     found: dict[fx.Node, float] = {}
-    after: fx.Node | None = None
-    """What is generated next, behind the products that follow."""
-    follows_product = False
+    place: float | None = None
+    """Of what is generated next, behind the products that follow; `None` if nothing is."""
+    product: fx.Node | None = None
+    """The last of these."""
     for node in reversed(graph.nodes):
         if node.op != "call_function" or edit.provenance_of(node) is not None or not _makes_memory(node):
             continue
-        if getattr(node.target, "overloadpacket", None) in flop_registry:
-            follows_product = True
-            continue
         is_gradient = bool(node.users) and all(edit.provenance_of(user) is not None for user in node.users)
-        if is_gradient and follows_product and after is not None:
-            found[node] = places[after] - 0.25
+        if getattr(node.target, "overloadpacket", None) in flop_registry:
+            product = product or node
+        elif is_gradient and product is not None and place is not None and _memory_read(node) <= _memory_read(product):
+            found[node] = place - 0.25
         else:
-            after, follows_product = node, False
+            place, product = places[node], None
     return found
 
 
@@ -220,8 +224,11 @@ def _has_memory_of_its_own(member: fx.Node) -> bool:
 
 def _makes_memory(node: fx.Node) -> bool:
     """Whether a call is no view of what it is given."""
-    given = {storage for source in node.all_input_nodes for storage in storages_of(source)}
-    return given.isdisjoint(storages_of(node))
+    return _memory_read(node).isdisjoint(storages_of(node))
+
+
+def _memory_read(node: fx.Node) -> set[Any]:
+    return {storage for source in node.all_input_nodes for storage in storages_of(source)}
 
 
 def _peak_of_ddp(graph: fx.Graph, launches: Sequence[fx.Node]) -> int:

@@ -144,6 +144,19 @@ def test_a_sum_between_two_products_is_beside_other_code_unless_a_launch_needs_i
         assert order == ["addmm", "sum", "all_reduce", "mm", "tanh", "all_reduce"]
 
 
+def test_a_sum_of_what_the_product_does_not_read_stays() -> None:
+    """Behind the product it would hold its input for longer."""
+
+    def backward(grad: torch.Tensor, weight: torch.Tensor, other: torch.Tensor) -> list[torch.Tensor]:
+        bias_grad = Grad(index=0, shape=(16,)).reduce(other.exp().sum(0))
+        return [bias_grad, Grad(index=1, shape=(16, 16)).reduce((grad @ weight).tanh())]
+
+    module = trace(backward, *(torch.randn(16, 16) for _ in range(3)))
+    graph, _ = run(module, plan_for([Grad(index=0, shape=(16,)), Grad(index=1, shape=(16, 16))]), *MOVING)
+    names = [node.name for node in graph.nodes]
+    assert names.index("exp") < names.index("sum_1") < names.index("mm") < names.index("tanh")
+
+
 def test_what_no_bucket_needs_comes_last() -> None:
     grad = Grad(index=0)
     module = trace(lambda a, b: (b.exp(), grad.reduce(a.sin())), grad.values(), torch.randn(3))
