@@ -255,7 +255,7 @@ class CompiledBackward:
             averages = [None if index in replica.after.scattered else next(remaining) for index in unused]
             replica.local.used.clear()
             try:
-                replica.hand_out(unused, averages, flags)
+                replica.hand_out(unused, averages, replica.used_by_nobody(unused, flags))
                 read_flags(replica, flags, unused)
             except (ReductionError, DesyncError) as error:
                 complaints.append(error)

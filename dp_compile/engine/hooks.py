@@ -246,7 +246,7 @@ class ReductionRound:
             replica.local.used.clear()
             # Of the first one: the plan is made anew from it once, as torch's DDP rebuilds its buckets.
             replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
-            replica.hand_out(unused, list(map(self.averages.get, unused)), flags)
+            replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was

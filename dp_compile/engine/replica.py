@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -355,20 +355,21 @@ class Replica:
         owners = (place.owner() for place in self.parameter_places)
         return [owner for owner in owners if owner is not None]
 
-    def hand_out(self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], flags: torch.Tensor) -> None:
+    def hand_out(
+        self, unused: Sequence[int], averages: Sequence[torch.Tensor | None], left_alone: Container[int]
+    ) -> None:
         """Give parameters without a gradient on this rank what the others have.
 
         Args:
             unused: parameters without a gradient here.
             averages: the reduced gradient of each of them; `None`: nobody has all of it.
-            flags: the reduced flags.
+            left_alone: those that no rank used, see `used_by_nobody`.
         """
-        self.unused.untouched = ()
+        self.unused.untouched = tuple(index for index in unused if index in left_alone)
         if self.config.unused == "error":
             return
-        self.unused.untouched = self.used_by_nobody(unused, flags)
         for index, average in zip(unused, averages, strict=True):
-            if index not in self.unused.untouched and average is not None:
+            if index not in left_alone and average is not None:
                 self.set_grad(index, average)
 
     def used_by_nobody(self, candidates: Sequence[int], flags: torch.Tensor) -> tuple[int, ...]:
