@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from dp_compile._torch.compiler import SizesInGraph
 from dp_compile._torch.missing import named
 
 with named():
-    import torch._dynamo.bytecode_transformation as _bytecode
     import torch._dynamo.compiled_autograd as _compiled_autograd
     import torch._dynamo.guards as _guards
     from torch._dynamo import config as _config
@@ -96,7 +94,7 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         Raises:
             SizesInGraph: it may fit no other shapes. Nothing has run; another capture will do.
         """
-        found = [node.name for node in self.fx_tracer.graph.nodes if _has_size(node)]
+        found = [node.name for node in self.fx_tracer.graph.nodes if _is_computed(node)]
         if found and not _QuickCapture.with_symbols:
             _QuickCapture.with_symbols = True
             self.stack.close()
@@ -105,31 +103,15 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
         return super().end_capture(outputs)
 
 
-def _has_size(node: fx.Node) -> bool:
-    """Whether a capture has computed something of stand-ins, and numbers went into the graph that may be sizes of them.
+def _is_computed(node: fx.Node) -> bool:
+    """Whether a graph being captured has what followed from an operation on stand-ins, and somebody reads it.
 
     What is pasted is not computed, and has names of its own. Zeros for outputs that nobody used have the sizes that
     these had in the forward: compiled autograd has them in the key of a graph, or among its inputs.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.name.startswith("aot"):
         return False
-    numbers: list[int] = []
-    fx.node.map_aggregate((node.args, node.kwargs), lambda each: numbers.append(each) if type(each) is int else each)
-    return bool(numbers) and node.target is not torch.ops.aten.zeros.default
-
-
-def let_go_of_memory() -> None:
-    """After a captured graph was compiled: of what Dynamo made of that one function, and of what compilers have freed.
-
-    Dynamo keeps the instructions of functions in case that it traces them again, 77,000 objects for 600 layers; the C
-    library keeps what was freed.
-    """
-    forget = getattr(getattr(_bytecode, "_cached_cleaned_instructions", None), "cache_clear", None)
-    if forget is not None:
-        forget()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
-    if trim is not None:
-        trim(0)
+    return (bool(node.users) or node.is_impure()) and node.target is not torch.ops.aten.zeros.default
 
 
 def validated_outputs(node: fx.Node) -> list[tuple[Any, GradientLike | None]]:

@@ -369,7 +369,8 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
         if backward is not None:
             try:
                 return _run_captured(by_hooks, backward, call)
-            except compiler.SizesInGraph:
+            except compiler.SizesInGraph as error:
+                logger.debug("captures are torch's own from now on, and slower: %s", error)
                 return _run_captured(by_hooks, backward, call)
             except RuntimeError as error:
                 if backward.ran or not compiler.is_reducer_in_the_way(error):

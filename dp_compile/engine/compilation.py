@@ -292,7 +292,6 @@ class CompiledBackward:
 
     def _after_first_run(self, first: _FirstRun, outputs: Sequence[Any], reduced: Sequence[torch.Tensor]) -> None:
         """Run what was just compiled without Dynamo from now on, if that can be, and keep it if that is wanted."""
-        dynamo.let_go_of_memory()
         why, done = first.why_not, ""
         if not why and (first.code is None or list(outputs) or self._log.graphs != 1):
             why = "it is more than one graph, or takes more than tensors"

@@ -659,7 +659,7 @@ def test_captures_are_as_torchs_own(
 def test_a_graph_that_may_be_of_one_size_is_captured_with_more_care(
     quick_captures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quick_captures, "_has_size", lambda node: node.target is torch.ops.aten.zeros.default)
+    monkeypatch.setattr(quick_captures, "_is_computed", lambda node: node.target is torch.ops.aten.zeros.default)
     twin = Twin(TwoOutputs())
     for rows in (4, 6):
         twin.step(torch.randn(rows, 8), loss=lambda out: out[0].square().sum())
@@ -667,19 +667,26 @@ def test_a_graph_that_may_be_of_one_size_is_captured_with_more_care(
     assert set(twin.report().backwards) == {"captured"}
 
 
-def test_sizes_that_a_capture_puts_into_its_graph_are_seen(quick_captures: Any) -> None:
+def test_what_a_capture_computes_is_seen(quick_captures: Any) -> None:
     graph = fx.Graph()
     x = graph.placeholder("x")
-    baked = graph.call_function(torch.ops.aten.new_zeros.default, (x, [4, 8]))
-    others = [
-        graph.call_function(torch.ops.aten.detach.default, (x,)),
-        graph.call_function(torch.ops.aten.zeros.default, ([4, 8],)),
-        graph.create_node("call_function", torch.ops.aten.new_zeros.default, (x, [4, 8]), {}, name="aot0_new_zeros"),
+    new_zeros, zeros, detach = torch.ops.aten.new_zeros.default, torch.ops.aten.zeros.default, torch.ops.aten.detach
+    computed = [
+        graph.call_function(new_zeros, (x, [4, 8])),
+        graph.call_function(torch.ops.aten.zero_.default, (x,)),  # nobody reads its result
     ]
-    assert quick_captures._has_size(baked)
-    assert not any(map(quick_captures._has_size, others))
+    others = [
+        graph.call_function(zeros, ([4, 8],)),
+        graph.create_node("call_function", new_zeros, (x, [4, 8]), {}, name="aot0_new_zeros"),
+    ]
+    graph.output((computed[0], *others))
+    assert all(map(quick_captures._is_computed, computed))
+    assert not any(map(quick_captures._is_computed, [*others, graph.call_function(detach.default, (x,))]))
 
 
-def test_what_dynamo_remembers_of_a_captured_graph_is_let_go() -> None:
-    Twin(mlp()).step(batch())
-    assert torch._dynamo.bytecode_transformation._cached_cleaned_instructions.cache_info().currsize == 0
+def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
+    """The check in front of it was another one, compiled to nothing."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled(dp_compile.replicate(mlp(), config=CONFIG))(batch())
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1
