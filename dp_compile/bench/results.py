@@ -40,9 +40,9 @@ class ModeResult:
         gradient_error: largest deviation of a gradient from the average of a single process, see `reference.compare`.
         gradient_of: the parameter where that was.
         facts: what rank 0 said of itself after the last turn.
-        starts_s: until each start of the mode was warm, the last included.
         left_nbytes: that left the node that sends most, a step, as its interface counts; the median of the turns.
             `None`: nodes have no interface of their own.
+        starts_s: until each start of the mode was warm, the last included.
     """
 
     name: str
@@ -69,6 +69,7 @@ class ModeResult:
 
     @property
     def last_start_s(self) -> float:
+        """The same of the start whose parts are above."""
         return self.prepare_s + (self.first_backward_s or 0.0) + self.warmup_s
 
 

@@ -112,19 +112,7 @@ def test_packaged_suites(name: str) -> None:
 
 
 def test_the_suites_that_are_named_in_texts_are_there() -> None:
-    named = {
-        "short",
-        "smoke",
-        "full",
-        "models",
-        "wire",
-        "nodes",
-        "decentralized",
-        "one-rank",
-        "cold",
-        "warm",
-        "everything",
-    }
+    named = set("short smoke full models wire nodes decentralized one-rank cold warm everything".split())
     assert named <= set(suite.packaged())
 
 
