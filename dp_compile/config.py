@@ -35,12 +35,14 @@ SWITCHES: Final = (
     "ddp_python_hook",
     "find_unused_parameters",
     "static_graph",
+    "gradient_as_bucket_view",
     "broadcast_buffers",
     "check_reductions",
     "check_nan",
     "cast_forward_inputs",
     "full_precision_in_eval",
 )
+MAY_BE_NONE: Final = ("ddp_python_hook", "gradient_as_bucket_view")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -94,6 +96,8 @@ class ReplicateConfig:
             means `"error"`.
         static_graph: `bool`, default `False`. torch's name: every backward uses the same parameters in the same way,
             and some may be left out.
+        gradient_as_bucket_view: `bool | None`, default `None`. torch's name: whether the memory of buckets lives from
+            one backward to the next. `None`: of buckets on CPUs above 32 MiB.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks after each synchronised
             backward.
         check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks.
@@ -204,6 +208,14 @@ class ReplicateConfig:
     `find_unused_parameters`, and where torch's reducer reduces, which then learns the graph from the first backward,
     layers may be checkpointed twice and backwards run inside backwards."""
 
+    gradient_as_bucket_view: bool | None = None
+    """torch's name, for what its buckets then do: whether their memory is there for the whole training, at the same
+    addresses. `None`: that of buckets on CPUs above 32 MiB is, which malloc would take anew in each backward. `True`:
+    of all buckets, so that none is allocated in a step; forwards then run beside it, also where gradients are `None`.
+    `False`: of none. Gradients are views of their buckets anyway. Not as in torch: one that somebody has kept stays
+    what it was, and its bucket gets other memory. torch's reducer keeps its buckets, and what `aot_eager` compiles
+    allocates them, whatever is said."""
+
     broadcast_buffers: bool = True
     """Copy the buffers of the group's first rank to all ranks after each synchronised backward."""
 
@@ -253,7 +265,7 @@ class ReplicateConfig:
             _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
         for name in SWITCHES:
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name == "ddp_python_hook"):
+            if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         self._check_unused()
         self._check_averaging()

@@ -166,6 +166,8 @@ class ReductionRound:
     arrived: dict[int, None] = field(default_factory=dict)
     """Parameters in the order in which their gradients were completed."""
     flights: list[_Flight] = field(default_factory=list)
+    memory: Callable[..., torch.Tensor] | None = field(init=False)
+    """Where that of buckets comes from. It is given back with the round, but for what became somebody's gradient."""
     due: deque[tuple[int, int]] | None = None
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -174,6 +176,11 @@ class ReductionRound:
     """Who is told of launches and waits."""
     module: int = 0
     """The module's place in what is told."""
+
+    def __post_init__(self) -> None:
+        self.memory = (
+            self.replica.bucket_memory.in_turn(self.replica.device) if self.replica.plan.keeps_memory else None
+        )
 
     def arrive(self, index: int) -> None:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
@@ -292,6 +299,7 @@ class ReductionRound:
             partial(self.audience.launching, self.module, number),
             partial(self.audience.waiting, self.module, number),
             state=[self.replica.state_of_hook(member.gradient.index) for member in bucket.members],
+            memory=self.memory,
         )
         self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
         if self.due is None:

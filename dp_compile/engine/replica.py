@@ -237,7 +237,7 @@ class Replica:
     arrivals_in: Arrivals | None = None
     """Where the hooks report, while a backward of this module is under way that somebody of ours has seen begin."""
     bucket_memory: BucketMemory = field(default_factory=BucketMemory)
-    """Of its large buckets, on CPUs."""
+    """Of its buckets, as far as `plan.keeps_memory` says."""
     after: AfterReduction = field(default_factory=AfterReduction)
     unused: UnusedParameters = field(default_factory=UnusedParameters)
     history: History = field(default_factory=History)
@@ -251,6 +251,7 @@ class Replica:
     """Warnings that are given once for each module, and were."""
 
     def __post_init__(self) -> None:
+        self.plan = replace(self.plan, keeps_memory=self.config.gradient_as_bucket_view)
         self._passes_code = tuple(map(code_key, self.passes))
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
@@ -320,8 +321,9 @@ class Replica:
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""
-        same_code = planned.plan.for_code() == self.plan.for_code()
-        self.plan, self.certificate, self.ready = planned.plan, planned.certificate, ready
+        plan = replace(planned.plan, keeps_memory=self.config.gradient_as_bucket_view)
+        same_code = plan.for_code() == self.plan.for_code()
+        self.plan, self.certificate, self.ready = plan, planned.certificate, ready
         self.bucket_memory.kept.clear()
         if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
             self.code_key = self._code_key()

@@ -47,9 +47,10 @@ def _kept_memory(replica: Replica) -> str:
     memory = replica.bucket_memory
     if not memory.kept:
         return ""
+    which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
     return (
         f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
-        f"{count(len(memory.kept), 'bucket')} above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
+        f"{count(len(memory.kept), 'bucket')}{'' if replica.plan.keeps_memory else which}"
     )
 
 

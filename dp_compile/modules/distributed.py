@@ -50,8 +50,8 @@ _REFUSED = {
 class DistributedDataParallel(nn.Module, Joinable):
     """Wraps a module as torch's `DistributedDataParallel` does, on `dp_compile.replicate`.
 
-    Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. What torch's reducer does
-    with `gradient_as_bucket_view` happens here anyway: it is accepted and changes nothing in the result. Gradients that
+    Same keyword names as torch's. `state_dict` keys have the prefix `module.`, as there. Gradients are views of their
+    buckets anyway; with `gradient_as_bucket_view=True` these live from one backward to the next, and gradients that
     somebody keeps stay what they were, which torch's do not with it.
 
     It passes `isinstance(model, torch.nn.parallel.DistributedDataParallel)` and has the attributes that frameworks
@@ -68,6 +68,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         process_group: whom to average with.
         bucket_cap_mb: MiB at which a bucket is closed, 25 by default.
         find_unused_parameters: see `ReplicateConfig`.
+        gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
         check_reduction: without effect, as in torch; see `ReplicateConfig.check_reductions`.
         device_mesh: a mesh with one dimension, in place of `process_group`.
@@ -124,6 +125,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph or None,
+            gradient_as_bucket_view=gradient_as_bucket_view or None,
             broadcast_buffers=broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             mp_policy=mp_policy,
             config=config,

@@ -102,7 +102,7 @@ def replicate(
     broadcast_buffers: bool | None = None,
     check_reductions: bool | None = None,
     static_graph: bool | None = None,
-    gradient_as_bucket_view: bool = True,
+    gradient_as_bucket_view: bool | None = None,
     device_ids: Sequence[int | torch.device] | None = None,
     mp_policy: MixedPrecisionPolicy | CustomPolicy | None = None,
     passes: Iterable[GraphPass] | None = None,
@@ -137,8 +137,8 @@ def replicate(
         broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
         check_reductions: check after each backward that every gradient was reduced exactly once.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
-        gradient_as_bucket_view: accepted, as torch's `replicate` does, and without effect: gradients are views of their
-            buckets, whatever is said, and a bucket never writes over a gradient that somebody kept.
+        gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`. Gradients
+            are views of their buckets, whatever is said, and a bucket never writes over one that somebody kept.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
             `fully_shard`: the dtype of compute, of what is sent, of outputs. `config` has the same, and more. Or a
@@ -164,10 +164,15 @@ def replicate(
         "broadcast_buffers": broadcast_buffers,
         "check_reductions": check_reductions,
         "static_graph": static_graph,
+        "gradient_as_bucket_view": gradient_as_bucket_view,
     }
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
-        _check_torch_options(gradient_as_bucket_view, device_ids)
+        if device_ids is not None:
+            raise ConfigError(
+                f"replicate() takes one device, as device_id, got device_ids={device_ids!r}. "
+                "Pass device_id=..., or use dp_compile.DistributedDataParallel."
+            )
         if mp_policy is not None:
             given |= _options_of(mp_policy, inner, ignored_modules, config)
         options = _merge_options(config, given)
@@ -280,16 +285,6 @@ def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> 
             "its reducer. Leave it at its default, True."
         )
     return options
-
-
-def _check_torch_options(gradient_as_bucket_view: bool, device_ids: Sequence[int | torch.device] | None) -> None:
-    if device_ids is not None:
-        raise ConfigError(
-            f"replicate() takes one device, as device_id, got device_ids={device_ids!r}. "
-            "Pass device_id=..., or use dp_compile.DistributedDataParallel."
-        )
-    if not isinstance(gradient_as_bucket_view, bool):
-        raise ConfigError(f"gradient_as_bucket_view must be True or False, got {gradient_as_bucket_view!r}.")
 
 
 def _options_of(

@@ -75,8 +75,23 @@ def _fill(
     dtype: torch.dtype | None = None,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    bucket = gradients[0].new_zeros(numel, dtype=dtype)
+    bucket = gradients[0].new_empty(numel, dtype=dtype)
+    fill(bucket, gradients, scales, strides, offsets, factor)
+    return bucket
+
+
+def fill(
+    bucket: torch.Tensor,
+    gradients: Sequence[torch.Tensor],
+    scales: Sequence[float | torch.Tensor],
+    strides: Sequence[int],
+    offsets: Sequence[int],
+    factor: torch.Tensor | None = None,
+) -> None:
+    """Fill flat memory as `flat_bucket` does, with zeros in the gaps."""
     places = places_of([gradient.shape for gradient in gradients], strides, offsets)
+    if gaps_of(places, bucket.numel()):
+        bucket.zero_()
     for gradient, scale, place in zip(gradients, scales, places, strict=True):
         part = bucket.as_strided(place.shape, place.stride, place.offset)
         if factor is not None:
@@ -88,7 +103,6 @@ def _fill(
         else:
             wide = torch.promote_types(gradient.dtype, bucket.dtype)
             torch.mul(gradient.to(wide), scale, out=part)
-    return bucket
 
 
 def _shape_of_bucket(

@@ -41,6 +41,7 @@ from dp_compile._torch import pairs
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.analysis import MemberMark, analyse
+from dp_compile.passes.bucket_memory import MemoryPlaces
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.functional_hook import HOOK_STEP
 from dp_compile.passes.pieces import is_left_over, rows_of
@@ -81,11 +82,12 @@ class BucketReductions:
         states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             staged: list[list[fx.Node]] = []
+            places = MemoryPlaces(replica, plans[replica].keeps_memory)
             stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
-                site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps)
+                site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps, places)
                 ops = _GraphOps(site, _parts_of(bucket, members), states, remembered)
                 tensors = finished(reduce_bucket(bucket, ops))
                 staged.append(ops.launches)
@@ -178,7 +180,7 @@ def _put_together(
     found[part.member.rows] = site.flat_piece(reduced, part)
     if not covers(list(found), part.member.gradient.shape[0]):
         return None
-    return _Where(site.make(ASSEMBLE, [found[rows] for rows in sorted(found)]), 0)
+    return _Where(site.make_bucket(ASSEMBLE, [found[rows] for rows in sorted(found)]), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,10 +202,15 @@ class _Site:
     unit: str
     folds: bool
     zero_gaps: bool
+    places: MemoryPlaces
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         provenance = edit.Provenance(BucketReductions.name, self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
+
+    def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
+        """A call whose result is flat memory."""
+        return self.places.given_to(self.make(target, *arguments, members=members))
 
     def flat_piece(self, reduced: fx.Node, part: _Part) -> fx.Node:
         """What comes back of a piece, in one dimension: the tensor itself, if there is nothing else in it."""
@@ -301,7 +308,7 @@ class _GraphOps:
         more: tuple[Any, ...] = (gaps, dtype) if isinstance(scale, float) else (gaps, dtype, scale)
         while more and more[-1] in (None, False):  # as by default
             more = more[:-1]
-        return self.site.make(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
+        return self.site.make_bucket(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
 
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
         """One collective over all tensors; the first notes whose gradients it carries."""

@@ -34,7 +34,7 @@ from torch import fx
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
-from dp_compile.passes.bucket_memory import BUCKET_MEMORY, is_kept
+from dp_compile.passes.bucket_memory import BUCKET_MEMORY, is_kept, place_of
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
 
@@ -135,11 +135,10 @@ def _writers(bucket: Any) -> Iterator[Any]:
 
 def _kept_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.device) -> Any:
     """The memory of a bucket that later backwards use again; `None`: it is allocated where it is first filled."""
-    provenance = edit.provenance_of(node)
-    if provenance is None or not is_kept(node) or not inductor.can_run_first():
+    place = place_of(node)
+    if place is None or not is_kept(node) or not inductor.can_run_first():
         return None
-    replica, number = map(int, provenance.unit.split("."))
-    memory = inductor.lower_as_call(BUCKET_MEMORY, replica, number, numel, dtype, device)
+    memory = inductor.lower_as_call(BUCKET_MEMORY, place.replica, place.number, numel, dtype, device)
     memory.realize()
     return ir.ReinterpretView(data=memory.data, layout=ir.FixedLayout(device, dtype, [numel], [1]))
 

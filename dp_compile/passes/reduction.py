@@ -26,7 +26,7 @@ from torch import fx
 
 from dp_compile._torch import distributed, pairs
 from dp_compile.errors import InvalidGraphError
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
+from dp_compile.passes.bucket_ops import fill
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
@@ -151,6 +151,7 @@ class EagerOps:
         sources: the gradient of each member, as it is reduced; a missing one is zeros.
         launching: around each launch; `waiting` around each wait.
         state: for a functional hook: what it remembers of each member, by name.
+        memory: where the memory of a bucket comes from, of so many elements of a dtype; by default it is new.
     """
 
     bucket: Bucket
@@ -163,6 +164,7 @@ class EagerOps:
     is_waited_for: bool = False
     """Whether who goes on knows already that it has ended."""
     state: Sequence[State] = ()
+    memory: Callable[..., torch.Tensor] | None = None
     _kept: Sequence[torch.Tensor] = ()
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
@@ -182,7 +184,10 @@ class EagerOps:
         given = [self._given(number) for number in members] if given is None else given
         strides = [step for number in members for step in self.bucket.members[number].gradient.stride]
         offsets = [places[number].offset for number in members]
-        filled: torch.Tensor = FLAT_BUCKET(given, [scale] * len(given), strides, offsets, numel, False, dtype)
+        memory = self.memory or given[0].new_empty
+        filled = memory(numel, dtype=dtype or given[0].dtype)
+        with torch.no_grad():  # of a backward that is differentiated, too
+            fill(filled, given, [scale] * len(given), strides, offsets)
         return filled
 
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -185,11 +185,14 @@ class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
     `folds_scale`: the factor before the reduction may be applied inside of what computes a gradient. That can round
-    in another place than a multiplication of its own.
+    in another place than a multiplication of its own. `keeps_memory`: whether the memory of buckets is used again in
+    the next backward; `None`: where it pays, see `passes/bucket_memory.py`. No two ranks have to agree on that, and a
+    plan file does not say it.
     """
 
     buckets: tuple[Bucket, ...]
     folds_scale: bool = True
+    keeps_memory: bool | None = None
 
     @property
     def gradients(self) -> tuple[GradientSpec, ...]:

@@ -229,6 +229,8 @@ class _Reader:
             return self._view(node, name)
         if "empty_strided" in function:
             return (Span(self._allocated(name), 0, _numel(node.args[0], node.args[1])),)
+        if function == "torch.ops.dp_compile.bucket_memory.default":
+            return (Span(self._allocated(name), 0, int(ast.literal_eval(node.args[2]))),)
         if function == "copy_if_misaligned":  # of an input; the memory is another one, but then nobody else's
             return self._value(node.args[0], name)
         if _NO_TENSORS.search(function):

@@ -200,6 +200,10 @@ CHANGES: dict[str, tuple[str, Callable[[Material], Material]]] = {
     "one more input": ("inputs", lambda m: replaced(m, inputs=[*m.inputs, torch.ones(1)])),
     "ranks": ("ranks", replica_changed("group", lambda r: _Instead(r.group, {"world_size": 3}))),
     "a group": ("plans", other_plans),
+    "buckets that live on": (
+        "plans",
+        replica_changed("plan", lambda r: dataclasses.replace(r.plan, keeps_memory=True)),
+    ),
     "an option": ("options", replica_changed("config", lambda r: dataclasses.replace(r.config, check_nan=True))),
     "who is reduced": ("what is reduced", lambda m: replaced(m, wanted=dataclasses.replace(m.wanted, synced=()))),
     "what is unused": (

@@ -18,6 +18,7 @@ from torch import nn
 import dp_compile
 from dp_compile.engine import monitor
 from dp_compile.engine.owners import owners
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 STEPS = 2000
@@ -55,8 +56,8 @@ class Footprint:
         )
 
 
-def train(model: nn.Module, steps: int) -> None:
-    compiled = torch.compile(model, backend="aot_eager")
+def train(model: nn.Module, steps: int, backend: str = "aot_eager") -> None:
+    compiled = torch.compile(model, backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -87,6 +88,34 @@ def test_nothing_grows(ranks2: Ranks) -> None:
         assert (end.files, end.threads) == (warm.files, warm.threads)
         assert (end.captures, end.frames_compiled) == (warm.captures, warm.frames_compiled)
         assert monitoring == 1
+
+
+def train_on_memory_that_lives_on() -> tuple[Footprint, Footprint, bool, bool]:
+    """The footprints, whether buckets lay where they had, and whether parameters are those without."""
+    torch._dynamo.reset()
+    models = []
+    for lives_on in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        models.append(dp_compile.replicate(model, bucket_cap_mb=0.03, gradient_as_bucket_view=lives_on))
+        torch.manual_seed(dist.get_rank())
+        train(model, WARM_STEPS, backend="inductor")
+        if lives_on:
+            warm, memory = Footprint.now(), replica_of(model).bucket_memory
+            before = {key: each.memory.data_ptr() for key, each in memory.kept.items()}
+        train(model, STEPS - WARM_STEPS, backend="inductor")
+    same = [torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True)]
+    stayed = before == {key: each.memory.data_ptr() for key, each in memory.kept.items()} and len(before) > 1
+    return warm, Footprint.now(), stayed, all(same)
+
+
+@pytest.mark.nightly
+def test_nothing_grows_with_memory_that_lives_on(ranks2: Ranks) -> None:
+    for warm, end, stayed, same in ranks2.run(train_on_memory_that_lives_on):
+        assert end.resident_bytes - warm.resident_bytes < MOST_BYTES
+        assert end.objects - warm.objects < MOST_OBJECTS
+        assert stayed
+        assert same
 
 
 def drop_model() -> list[str]:

@@ -191,6 +191,7 @@ SMALL = MappingProxyType(
         "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}, every_day=False),
         "policy-bf16": Case(mlp, config={**_capped(15_000), "param_dtype": torch.bfloat16}, every_day=False),
         "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook, every_day=False),
+        "lives-on": Case(tied, config={**_capped(2_000), "gradient_as_bucket_view": True}, backwards=2, keeps=False),
         "pieces": Case(mlp, cut="6.weight", every_day=False),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2, plants=True),
         "two-level-hook-bf16": Case(

@@ -27,6 +27,8 @@ import triton
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime.interpreter import TensorHandle
 
+from dp_compile.passes.bucket_memory import BucketMemory
+
 _LIBRARY = ("erf", "rsqrt", "exp", "log", "sqrt", "tanh", "pow", "sin", "cos", "abs")
 _HEURISTICS = ("pointwise", "reduction", "persistent_reduction", "cooperative_reduction")
 _numbers = itertools.count()
@@ -137,6 +139,7 @@ class Network:
         self._ranks_of, self.order = ranks_of, ""
         self._flying: dict[_Place, _Flight] = {}
         self._scattered: dict[_Place, torch.Tensor] = {}
+        self._memory: dict[int, BucketMemory] = {}
 
     def all_reduce_(self, bucket: torch.Tensor, reduce_op: str, group: str) -> torch.Tensor:
         whole = self._scattered.get(_place(bucket))
@@ -174,6 +177,11 @@ class Network:
         tensor.copy_(flight.result)
         self.order += "W"
         return tensor
+
+    def bucket_memory(self, replica: int, number: int, numel: int, dtype: torch.dtype, _: Any) -> torch.Tensor:
+        """What the op gives, from this CPU."""
+        memory = self._memory.setdefault(replica, BucketMemory())
+        return memory.take(number, numel, dtype, torch.device("cpu")).fill_(math.nan)
 
     def end(self) -> None:
         self._check_alive()
@@ -223,6 +231,7 @@ def load(code: str, network: Network) -> Callable[[list[Any]], Sequence[Any]]:
     for operator in _OPERATORS:
         code = code.replace(f"torch.ops._c10d_functional.{operator}.default", f"network.{operator}")
     code = code.replace("torch.ops.aten.convolution_backward.default", "convolution_backward")
+    code = code.replace("torch.ops.dp_compile.bucket_memory.default", "network.bucket_memory")
     code = code.replace("torch.cuda._DeviceGuard(0)", "nullcontext()").replace("torch.cuda.set_device(0)", "pass")
     names: dict[str, Any] = {"__name__": "generated", "__file__": "/dev/null"}
     names.update(network=network, nullcontext=contextlib.nullcontext, convolution_backward=_convolution_backward)

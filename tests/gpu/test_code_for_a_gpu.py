@@ -250,7 +250,7 @@ def test_what_is_said_to_start_at_16_bytes_does(result: dict[str, Any]) -> None:
     checked = 0
     for text in result["codes"]:
         sources, code = triton_sources(text), read_code(text)
-        dtypes = dict(re.findall(r"(\w+) = empty_strided_cuda\(.*torch\.(\w+)\)", text))
+        dtypes = dict(re.findall(r"(\w+) = (?:empty_strided_cuda|.*bucket_memory\.default)\(.*torch\.(\w+)[,)]", text))
         for launch in launched(code):  # on two levels, into memory of their own
             dtypes.update((span.storage, dtypes[launch.reads[0].storage]) for span in launch.writes)
         for call in (call for call in code.calls if call.kind == KERNEL):

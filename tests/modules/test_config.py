@@ -38,6 +38,7 @@ def test_defaults() -> None:
         "unused_parameters": None,
         "find_unused_parameters": False,
         "static_graph": False,
+        "gradient_as_bucket_view": None,
         "broadcast_buffers": True,
         "check_reductions": True,
         "check_nan": False,

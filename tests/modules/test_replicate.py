@@ -206,8 +206,11 @@ class TestLocal:
             assert replica.buffers == ()
 
     def test_options_that_torch_s_replicate_takes(self) -> None:
-        dp_compile.replicate(Net(), gradient_as_bucket_view=True, static_graph=True)
-        dp_compile.replicate(Net(), gradient_as_bucket_view=False)
+        for wish in (None, True, False):
+            model = dp_compile.replicate(Net(), gradient_as_bucket_view=wish, static_graph=True)
+            assert replica_of(model).plan.keeps_memory is wish
+        with pytest.raises(dp_compile.ConfigError, match="gradient_as_bucket_view must be True or False, got 'yes'"):
+            dp_compile.replicate(Net(), gradient_as_bucket_view="yes")  # type: ignore[arg-type]
         with pytest.raises(dp_compile.ConfigError, match="static_graph must be True or False, got 1"):
             dp_compile.replicate(Net(), static_graph=1)  # type: ignore[arg-type]
         with pytest.raises(dp_compile.ConfigError, match=r"one device, as device_id, got device_ids=\[0\]"):

@@ -103,6 +103,30 @@ def test_memory_that_was_given_back_is_not_used_again() -> None:
     assert memory.take(0, 8, torch.float32, CPU).fill_(1.0).sum() == 8.0
 
 
+def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of gloo's does, after it has said that it is done."""
+    memory = BucketMemory()
+    held = [memory.take(0, 8, torch.float32, CPU)]
+    where = held[0].data_ptr()
+    monkeypatch.setattr(bucket_memory.time, "sleep", lambda _: held.clear())
+    assert memory.take(0, 8, torch.float32, CPU).data_ptr() == where
+
+
+def test_who_keeps_one_gradient_after_the_other_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(bucket_memory.time, "sleep", pauses.append)
+    memory = BucketMemory()
+    held = [memory.take(0, 8, torch.float32, CPU) for _ in range(4)]
+    assert len({each.data_ptr() for each in held}) == 4
+    assert 0 < sum(pauses) < 2e-3
+    del held, pauses[:]
+    again = memory.take(0, 8, torch.float32, CPU)
+    assert not pauses
+    memory.take(0, 8, torch.float32, CPU)  # it was free in between: that is not the habit any more
+    assert pauses
+    del again
+
+
 def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that sends a gradient away may let go of it between two questions."""
     memory = BucketMemory()
@@ -209,6 +233,40 @@ def test_a_gradient_that_somebody_kept_stays_what_it_was() -> None:
     del kept
     training.step(4)
     assert training.kept == where
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("captured", [True, False])
+def test_no_bucket_is_allocated_in_a_step_if_all_are_to_live_on(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 32 * 2**20)
+    torch._dynamo.reset()
+    training = Training(bucket_cap_mb=0.0005, gradient_as_bucket_view=True)
+    with torch.autograd.set_detect_anomaly(not captured, check_nan=False):  # then hooks reduce
+        gradients = [each.data_ptr() for each in training.step(0)]
+        where, memory = training.kept, replica_of(training.model).bucket_memory
+        assert memory.nbytes == sum(bucket.numel * 4 for bucket in training.plan)
+        assert len(memory.kept) == len(training.plan) > 2
+        for seed in range(1, 4):
+            now = [each.data_ptr() for each in training.step(seed)]
+            assert training.kept == where
+            assert now == gradients or not captured  # else the average is copied to what autograd allocates
+        said = dp_compile.report(training.model)
+        assert said.memory == "memory that backwards use again: 21.4 KiB of 3 buckets"
+        assert set(said.backwards) == {"captured" if captured else "eager hooks"}
+        kept = training.step(4)
+        values = [each.clone() for each in kept]
+        training.step(5)
+    for gradient, value in zip(kept, values, strict=True):
+        assert torch.equal(gradient, value)
+
+
+@pytest.mark.usefixtures("fake_group", "all_are_kept")
+def test_no_bucket_lives_on_if_none_is_to() -> None:
+    training = Training(gradient_as_bucket_view=False)
+    training.step(0)
+    assert not training.kept
 
 
 @pytest.mark.nightly

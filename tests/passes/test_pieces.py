@@ -93,6 +93,19 @@ return as_strided_default""",
 
 
 @pytest.mark.usefixtures("fake_group")
+def test_every_bucket_and_whole_has_memory_with_a_number_of_its_own() -> None:
+    """Two wholes of one size that are complete in one bucket, too."""
+    grads = [Grad(index=index, shape=(6, 3)) for index in (0, 1)]
+    first, second = ([member(f"p{grad.index}", rows) for grad in grads] for rows in ((0, 3), (3, 6)))
+    plan = plan_explicit([grad.spec for grad in grads], plan_text([first[:1], first[1:], second]), PACKED).plan
+    inputs = [torch.randn(5, 6), torch.randn(5, 6), torch.randn(5, 3)]
+    module = trace(lambda y, z, x: [grads[0].reduce(y.t() @ x), grads[1].reduce(z.t() @ x)], *inputs)
+    run_passes(module, plan)
+    places = [place for node in module.graph.nodes if (place := bucket_memory.place_of(node)) is not None]
+    assert sorted(places) == [(0, number, None) for number in range(3 + 2)]
+
+
+@pytest.mark.usefixtures("fake_group")
 def test_a_permuted_product_is_computed_in_blocks_of_columns() -> None:
     grad = Grad(index=0, shape=(6, 3))
     module = trace(lambda y, x: grad.reduce((x.t() @ y).permute(1, 0)), torch.randn(5, 6), torch.randn(5, 3))
@@ -248,7 +261,8 @@ def test_pieces_lie_in_memory_that_is_used_again(monkeypatch: pytest.MonkeyPatch
         for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad / 2)  # type: ignore[operator]
         seen.add(model.head.weight.grad.data_ptr())  # type: ignore[union-attr]
-    assert seen == {replica_of(model).bucket_memory.kept[1, 64 * 24, torch.float32].memory.data_ptr()}
+    kept = [each.memory for each in replica_of(model).bucket_memory.kept.values() if each.memory.numel() == 64 * 24]
+    assert list(seen) == [each.data_ptr() for each in kept]
 
 
 # --- real ranks ---------------------------------------------------------------------------------------------------
