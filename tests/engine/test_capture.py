@@ -692,3 +692,4 @@ def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
     model.compile(backend="aot_eager")  # hooks of the module run outside of what is compiled
     model(batch())
     assert torch._dynamo.utils.counters["frames"]["total"] == 1
+    dp_compile.unreplicate(model)  # it holds itself, and other tests count what is replicated
