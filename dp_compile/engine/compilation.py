@@ -162,7 +162,8 @@ class CompiledBackward:
             with observers.telling_of_backward(begun) as audience:
                 self._events = None if untold else self._events_for(audience)
                 started = time.monotonic()
-                outputs, reduced = self._call(inputs, rest)
+                with contextlib.nullcontext() if self._has_code else dynamo.measuring_no_guards():
+                    outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
                 if self._log.graphs and not self._keeping.is_found:

@@ -684,6 +684,25 @@ def test_what_a_capture_computes_is_seen(quick_captures: Any) -> None:
     assert not any(map(quick_captures._is_computed, [*others, graph.call_function(detach.default, (x,))]))
 
 
+def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo takes 32 MiB for that, when the process has most: activations, and what compiling has left."""
+    from dp_compile._torch import dynamo
+
+    timed: list[Any] = []
+
+    def timer(*arguments: Any) -> float:
+        timed.append(arguments)
+        return 0.0
+
+    monkeypatch.setattr(dynamo, "_untimed", [])  # tests let nothing be timed
+    monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", timer)
+    Twin(mlp()).step(batch())
+    assert len(timed) == 1
+    with dynamo.measuring_no_guards(), dynamo.measuring_no_guards():
+        pass
+    assert torch._dynamo.guards.profile_guard_manager is timer
+
+
 def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
     """The check in front of it was another one, and what it calls, compiled to nothing."""
     torch._dynamo.reset()
