@@ -203,7 +203,7 @@ def measure_no_guards() -> None:
     """
     with _guards_lock:
         _untimed.append(getattr(_guards, "profile_guard_manager", None))
-        _guards.profile_guard_manager = _takes_no_time  # type: ignore[assignment]
+        _guards.profile_guard_manager = _takes_no_time  # type: ignore[attr-defined, assignment]
 
 
 @contextlib.contextmanager
@@ -216,7 +216,7 @@ def measuring_no_guards() -> Iterator[None]:
         with _guards_lock:
             before = _untimed.pop()
             if not _untimed:
-                _guards.profile_guard_manager = before
+                _guards.profile_guard_manager = before  # type: ignore[attr-defined]
 
 
 def _takes_no_time(*arguments: Any) -> float:

@@ -196,10 +196,10 @@ class _Trial:
         return functools.partial(self._run_capture, graph_module)
 
     def _run_capture(self, graph_module: fx.GraphModule, *args: Any) -> Any:
-        from dp_compile._torch import trial
+        from dp_compile._torch import dynamo, trial
 
         self._expect(compiler.capture_is_running(), "a running capture, in_compiled_autograd_region, is not told")
-        with window.outside():
+        with window.outside(), dynamo.measuring_no_guards():
             return trial.traced(graph_module.forward, self._look_at_dynamo_graph)(*args)
 
     def _look_at_dynamo_graph(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Any:

@@ -684,6 +684,23 @@ def test_what_a_capture_computes_is_seen(quick_captures: Any) -> None:
     assert not any(map(quick_captures._is_computed, [*others, graph.call_function(detach.default, (x,))]))
 
 
+def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd keeps the module, in code that runs in each later backward too."""
+    traced: list[fx.GraphModule] = []
+
+    def noted(self: compilation.CompiledBackward, graph_module: fx.GraphModule, inputs: Any) -> Any:
+        traced.append(graph_module)
+        return compile_graph(self, graph_module, inputs)
+
+    compile_graph = compilation.CompiledBackward._compile_dynamo_graph
+    monkeypatch.setattr(compilation.CompiledBackward, "_compile_dynamo_graph", noted)
+    twin = Twin(mlp())
+    for rows in (4, 4, 6):
+        twin.step(torch.randn(rows, 8))
+    assert len(traced) == 2
+    assert [len(each.graph.nodes) for each in traced] == [0, 0]
+
+
 def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo takes 32 MiB for that, when the process has most: activations, and what compiling has left."""
     from dp_compile._torch import dynamo
@@ -697,7 +714,7 @@ def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(dynamo, "_untimed", [])  # tests let nothing be timed
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", timer)
     Twin(mlp()).step(batch())
-    assert len(timed) == 1
+    assert len(timed) == 1  # and not what the probe compiles
     with dynamo.measuring_no_guards(), dynamo.measuring_no_guards():
         pass
     assert torch._dynamo.guards.profile_guard_manager is timer
