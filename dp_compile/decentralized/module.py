@@ -43,7 +43,7 @@ CALL: Final = "decentralize()"
 _NOT_REDUCED: Final = (
     "strategy", "bucket_cap_mb", "first_bucket_cap_mb", "cost", "two_levels", "reduce_dtype", "reduce_dtypes",
     "gradient_divide_factor", "gradient_predivide_factor", "replan_after", "unused_parameters",
-    "find_unused_parameters", "static_graph", "check_nan", "compare_parameters_every",
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan", "compare_parameters_every",
 )  # fmt: skip
 """Options about gradients that are reduced, and parameters that are the same on all ranks."""
 
