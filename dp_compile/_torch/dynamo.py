@@ -223,6 +223,15 @@ def _takes_no_time(*arguments: Any) -> float:
     return 0.0
 
 
+def let_go_of_nodes(graph_module: fx.GraphModule) -> None:
+    """For a graph that Dynamo has traced, once it is compiled.
+
+    AOTAutograd's callable keeps the module, of which nobody needs more than names, and the nodes would stay as long as
+    the code, with all that they know: 34 MiB for 600 parameters (torch 2.13).
+    """
+    graph_module._graph = fx.Graph()  # `graph = ` would compile the empty one
+
+
 def size_hint(size: int | torch.SymInt) -> int:
     """The value that a size has in the example that is being traced, without a guard on it."""
     return int(_size_hint(size))

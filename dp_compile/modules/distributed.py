@@ -139,7 +139,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.device_ids = [self._inputs_to.index] if self._inputs_to is not None and on_gpu else None
         self.output_device = self.device_ids[0] if self.device_ids else None
         self.is_multi_device_module = False
-        self.dim, self.gradient_as_bucket_view = dim, gradient_as_bucket_view
+        self.dim, self.gradient_as_bucket_view = dim, bool(config.gradient_as_bucket_view)
         self.static_graph = config.static_graph
         self.find_unused_parameters = config.unused != "error" and not config.static_graph
         self.broadcast_buffers = self.forward_sync_buffers = config.broadcast_buffers

@@ -30,9 +30,9 @@ from dp_compile.passes.bucket_ops import ASSEMBLE
 KEPT_FROM_NBYTES: Final = 32 * 2**20
 """The largest block that glibc keeps in the process, `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c."""
 
-
 _LOOKS: Final = 20
 _PAUSE_S: Final = 50e-6
+"""Of the calling thread between two looks, so that the one that has the memory may run."""
 _PLACE: Final = "dp_compile_memory"
 
 
@@ -130,7 +130,7 @@ def _becomes_free(kept: _Kept) -> bool:
     """Whether nobody else has the memory any more, in a moment.
 
     A thread of gloo's has what it reduced until it runs again, after it has told whoever waits that it is done: seen in
-    7 of 100 backwards of 4 ms, 2 ranks on 2 cores.
+    4 of 60 backwards of 4 ms, 2 ranks on 2 cores.
     """
     looks = _LOOKS if kept.is_waited_for else 1
     while not _is_free(kept):

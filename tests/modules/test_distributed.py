@@ -103,6 +103,8 @@ class TestInTorchsPlace:
         assert (ours.device_ids, ours.output_device, ours.dim) == (None, None, 0)
         assert (ours.device, ours.device_type) == (torch.device("cpu"), "cpu")
         assert ours.static_graph
+        config = dp_compile.ReplicateConfig(gradient_as_bucket_view=True)
+        assert DistributedDataParallel(build(), config=config).gradient_as_bucket_view
         assert not ours.find_unused_parameters
         assert not ours.broadcast_buffers
         assert ours.require_backward_grad_sync
