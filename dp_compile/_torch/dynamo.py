@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import random
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,19 +20,26 @@ with named():
     import torch._dynamo.compiled_autograd as _compiled_autograd
     import torch._dynamo.guards as _guards
     from torch._dynamo import config as _config
+    from torch._dynamo.convert_frame import compile_lock as _compile_lock
+    from torch._dynamo.convert_frame import preserve_global_state as _preserving_state
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
     from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+    from torch._dynamo.external_utils import FakeCompiledAutogradEngine as _Engine
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
     from torch._dynamo.external_utils import call_backward as call_backward
     from torch._dynamo.external_utils import call_hook as call_hook
     from torch._dynamo.external_utils import unwrap_maybe_dynamic_int as _unwrap_size
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
+    from torch._guards import TracingContext as _TracingContext
+    from torch._guards import tracing as _tracing
     from torch._logging._internal import LazyTraceHandler as _TraceFile
     from torch._logging._internal import trace_log as _trace_log
     from torch._logging._internal import trace_structured as _trace_structured
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx.experimental import symbolic_shapes as _symbolic_shapes
 
+    at_end: Any = _Engine._exec_final_callbacks_stub
+    """The last call of a captured graph, which does nothing."""
     without_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
     """Inside, no device's autocast is on. AOTAutograd runs its compiled backwards in this context too."""
     _set_compiler: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_autograd_compiler
@@ -182,6 +190,51 @@ def parts_of_subclass(node: fx.Node) -> list[fx.Node]:
     if not isinstance(first, int) or not isinstance(count, int):
         return []
     return [each for each in node.args[first : first + count] if isinstance(each, fx.Node)]
+
+
+def accumulate_op() -> Any:
+    """The function of autograd that adds to a gradient, as graphs call it; there once something was captured."""
+    return _compiled_autograd.ops.AccumulateGrad  # type: ignore[attr-defined]
+
+
+def stays_in_graph(target: object) -> bool:
+    """Whether Dynamo leaves a captured graph's call as it is."""
+    if isinstance(target, _compiled_autograd.Op):
+        return not target.is_custom_function
+    is_prologue = getattr(target, "__name__", "") == "call_aot_bwd_prologue"  # made for each, with `allow_in_graph`
+    return isinstance(target, torch._ops.OpOverload) or is_prologue
+
+
+def compile_graph(
+    backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
+    graph_module: fx.GraphModule,
+    inputs: list[torch.Tensor],
+    example: list[torch.Tensor],
+) -> Callable[..., Any]:
+    """What Dynamo does with a graph it made: call a backend, with what surrounds compilation, shapes static.
+
+    Args:
+        backend: as for `torch.compile`.
+        graph_module: takes one list.
+        inputs: that list.
+        example: made of it by `stand_ins`.
+    """
+
+    def compiling() -> Callable[..., Any]:
+        state = random.getstate()
+        try:
+            return backend(graph_module, [inputs])
+        finally:
+            random.setstate(state)
+
+    with _compile_lock, _tracing(_TracingContext(example[0].fake_mode)):  # type: ignore[attr-defined]
+        return _preserving_state(compiling)()
+
+
+def stand_ins(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors without memory, which AOTAutograd takes for these inputs; all sizes are static."""
+    mode = _FakeTensorMode(shape_env=_symbolic_shapes.ShapeEnv())
+    return [mode.from_tensor(each, static_shapes=True) for each in inputs]
 
 
 def configure_process(settings: Mapping[str, Any]) -> None:

@@ -29,7 +29,15 @@ from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.owners import owners
 from dp_compile.engine.record import CaptureRecord, Placement
-from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce, reductions_in, with_reductions, without_hooks
+from dp_compile.engine.reduced_graph import (
+    CapturedGraph,
+    HasPython,
+    ToReduce,
+    reductions_in,
+    with_reductions,
+    without_hooks,
+    without_python,
+)
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
@@ -277,7 +285,9 @@ class CompiledBackward:
                 self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
                 logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
         self._first = self._before_first_run(replicas, inputs)
-        return self._compile(replicas)
+        if self._first.why_not:
+            return self._compile(replicas)
+        return self._compile_without_dynamo(replicas, inputs)
 
     def _before_first_run(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> _FirstRun:
         try:
@@ -315,10 +325,54 @@ class CompiledBackward:
         if self._keeping.key is not None:
             self._keeping = _Keeping(f"{self._keeping.said}; {done or f'not kept: {why}'}")
 
+    def _compile_without_dynamo(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
+        """What compiles the graph when it runs for the first time; Dynamo is asked where that is not enough."""
+        module = with_reductions(self._captured, replicas, self._to_reduce())
+        try:
+            example = dynamo.stand_ins(inputs)
+            graph_module, places = without_python(module, inputs, example)
+        except HasPython as error:
+            logger.debug("Dynamo traces a backward that has %s", error)
+            return self._compile(replicas)
+
+        def compile_and_run(inputs: list[Any], *rest: Any) -> Any:
+            from dp_compile.engine import artifacts
+
+            try:
+                code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
+            except DPCompileError:
+                raise
+            except Exception:  # of torch's: Dynamo knows better what to do, or to say
+                logger.debug("a backward is compiled by Dynamo", exc_info=True)
+                self._log = CompileLog()
+                self._run = self._compile(self._replicas)
+                return self._run(inputs, *rest)
+            ready = artifacts.Ready(code, artifacts.Fits(inputs), places)
+            self._run = _without_dynamo(ready, self._compile_anew())
+            return ready.run(inputs)
+
+        return compile_and_run
+
+    def _compile_anew(self) -> Callable[..., Any]:
+        """What runs where code does not fit the inputs any more: Dynamo, which compiles then."""
+        made: Callable[..., Any] | None = None
+
+        def run(inputs: list[Any], *rest: Any) -> Any:
+            nonlocal made
+            if made is None:
+                logger.debug("the code of a backward does not fit its inputs any more, and Dynamo makes it anew")
+                if self._keeping.is_found:
+                    self._keeping = _Keeping("miss: inputs or settings changed since it was found")
+                self._has_code, self._log = False, CompileLog()
+                made = self._compile(self._replicas)
+            return made(inputs, *rest)
+
+        return run
+
     def _compile(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
         module = with_reductions(self._captured, replicas, self._to_reduce())
         # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        return torch.compile(module.forward, backend=self._compile_dynamo_graph, fullgraph=True)
+        return torch.compile(module.forward, backend=self._compile_whole, fullgraph=True)
 
     def _to_reduce(self) -> ToReduce:
         return ToReduce(self._synced, self._unused, self._deferred, self._updates)
@@ -357,15 +411,8 @@ class CompiledBackward:
         self._log = found.log
         logger.debug("a backward is not compiled, it was kept: loaded in %.2f s", found.seconds)
 
-        def compile_anew(inputs: list[Any], *rest: Any) -> Any:
-            logger.debug("a kept backward does not fit its inputs any more, and is compiled")
-            self._keeping, self._has_code = _Keeping("miss: inputs or settings changed since it was found"), False
-            self._log = CompileLog()
-            self._run = self._compile(self._replicas)
-            return self._run(inputs, *rest)
-
         ready = artifacts.Ready(self._telling(found.code, ()), artifacts.Fits(inputs), found.places)
-        return _without_dynamo(ready, compile_anew)
+        return _without_dynamo(ready, self._compile_anew())
 
     def _keep(self, key: Key, places: tuple[int, ...]) -> str:
         """Keep what was just compiled, and has run for the first time. What happened, in words."""
@@ -378,8 +425,8 @@ class CompiledBackward:
 
     # --- compiling it
 
-    def _compile_dynamo_graph(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """The backend that Dynamo calls with the whole backward."""
+    def _compile_whole(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """The backend that is called with the whole backward, by Dynamo or in its place."""
         self._log = CompileLog()  # Dynamo has started anew: it threw away what it compiled before
         found = reductions_in(graph_module.graph)
         expected = self._expected_reductions()

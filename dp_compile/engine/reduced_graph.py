@@ -8,6 +8,8 @@
       return []                               reduce the gradients that are missing, and the flags
                                               return [], (reduced flags, reduced missing gradients ...)
 
+Mostly that is all, and `without_python` makes what Dynamo would make of it; else Dynamo does.
+
 Every graph holds one reduction for each gradient of the plan, whatever this rank's backward produced, so every rank
 runs the same collectives.
 """
@@ -18,7 +20,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -352,6 +354,97 @@ def _zeros(graph: fx.Graph, parameter: nn.Parameter) -> fx.Node:
     part = own_part(parameter)
     shape = [*part.shape, 2] if part.is_complex() else list(part.shape)
     return graph.call_function(torch.zeros, (shape,), options)
+
+
+class HasPython(Exception):
+    """A graph has code of Python's that only Dynamo can look into."""
+
+
+def without_python(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], example: list[torch.Tensor]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """What Dynamo makes of a graph with our reductions, node for node, made without Dynamo.
+
+    Where no parameter has a gradient yet and no hook is the user's, all that Dynamo has to look into is what follows:
+    what accumulates (`call_accumulate_grad` in torch/_dynamo/external_utils.py), `reduce_accumulated`, `emit`,
+    `real_view`. It takes a tenth of the time to compile, and memory that a process never gives back.
+
+    Args:
+        module: made by `with_reductions`.
+        inputs: what it is going to be called with.
+        example: the same for whoever compiles it.
+
+    Returns:
+        A graph that takes one list of tensors and returns tensors, and where these go, see `artifacts.Kept.places`.
+
+    Raises:
+        HasPython: there is something else in it.
+    """
+    graph, made = fx.Graph(), dict[fx.Node, Any]()
+    gradients: dict[int, fx.Node] = {}
+    outputs: Any = None
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            if node.target == "inputs":
+                made[node] = taken = graph.placeholder("L_inputs_")
+                taken.meta |= {"steal_arg": True, "example_value": example}  # it may empty the list
+        elif node.op == "output":
+            outputs = fx.map_arg(node.args[0], made.__getitem__)
+        elif node.op != "call_function" or node.kwargs.keys() - {"dtype", "device"}:
+            raise HasPython(f"a {node.op} node, {node.format_node()}")
+        elif not (node.target is operator.getitem and node.args[0] not in made) and node.target is not dynamo.at_end:
+            # What it takes of hooks and sizes is used by nobody: hooks are taken out, and sizes refused by the caller.
+            made[node] = _plain(graph, node, fx.map_arg(node.args, made.__getitem__), inputs, gradients)
+    nothing, reduced = outputs
+    if nothing:
+        raise HasPython("gradients are returned")
+    positions = sorted(gradients)
+    graph.output((*reduced, *(gradients[each] for each in positions)))
+    graph.lint()
+    places = (*(-1 - number for number in range(len(reduced))), *positions)
+    return fx.GraphModule({}, graph, "CapturedBackward"), places
+
+
+def _plain(
+    graph: fx.Graph, node: fx.Node, args: Any, inputs: Sequence[torch.Tensor], gradients: dict[int, fx.Node]
+) -> fx.Node:
+    """A node of a graph as Dynamo leaves it. `gradients`: by the position of their parameter, noted here."""
+
+    def call(target: Any, args: Any, name: str = node.name) -> fx.Node:
+        return graph.create_node("call_function", target, args, dict(node.kwargs), name)
+
+    if node.target is dynamo.call_accumulate_grad:
+        gradient = dynamo.accumulated(node)
+        parameter, added, flag = args[0], args[node.args.index(gradient)], args[-1]
+        position = _position_of(parameter)
+        if position in gradients:
+            raise HasPython("a gradient is accumulated twice")
+        accumulated = call(dynamo.accumulate_op(), ([added], parameter, None, flag), "accumulate_grad")
+        gradients[position] = call(operator.getitem, (accumulated, 0))
+        return gradients[position]
+    if node.target is reduce_accumulated:
+        parameter, existing, *rest = args
+        position = _position_of(parameter)
+        if existing or position not in gradients or inputs[position].is_complex():
+            raise HasPython("a gradient that is changed in place")
+        gradients[position] = call(REDUCE_GRAD, (gradients[position], *rest), "reduced")
+        return gradients[position]
+    if node.target is emit:
+        return call(REDUCE_GRAD, args, "reduced")
+    if node.target is real_view:
+        if inputs[_position_of(args[0])].is_complex():
+            raise HasPython("complex numbers")
+        return cast(fx.Node, args[0])
+    if node.target in (operator.getitem, torch.zeros) or dynamo.stays_in_graph(node.target):
+        return call(node.target, args)
+    raise HasPython(f"a call of {getattr(node.target, '__name__', node.target)!s}")
+
+
+def _position_of(node: fx.Node) -> int:
+    """`k` of a node `getitem(inputs, k)`."""
+    if node.target is not operator.getitem or node.args[0].op != "placeholder":  # type: ignore[union-attr]
+        raise HasPython(f"{node} is none of its inputs")
+    return cast(int, node.args[1])
 
 
 def reductions_in(graph: fx.Graph) -> Counter[Place]:

@@ -327,6 +327,8 @@ def _reduce_now(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor |
 
 
 def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
+    if grad.layout is not torch.strided:
+        raise TypeError(f"a gradient whose layout is {grad.layout} is not reduced")
     return torch.empty_like(grad)
 
 

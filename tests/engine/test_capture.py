@@ -692,8 +692,8 @@ def test_a_traced_backward_goes_with_its_compilation(monkeypatch: pytest.MonkeyP
         traced.append(graph_module)
         return compile_graph(self, graph_module, inputs)
 
-    compile_graph = compilation.CompiledBackward._compile_dynamo_graph
-    monkeypatch.setattr(compilation.CompiledBackward, "_compile_dynamo_graph", noted)
+    compile_graph = compilation.CompiledBackward._compile_whole
+    monkeypatch.setattr(compilation.CompiledBackward, "_compile_whole", noted)
     twin = Twin(mlp())
     for rows in (4, 4, 6):
         twin.step(torch.randn(rows, 8))

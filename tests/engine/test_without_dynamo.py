@@ -1,22 +1,29 @@
-"""Later runs of a compiled backward ask Dynamo nothing: what is looked at in its place, and where that is not enough.
+"""Backwards that are compiled, and run, without Dynamo: what is done in its place, and where that is not enough.
 
-How could it be wrong without a word? By something that Dynamo would have noticed: other inputs, another state of torch,
-code of the user's that runs in the backward and does something else now.
+How could it be wrong without a word? By a graph that is not what Dynamo would have made of it. Later by something that
+Dynamo would have noticed: other inputs, another state of torch, code of the user's that runs in the backward and does
+something else now.
 """
 
 from __future__ import annotations
 
+import contextlib
+import operator
+import random
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from beside import AOT
-from torch import nn
+from torch import fx, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
-from dp_compile.engine import artifacts
+from dp_compile._torch import dynamo
+from dp_compile.engine import artifacts, compilation
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -33,6 +40,40 @@ def without(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(artifacts.Ready, "run", counted)
     return runs
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """What was compiled, by Dynamo or in its place."""
+    seen: list[fx.Graph] = []
+    compile_whole = compilation.CompiledBackward._compile_whole
+
+    def noted(self: compilation.CompiledBackward, graph_module: fx.GraphModule, inputs: Any) -> Any:
+        seen.append(copied(graph_module.graph))
+        return compile_whole(self, graph_module, inputs)
+
+    monkeypatch.setattr(compilation.CompiledBackward, "_compile_whole", noted)
+    return seen
+
+
+def copied(graph: fx.Graph) -> fx.Graph:
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+@pytest.fixture
+def dynamos(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often Dynamo was asked to trace a backward."""
+    asked: list[int] = []
+    make = compilation.CompiledBackward._compile
+
+    def noted(self: compilation.CompiledBackward, *args: Any) -> Any:
+        asked.append(1)
+        return make(self, *args)
+
+    monkeypatch.setattr(compilation.CompiledBackward, "_compile", noted)
+    return asked
 
 
 def net() -> nn.Sequential:
@@ -75,7 +116,7 @@ def test_later_backwards(without: list[int], backend: str) -> None:
         backward(run, X + step)
         assert_plain_gradients(model, X + step)
         optimizer.step()
-    assert len(without) == 3
+    assert len(without) == 4
     assert dp_compile.report(model).backwards == {"captured": 4}
     dp_compile.unreplicate(model)
 
@@ -89,7 +130,7 @@ def test_parameters_in_other_memory(model: nn.Module, without: list[int]) -> Non
             parameter.data = parameter.data.clone() + step
         backward(run)
         assert_plain_gradients(model)
-    assert len(without) == 2
+    assert len(without) == 3
 
 
 STATES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
@@ -111,7 +152,7 @@ def test_another_state_of_torch(model: nn.Module, without: list[int], state: str
     try:
         change()
         outputs.backward()
-        assert len(without) == 1
+        assert len(without) == 2
     finally:
         back()
         torch.set_num_threads(threads)
@@ -119,16 +160,16 @@ def test_another_state_of_torch(model: nn.Module, without: list[int], state: str
     model.zero_grad()
     backward(run)
     assert_plain_gradients(model)
-    assert len(without) == 2
+    assert len(without) == 3
 
 
-def test_dynamo_forgets(model: nn.Module, without: list[int]) -> None:
+def test_dynamo_forgets(model: nn.Module, graphs: list[fx.Graph]) -> None:
     run = torch.compile(model, backend="aot_eager")
     backward(run)
     torch._dynamo.reset()
     model.zero_grad()
     backward(run)
-    assert not without
+    assert len(graphs) == 2
     assert_plain_gradients(model)
 
 
@@ -186,10 +227,9 @@ def test_gradients_that_are_added_to(model: nn.Module, without: list[int]) -> No
     run = torch.compile(model, backend="aot_eager")
     for _ in range(3):
         backward(run)
-    assert not without
     with dp_compile.no_sync(model):
         backward(run)
-    assert not without
+    assert len(without) == 1  # the first, which adds to nothing
 
 
 def test_what_a_forward_saved_is_freed_while_the_backward_runs(
@@ -212,6 +252,172 @@ def test_what_a_forward_saved_is_freed_while_the_backward_runs(
     for _ in range(2):
         model.zero_grad()
         backward(run)
-    assert len(without) == 1
+    assert len(without) == 2
     assert seen
     assert not any(alive)
+
+
+# --- what Dynamo would have made of it ------------------------------------------------------------------------------
+
+
+def lines(graph: fx.Graph) -> list[str]:
+    """A graph without the names of its nodes, nor the places where something is taken out of a list."""
+    found, names = list[str](), dict[fx.Node, str]()
+    for node in graph.nodes:
+        args = fx.map_arg((node.args, node.kwargs), names.get)
+        if checked := dynamo.validated_outputs(node):  # Dynamo has run it, and knows which outputs are `None`
+            kept = [None if like is None else output for output, (_, like) in zip(args[0][0], checked, strict=True)]
+            args = ((kept, *args[0][1:]), args[1])
+        if node.target is operator.getitem:
+            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
+        elif node.op == "placeholder":
+            names[node] = "given"
+        else:
+            names[node] = f"node {len(found)}"
+            found.append(f"{node.op} {getattr(node.target, '__name__', node.target)} {args}")
+    return found
+
+
+class Blocks(nn.Module):
+    """Two that are compiled by themselves, and code between and behind them that is not."""
+
+    def __init__(self, *, unused: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = net(), net()
+        self.scale = nn.Parameter(torch.ones(6))
+        if unused:
+            self.unused = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.first(x).relu() * self.scale)
+        return nn.functional.log_softmax(out, -1)
+
+
+def compiled_whole(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    return torch.compile(model, backend="aot_eager")
+
+
+def compiled_blocks(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    for block in (model.first, model.last):
+        block.compile(backend="aot_eager")
+    return model  # type: ignore[no-any-return]
+
+
+def convolutions() -> nn.Sequential:
+    made = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.Flatten())
+    return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "whole": (net, compiled_whole, {}),
+    "with eager code": (Blocks, compiled_blocks, {}),
+    "convolutions": (convolutions, compiled_whole, {}),
+    "unused": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
+    "everything at the end": (net, compiled_whole, {"passes": ()}),
+    "bf16 wire": (net, compiled_whole, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}),
+    "factor that is given": (net, compiled_whole, {"config": replace(AOT, gradient_divide_factor=3.0)}),
+    "without synchronisation": (net, compiled_whole, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_graph_is_dynamos(
+    kind: str, graphs: list[fx.Graph], dynamos: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node for node; and what comes of it goes to the same places."""
+    make, how, options = KINDS[kind]
+    gradients: list[list[torch.Tensor | None]] = []
+    for by_dynamo in (False, True):
+        if by_dynamo:
+            ask = lambda self, replicas, _: self._compile(replicas)  # noqa: E731
+            monkeypatch.setattr(compilation.CompiledBackward, "_compile_without_dynamo", ask)
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = dp_compile.replicate(make(), **{"config": AOT} | options)
+        run = how(model)
+        for _ in range(2):
+            model.zero_grad()
+            syncs = dp_compile.no_sync(model) if kind == "without synchronisation" else contextlib.nullcontext()
+            with syncs, dp_compile.compiled_backward():
+                run(X).square().sum().backward()
+        gradients.append([each.grad for each in model.parameters()])
+        dp_compile.unreplicate(model)
+    assert len(dynamos) == 1
+    made, expected = map(lines, graphs)
+    assert made == expected
+    assert len(made) > 10
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(x * self.weight)
+
+
+def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
+    torch._dynamo.reset()
+    model = dp_compile.replicate(Complex(), config=AOT)
+    for _ in range(2):
+        model.zero_grad()
+        backward(torch.compile(model, backend="aot_eager"))
+    assert len(dynamos) == 1
+    assert dp_compile.report(model).backwards == {"captured": 2}
+    dp_compile.unreplicate(model)
+
+
+def test_what_torch_cannot_compile_so_is_left_to_dynamo(
+    model: nn.Module, dynamos: list[int], without: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise RuntimeError("another torch")
+
+    monkeypatch.setattr(dynamo, "compile_graph", fail)
+    run = torch.compile(model, backend="aot_eager")
+    for _ in range(3):
+        model.zero_grad()
+        backward(run)
+        assert_plain_gradients(model)
+    assert len(dynamos) == 1
+    assert len(without) == 2
+
+
+def test_an_error_of_ours_is_not_tried_again(
+    model: nn.Module, dynamos: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any) -> Any:
+        raise dp_compile.ReductionError("no")
+
+    monkeypatch.setattr(compilation.CompiledBackward, "_compile_with_passes", refuse)
+    with pytest.raises(dp_compile.ReductionError, match="no"):
+        backward(torch.compile(model, backend="aot_eager"))
+    assert not dynamos
+
+
+def test_other_sizes_are_traced_by_dynamo(dynamos: list[int], without: list[int]) -> None:
+    """Without a compiled forward nothing else tells one size from another."""
+    torch._dynamo.reset()
+    model = dp_compile.replicate(net(), config=AOT)
+    for rows in (3, 2, 3, 1, 3, 2):
+        model.zero_grad()
+        with dp_compile.compiled_backward():
+            backward(model, X[:rows])
+        assert_plain_gradients(model, X[:rows])
+    assert len(dynamos) == len(without) == 1  # compiled autograd's second graph takes sizes
+    dp_compile.unreplicate(model)
+
+
+def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
+    run = torch.compile(model, backend="aot_eager")
+    loss = run(X).square().sum()
+    torch.manual_seed(1)
+    random.seed(1)
+    loss.backward()
+    drawn = torch.rand(1).item(), random.random()
+    torch.manual_seed(1)
+    random.seed(1)
+    assert drawn == (torch.rand(1).item(), random.random())
