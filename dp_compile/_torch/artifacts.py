@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ with named():
     from torch._C._dynamo.guards import GlobalStateGuard as _GlobalStateGuard
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
     from torch._dynamo import config as _dynamo_config
+    from torch._dynamo.device_interface import get_interface_for_device as _interface_of
     from torch._functorch import config as _functorch_config
     from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache as _AOTAutogradCache
     from torch._functorch._aot_autograd.schemas import PlainTensorMeta as _PlainTensorMeta
@@ -45,10 +46,15 @@ with named():
     from torch._inductor.utils import BoxedBool as _BoxedBool
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv as _ShapeEnv
+    from torch.utils._triton import has_triton as _has_triton
+    from torch.utils._triton import triton_hash_with_backend as _triton_hash
 
     _prologue_name = "call_aot_bwd_prologue"
     _is_disabled: Callable[[], bool] = lambda: bool(torch.compiler.config.force_disable_caches)  # noqa: E731
     _is_disabled()
+
+
+_WHICH_OF_ITS_KIND: Final = ("uuid", "pci_bus_id", "pci_device_id", "pci_domain_id")
 
 
 class NotKept(Exception):
@@ -88,7 +94,8 @@ def surroundings(patches: Mapping[str, Any], devices: Sequence[torch.device]) ->
     with _config.patch(dict(patches)):
         try:
             _FxGraphCache._check_can_cache(empty, require_shape_env=False)
-            like = [torch.empty(0, device=device) for device in devices]
+            with _FakeTensorMode():
+                like = [torch.empty(0, device=device) for device in devices]
             details = _FxGraphHashDetails(empty, like, {}, [])
             inductor = _FxGraphCachePickler(empty).get_hash(details)
         except (_BypassFxGraphCache, AssertionError, RuntimeError, pickle.PicklingError) as error:
@@ -103,10 +110,18 @@ def surroundings(patches: Mapping[str, Any], devices: Sequence[torch.device]) ->
     }
     if any(device.type == "cpu" for device in devices):
         found |= {"C++ compiler": _compiler(), "CPU": str(_pick_vec_isa())}
-    for device in devices:
-        if device.type == "cuda":
-            found[str(device)] = str(torch.cuda.get_device_properties(device))
-    return found
+    accelerators = [device for device in devices if device.type != "cpu"]
+    if accelerators:
+        # Inductor's own hash has it in builds for CUDA and ROCm only, and neither the assembler nor what it is for.
+        found["Triton"] = _triton_hash() if _has_triton() else "none"
+    return found | {str(device): _properties(device) for device in accelerators}
+
+
+def _properties(device: torch.device) -> str:
+    """All that torch says of a device, but for which of its kind it is: no code depends on that."""
+    properties = _interface_of(device).get_device_properties(device)
+    said = {name: getattr(properties, name) for name in dir(properties) if name not in _WHICH_OF_ITS_KIND}
+    return ", ".join(f"{name}={said[name]!r}" for name in sorted(said) if name[0] != "_" and not callable(said[name]))
 
 
 @functools.cache

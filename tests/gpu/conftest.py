@@ -9,7 +9,10 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,11 +35,11 @@ def missing() -> str:
     return ""
 
 
-def run(script: str, *arguments: str) -> None:
+def run(script: str, *arguments: str, **variables: str) -> None:
     """One of the scripts beside this file, in a process of its own that sees Triton."""
     root = HERE.parents[1]
     folders = [str(root), os.environ.get("DP_COMPILE_TRITON", ""), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
+    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -57,8 +60,8 @@ def made_anew(part: Path, names: tuple[str, ...]) -> Results:
     return results
 
 
-def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...]) -> Results:
-    """Results of these cases: made by the first who asks, whichever of pytest's workers it is in."""
+def made_once(factory: pytest.TempPathFactory, which: str, make: Callable[[Path], Any]) -> Any:
+    """What is made by the first who asks, whichever of pytest's workers it is in. `make` may write to a file."""
     if missing():
         pytest.skip(missing())
     base = factory.getbasetemp()
@@ -67,11 +70,34 @@ def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...
     with (shared / f"generated_{which}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            target.write_text(json.dumps(made_anew(shared / f"{which}.part", names)))
-    results = json.loads(target.read_text())
+            target.write_text(json.dumps(make(shared / f"{which}.part")))
+    return json.loads(target.read_text())
+
+
+def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...]) -> Results:
+    """Results of these cases."""
+    results: Results = made_once(factory, which, lambda part: made_anew(part, names))
     failed = {name: result["failed"] for name, result in results.items() if "failed" in result}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
     return results
+
+
+def kept_and_found(part: Path) -> tuple[Results, Results]:
+    """Of two processes that share a cache, one after the other."""
+    with tempfile.TemporaryDirectory() as cache:
+        of = []
+        for process in ("first", "second"):
+            run("kept.py", str(part), process, TORCHINDUCTOR_CACHE_DIR=cache, DP_COMPILE_CACHE="1")
+            of.append(json.loads(part.read_text()))
+            for module in Path(cache).rglob("*.py"):
+                module.unlink()  # so that a text which is found comes out of what was kept
+        return of[0], of[1]
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    first, second = made_once(tmp_path_factory, "kept", kept_and_found)
+    return first, second
 
 
 @pytest.fixture(scope="session")

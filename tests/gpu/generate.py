@@ -24,7 +24,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -77,7 +78,7 @@ class Run:
         finally:
             torch.set_default_dtype(torch.float32)
 
-    def compiled(self, graph: Any, code: str) -> Callable[[list[Any]], list[Any]]:
+    def compiled(self, graph: Any, code: str) -> played.Compiled:
         """What stands for a compiled graph: fake tensors through the graph, real ones through the code."""
         self.codes.append(code)
         self.graph_orders.append(graph_order(graph.graph))
@@ -99,6 +100,24 @@ class Run:
                         self.values.put(fake, real)
                 self.orders.append(network.order)
             return outputs
+
+        return call
+
+    def loaded(self, code: str) -> played.Compiled:
+        """What stands for code that may have been found: there is no graph, and fake tensors follow the real ones."""
+        self.codes.append(code)
+        network = interpreted.Network(ranks_of)
+        run = interpreted.load(code, network)
+
+        def call(arguments: list[Any]) -> list[Any]:
+            fakes, reals = list(arguments), [self.values.of(each) for each in arguments]
+            arguments.clear()
+            given = {id(real): fake for real, fake in zip(reals, fakes, strict=True)}
+            network.order = ""
+            outputs = run([*reals])
+            self.orders.append(network.order)
+            # What it was given and returns has to be the same tensor among the fake ones, too.
+            return [given[id(each)] if id(each) in given else self.values.fake_of(each, self.mode) for each in outputs]
 
         return call
 
@@ -259,9 +278,17 @@ def result_of(case: cases.Case) -> dict[str, Any]:
         "copied": {each.gradient: each.copied for each in record.captures[-1].placements if each.copied},
         "differences": differences(run, model, real_model, real_x) if case.runs else {},
         "assumed": run.values.assumed,
+        "gradients": digests(run, model) if case.runs else {},
+        "kept": [capture.kept for capture in record.captures],
     }
     unreplicate(model)
     return result
+
+
+def digests(run: Run, model: nn.Module) -> dict[str, str]:
+    """By parameter: its gradient's bits."""
+    gradients = {name: run.values.of(each.grad).contiguous() for name, each in model.named_parameters()}
+    return {name: sha256(each.view(torch.uint8).numpy().tobytes()).hexdigest() for name, each in gradients.items()}
 
 
 def differences(run: Run, model: nn.Module, real_model: nn.Module, real_x: torch.Tensor) -> dict[str, float]:
@@ -283,11 +310,17 @@ class current:
     run: Run
 
 
-def main(target: str, *names: str) -> None:
-    played.install(lambda graph, code: current.run.compiled(graph, code))
+def begin() -> None:
+    """The GPU, an interpreter of its code, and the ranks."""
+    played.install()
     interpreted.install()
     dist.Backend.register_backend("fabric", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group("fabric", store=FakeStore(), rank=0, world_size=RANKS)
+
+
+def main(target: str, *names: str) -> None:
+    begin()
+    played.keep_nothing(lambda graph, code: current.run.compiled(graph, code))
     results = {}
     for name in names:
         start = time.perf_counter()

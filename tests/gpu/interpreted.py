@@ -24,6 +24,7 @@ import torch._inductor.async_compile
 import torch._inductor.runtime.triton_helpers
 import torch._inductor.runtime.triton_heuristics
 import triton
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from triton.runtime.interpreter import TensorHandle
 
@@ -253,6 +254,7 @@ class Values:
     def __init__(self) -> None:
         self._real: dict[tuple[Any, ...], torch.Tensor] = {}
         self._kept: list[torch.Tensor] = []
+        self._beside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.assumed: list[tuple[int, ...]] = []
 
     def put(self, fake: torch.Tensor, real: torch.Tensor) -> None:
@@ -260,6 +262,7 @@ class Values:
         assert fake.stride() == real.stride(), (fake.stride(), real.stride())
         self._kept.append(fake)  # so that its storage is no other's later
         self._real[_key(fake)] = real
+        self._beside.setdefault(real.untyped_storage()._cdata, (real, fake))
 
     def of(self, fake: Any) -> Any:
         """The real tensor. What nobody made is the seed of the backward, one, or flags, zeros."""
@@ -273,6 +276,21 @@ class Values:
             return same[0].as_strided(fake.shape, fake.stride(), fake.storage_offset())
         self.assumed.append(tuple(fake.shape))
         return (torch.ones if fake.dim() == 0 else torch.zeros)(fake.shape, dtype=fake.dtype)
+
+    def fake_of(self, real: Any, mode: FakeTensorMode) -> Any:
+        """A fake tensor of the played GPU beside what code returned, in the memory that is beside the real one's."""
+        if not isinstance(real, torch.Tensor):
+            return real
+        memory = real.untyped_storage()
+        if memory._cdata not in self._beside:
+            flat = torch.empty(0, dtype=real.dtype).set_(memory)
+            with mode:
+                self.put(torch.empty(flat.shape, dtype=real.dtype, device="cuda:0"), flat)
+        _, beside = self._beside[memory._cdata]
+        with mode, torch.no_grad():
+            fake = beside.as_strided(real.shape, real.stride(), real.storage_offset())
+        self.put(fake, real)
+        return fake
 
 
 def _key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -19,12 +19,11 @@ from types import SimpleNamespace
 from typing import Any
 
 SOURCE = Path(__file__).with_name("played_cuda.cpp")
-CAPABILITY = (9, 0)
 # Written down, not read off a device.
 H100 = SimpleNamespace(
     name="NVIDIA H100 80GB HBM3",
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
+    major=9,
+    minor=0,
     multi_processor_count=132,
     warp_size=32,
     regs_per_multiprocessor=65536,
@@ -38,8 +37,9 @@ H100 = SimpleNamespace(
     memory_clock_rate=2619000,
     memory_bus_width=5120,
     clock_rate=1980000,
-    gcnArchName="",
+    gcnArchName="NVIDIA H100 80GB HBM3",
     is_integrated=0,
+    uuid="the first",
 )
 
 
@@ -75,19 +75,78 @@ def load() -> None:
 Compiled = Callable[[list[Any]], list[Any]]
 
 
-def install(run_instead: Callable[[Any, str], Compiled]) -> None:
-    """Let Inductor write code for the GPU; `run_instead` is given each graph and its code, and makes what is called."""
-    import torch
-    from torch._dynamo.device_interface import CudaInterface
+def install() -> None:
+    """Let Inductor write code for the GPU. What is to be done with that, `keep_nothing` or `keep` says."""
+    from torch._inductor import config
+
+    be(H100)
+    # The first would compute constants on the device, the second measure there.
+    config.joint_graph_constant_folding = config.shape_padding = False
+    config.compile_threads = 1
+
+
+def keep_nothing(run_instead: Callable[[Any, str], Compiled]) -> None:
+    """All caches are off; `run_instead` is given each graph and its code, and makes what is called."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
     from torch._inductor.graph import GraphLowering
 
+    config.fx_graph_cache = functorch_config.enable_autograd_cache = False
+
+    def compile_to_module(graph: Any) -> SimpleNamespace:
+        code = graph.codegen()[0].value
+        return SimpleNamespace(call=run_instead(graph.module, code), __file__=os.devnull, key="played", _runners=None)
+
+    GraphLowering.compile_to_module = compile_to_module
+
+
+def keep(run_stored: Callable[[str], Compiled]) -> list[str]:
+    """Torch's caches keep what is compiled, and ours do; what is called is made by `run_stored`, of a text alone.
+
+    It gets the text of the file that torch would load as a module, whether that was just generated or found.
+
+    Returns:
+        The texts that are generated in this process, as they come.
+    """
+    import torch
+    from torch._inductor.codecache import PyCodeCache
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    from dp_compile.engine import artifacts
+
+    def type_of(value: Any) -> type:
+        kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
+        return kind if isinstance(value, FakeTensor) else type(value)
+
+    def load(key: str, path: str, *_: Any, **__: Any) -> SimpleNamespace:
+        return SimpleNamespace(call=run_stored(Path(path).read_text()), __file__=path, key=key)
+
+    def write_noting(text: str, *how: Any) -> tuple[str, str]:
+        generated.append(text)
+        return write(text, *how)
+
+    generated: list[str] = []
+    write = PyCodeCache.write
+    PyCodeCache.load_by_key_path, PyCodeCache.write = staticmethod(load), staticmethod(write_noting)
+    torch.cuda.current_device = lambda: 0  # for torch's own keys: with none they have neither the GPU nor Triton
+    artifacts.type = type_of  # fake tensors stand for real ones, and the inputs of what is kept have to be those
+    return generated
+
+
+def be(device: SimpleNamespace) -> None:
+    """This is the GPU from now on. What was asked of another is forgotten."""
+    import torch
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import codecache
+    from torch._inductor.runtime.hints import DeviceProperties
+    from torch.utils._triton import triton_hash_with_backend
+
+    capability = device.major, device.minor
     for owner in (CudaInterface, CudaInterface.Worker, torch.cuda):
-        owner.get_device_properties = staticmethod(lambda *_: H100)
+        owner.get_device_properties = staticmethod(lambda *_: device)
     answers: dict[str, Any] = {
         "is_available": True,
-        "get_compute_capability": CAPABILITY[0] * 10 + CAPABILITY[1],
+        "get_compute_capability": capability[0] * 10 + capability[1],
         "is_triton_capable": True,
         "raise_if_triton_unavailable": None,
         "is_bf16_supported": True,
@@ -97,22 +156,15 @@ def install(run_instead: Callable[[Any, str], Compiled]) -> None:
     for name, answer in answers.items():
         setattr(CudaInterface, name, staticmethod(lambda *_, answer=answer, **__: answer))
     # `torch.cuda.is_available` stays False: fake tensors would ask the device for more.
-    torch.cuda.get_device_capability = lambda *_: CAPABILITY
+    torch.cuda.get_device_capability = lambda *_: capability
     torch.cuda.device_count = lambda: 1
-    # The first would compute constants on the device, the second measure there; nothing is cached from a played one.
-    config.joint_graph_constant_folding = config.shape_padding = config.fx_graph_cache = False
-    config.compile_threads = 1
-    functorch_config.enable_autograd_cache = False
-
-    def compile_to_module(graph: Any) -> SimpleNamespace:
-        code = graph.codegen()[0].value
-        return SimpleNamespace(call=run_instead(graph.module, code), __file__=os.devnull, key="played", _runners=None)
-
-    GraphLowering.compile_to_module = compile_to_module
-    set_triton_target()
+    set_triton_target(device)
+    codecache.triton_key.clear()
+    for asked in (DeviceProperties.create, triton_hash_with_backend, codecache.CacheBase.get_system):
+        asked.cache_clear()
 
 
-def set_triton_target() -> None:
+def set_triton_target(device: SimpleNamespace = H100) -> None:
     """Triton asks its driver what to compile for."""
     import torch
     from triton.backends.compiler import GPUTarget
@@ -120,7 +172,7 @@ def set_triton_target() -> None:
 
     driver.set_active(
         SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", CAPABILITY[0] * 10 + CAPABILITY[1], 32),
+            get_current_target=lambda: GPUTarget("cuda", device.major * 10 + device.minor, device.warp_size),
             get_current_device=lambda: 0,
             get_active_torch_device=lambda: torch.device("cuda", 0),
             get_current_stream=lambda _=None: 0,
