@@ -40,6 +40,9 @@ H100 = SimpleNamespace(
     gcnArchName="NVIDIA H100 80GB HBM3",
     is_integrated=0,
     uuid="the first",
+    pci_bus_id=1,
+    pci_device_id=0,
+    pci_domain_id=0,
 )
 
 
