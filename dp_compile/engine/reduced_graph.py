@@ -390,11 +390,12 @@ def without_python(
                 taken.meta |= {"steal_arg": True, "example_value": example}  # it may empty the list
         elif node.op == "output":
             outputs = fx.map_arg(node.args[0], made.__getitem__)
-        elif node.op != "call_function" or node.kwargs.keys() - {"dtype", "device"}:
-            raise HasPython(f"a {node.op} node, {node.format_node()}")
+        elif node.op != "call_function":
+            raise HasPython(f"a {node.op} node")
         elif not (node.target is operator.getitem and node.args[0] not in made) and node.target is not dynamo.at_end:
             # What it takes of hooks and sizes is used by nobody: hooks are taken out, and sizes refused by the caller.
-            made[node] = _plain(graph, node, fx.map_arg(node.args, made.__getitem__), inputs, gradients)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+            made[node] = _plain(graph, node, args, kwargs, inputs, gradients)
     nothing, reduced = outputs
     if nothing:
         raise HasPython("gradients are returned")
@@ -406,12 +407,17 @@ def without_python(
 
 
 def _plain(
-    graph: fx.Graph, node: fx.Node, args: Any, inputs: Sequence[torch.Tensor], gradients: dict[int, fx.Node]
+    graph: fx.Graph,
+    node: fx.Node,
+    args: Any,
+    kwargs: Any,
+    inputs: Sequence[torch.Tensor],
+    gradients: dict[int, fx.Node],
 ) -> fx.Node:
     """A node of a graph as Dynamo leaves it. `gradients`: by the position of their parameter, noted here."""
 
     def call(target: Any, args: Any, name: str = node.name) -> fx.Node:
-        return graph.create_node("call_function", target, args, dict(node.kwargs), name)
+        return graph.create_node("call_function", target, args, kwargs, name)
 
     if node.target is dynamo.call_accumulate_grad:
         gradient = dynamo.accumulated(node)

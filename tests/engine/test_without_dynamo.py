@@ -303,6 +303,19 @@ def compiled_blocks(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     return model  # type: ignore[no-any-return]
 
 
+class Attention(nn.Module):
+    """Its backward makes zeros, and numbers in other dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.inner = nn.Embedding(7, 6), nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x > 0).long().sum(1, keepdim=True).expand(-1, 4)
+        hidden: torch.Tensor = self.inner(self.table(tokens))
+        return nn.functional.linear(hidden.double().float(), self.table.weight)
+
+
 def convolutions() -> nn.Sequential:
     made = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.Flatten())
     return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
@@ -311,6 +324,7 @@ def convolutions() -> nn.Sequential:
 KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
     "whole": (net, compiled_whole, {}),
     "with eager code": (Blocks, compiled_blocks, {}),
+    "attention": (Attention, compiled_whole, {}),
     "convolutions": (convolutions, compiled_whole, {}),
     "unused": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
     "everything at the end": (net, compiled_whole, {"passes": ()}),
