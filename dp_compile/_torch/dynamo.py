@@ -18,6 +18,7 @@ from dp_compile._torch.missing import named
 
 with named():
     import torch._dynamo.compiled_autograd as _compiled_autograd
+    import torch._dynamo.eval_frame as _eval_frame
     import torch._dynamo.guards as _guards
     from torch._dynamo import config as _config
     from torch._dynamo.convert_frame import compile_lock as _compile_lock
@@ -29,6 +30,7 @@ with named():
     from torch._dynamo.external_utils import call_backward as call_backward
     from torch._dynamo.external_utils import call_hook as call_hook
     from torch._dynamo.external_utils import unwrap_maybe_dynamic_int as _unwrap_size
+    from torch._dynamo.utils import counters as _counters
     from torch._dynamo.utils import set_locals_to_steal as set_locals_to_steal
     from torch._guards import TracingContext as _TracingContext
     from torch._guards import tracing as _tracing
@@ -228,7 +230,13 @@ def compile_graph(
             random.setstate(state)
 
     with _compile_lock, _tracing(_TracingContext(example[0].fake_mode)):  # type: ignore[attr-defined]
+        _counters["stats"]["unique_graphs"] += 1  # who counts compilations counts these
         return _preserving_state(compiling)()
+
+
+def stance() -> str:
+    """What `torch.compiler.set_stance` has set: "default" unless somebody did."""
+    return str(_eval_frame._stance.stance)
 
 
 def stand_ins(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

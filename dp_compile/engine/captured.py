@@ -70,6 +70,8 @@ class CapturedBackward:
         compiled = self._compiled.get(binding)
         if compiled is None:
             _refuse_shards(rest[2])
+            if dynamo.stance() == "eager_on_recompile":
+                return self._run_uncompiled(replicas, inputs, rest)
             captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
             compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
         if compiled.gave_up:

@@ -285,7 +285,7 @@ class CompiledBackward:
                 self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
                 logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
         self._first = self._before_first_run(replicas, inputs)
-        if self._first.why_not:
+        if self._first.why_not or dynamo.stance() != "default":  # one of "fail_on_recompile" is Dynamo's to keep
             return self._compile(replicas)
         return self._compile_without_dynamo(replicas, inputs)
 
@@ -334,6 +334,9 @@ class CompiledBackward:
         except HasPython as error:
             logger.debug("Dynamo traces a backward that has %s", error)
             return self._compile(replicas)
+        except Exception:  # a tensor that torch makes no stand-in for
+            logger.debug("Dynamo traces a backward", exc_info=True)
+            return self._compile(replicas)
 
         def compile_and_run(inputs: list[Any], *rest: Any) -> Any:
             from dp_compile.engine import artifacts
@@ -359,6 +362,8 @@ class CompiledBackward:
 
         def run(inputs: list[Any], *rest: Any) -> Any:
             nonlocal made
+            if made is None and dynamo.stance() == "eager_on_recompile":
+                raise NotTraced("nothing is to be compiled anew")
             if made is None:
                 logger.debug("the code of a backward does not fit its inputs any more, and Dynamo makes it anew")
                 if self._keeping.is_found:

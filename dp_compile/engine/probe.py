@@ -128,7 +128,7 @@ class _Trial:
         try:
             from dp_compile._torch import trial
 
-            with trial.uncounted():
+            with trial.uncounted(), torch.compiler.set_stance("default"):  # the user's may forbid to compile
                 ran = self._capture()
         except UnsupportedTorchError as error:
             self.findings = [str(error)]

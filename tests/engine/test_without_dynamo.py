@@ -22,7 +22,7 @@ from torch import fx, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
-from dp_compile._torch import dynamo
+from dp_compile._torch import compiler, dynamo
 from dp_compile.engine import artifacts, compilation
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -384,13 +384,14 @@ def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
     dp_compile.unreplicate(model)
 
 
-def test_what_torch_cannot_compile_so_is_left_to_dynamo(
-    model: nn.Module, dynamos: list[int], without: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("step", ["compile_graph", "stand_ins"])
+def test_what_torch_cannot_do_is_left_to_dynamo(
+    model: nn.Module, dynamos: list[int], without: list[int], monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     def fail(*args: Any) -> Any:
         raise RuntimeError("another torch")
 
-    monkeypatch.setattr(dynamo, "compile_graph", fail)
+    monkeypatch.setattr(dynamo, step, fail)
     run = torch.compile(model, backend="aot_eager")
     for _ in range(3):
         model.zero_grad()
@@ -423,6 +424,44 @@ def test_other_sizes_are_traced_by_dynamo(dynamos: list[int], without: list[int]
         assert_plain_gradients(model, X[:rows])
     assert len(dynamos) == len(without) == 1  # compiled autograd's second graph takes sizes
     dp_compile.unreplicate(model)
+
+
+def test_it_is_counted(model: nn.Module) -> None:
+    """Whoever asks whether something was compiled after a warm-up goes by this counter."""
+    loss = torch.compile(model, backend="aot_eager")(X).square().sum()
+    before = compiler.compiled_graphs()
+    loss.backward()
+    assert compiler.compiled_graphs() == before + 1
+
+
+def test_a_stance_against_compiling_is_kept(model: nn.Module, dynamos: list[int]) -> None:
+    run = torch.compile(model, backend="aot_eager")
+    loss = run(X).square().sum()
+    with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="fail_on_recompile"):
+        loss.backward()
+    assert len(dynamos) == 1
+
+
+def test_a_stance_for_eager_code(model: nn.Module, graphs: list[fx.Graph]) -> None:
+    """The hooks reduce, as where a backward cannot be compiled; later ones are compiled."""
+    run = torch.compile(model, backend="aot_eager")
+    for stance, compiled in [("eager_on_recompile", 0), ("default", 1), ("eager_on_recompile", 1)]:
+        loss = run(X).square().sum()
+        model.zero_grad()
+        with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
+            loss.backward()
+        assert_plain_gradients(model)
+        assert len(graphs) == compiled
+    model.zero_grad()
+    loss = run(X).square().sum()
+    try:
+        torch.set_default_dtype(torch.float64)  # what was compiled does not fit
+        with torch.compiler.set_stance("eager_on_recompile"):
+            loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_plain_gradients(model)
+    assert len(graphs) == 1
 
 
 def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
