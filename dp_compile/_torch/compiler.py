@@ -155,6 +155,9 @@ def forced_eager() -> bool:
 
 def trace_autograd_ops() -> bool:
     """Whether Dynamo traces `backward()` itself; it silently drops every post-accumulate-grad hook then."""
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo would go through `sys.modules`, which fails when another thread imports something meanwhile.
+        return bool(getattr(torch._dynamo.config, "trace_autograd_ops", False))
     return bool(getattr(sys.modules.get("torch._dynamo.config"), "trace_autograd_ops", False))
 
 

@@ -50,6 +50,10 @@ with named():
     # `size_hint` in torch 2.11.
     _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.size_hint  # type: ignore[attr-defined]
 
+_session: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
+    torch.compiler, "_compile_session_context", contextlib.nullcontext
+)
+
 # What Dynamo raises when a frame cannot be captured whole; nothing of the frame has run by then.
 CAPTURE_ERRORS: tuple[type[BaseException], ...] = (Unsupported, UserError)
 RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitHit,)
@@ -207,13 +211,23 @@ def stays_in_graph(target: object) -> bool:
     return isinstance(target, torch._ops.OpOverload) or is_prologue
 
 
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Inside, nobody else compiles in this process, as while Dynamo does.
+
+    Without `_session`, other threads that call compiled code meanwhile are told that they trace it (torch 2.13).
+    """
+    with _compile_lock, _session():
+        yield
+
+
 def compile_graph(
     backend: Callable[[fx.GraphModule, list[Any]], Callable[..., Any]],
     graph_module: fx.GraphModule,
     inputs: list[torch.Tensor],
     example: list[torch.Tensor],
 ) -> Callable[..., Any]:
-    """What Dynamo does with a graph it made: call a backend, with what surrounds compilation, shapes static.
+    """What Dynamo does with a graph it made: call a backend. Only inside of `compiling()`.
 
     Args:
         backend: as for `torch.compile`.
@@ -222,16 +236,16 @@ def compile_graph(
         example: made of it by `stand_ins`.
     """
 
-    def compiling() -> Callable[..., Any]:
+    def compile_now() -> Callable[..., Any]:
         state = random.getstate()
         try:
             return backend(graph_module, [inputs])
         finally:
             random.setstate(state)
 
-    with _compile_lock, _tracing(_TracingContext(example[0].fake_mode)):  # type: ignore[attr-defined]
+    with _tracing(_TracingContext(example[0].fake_mode)):  # type: ignore[attr-defined]
         _counters["stats"]["unique_graphs"] += 1  # who counts compilations counts these
-        return _preserving_state(compiling)()
+        return _preserving_state(compile_now)()
 
 
 def stance() -> str:

@@ -287,7 +287,7 @@ class CompiledBackward:
         self._first = self._before_first_run(replicas, inputs)
         if self._first.why_not or dynamo.stance() != "default":  # one of "fail_on_recompile" is Dynamo's to keep
             return self._compile(replicas)
-        return self._compile_without_dynamo(replicas, inputs)
+        return self._compile_without_dynamo(replicas)
 
     def _before_first_run(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> _FirstRun:
         try:
@@ -325,28 +325,22 @@ class CompiledBackward:
         if self._keeping.key is not None:
             self._keeping = _Keeping(f"{self._keeping.said}; {done or f'not kept: {why}'}")
 
-    def _compile_without_dynamo(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
+    def _compile_without_dynamo(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
         """What compiles the graph when it runs for the first time; Dynamo is asked where that is not enough."""
         module = with_reductions(self._captured, replicas, self._to_reduce())
-        try:
-            example = dynamo.stand_ins(inputs)
-            graph_module, places = without_python(module, inputs, example)
-        except HasPython as error:
-            logger.debug("Dynamo traces a backward that has %s", error)
-            return self._compile(replicas)
-        except Exception:  # a tensor that torch makes no stand-in for
-            logger.debug("Dynamo traces a backward", exc_info=True)
-            return self._compile(replicas)
 
         def compile_and_run(inputs: list[Any], *rest: Any) -> Any:
             from dp_compile.engine import artifacts
 
             try:
-                code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
+                with dynamo.compiling():
+                    example = dynamo.stand_ins(inputs)
+                    graph_module, places = without_python(module, inputs, example)
+                    code = dynamo.compile_graph(self._compile_whole, graph_module, inputs, example)
             except DPCompileError:
                 raise
-            except Exception:  # of torch's: Dynamo knows better what to do, or to say
-                logger.debug("a backward is compiled by Dynamo", exc_info=True)
+            except Exception as error:  # also of torch's: Dynamo knows better what to do, or to say
+                logger.debug("Dynamo traces a backward: %s", error, exc_info=not isinstance(error, HasPython))
                 self._log = CompileLog()
                 self._run = self._compile(self._replicas)
                 return self._run(inputs, *rest)

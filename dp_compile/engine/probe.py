@@ -128,7 +128,7 @@ class _Trial:
         try:
             from dp_compile._torch import trial
 
-            with trial.uncounted(), torch.compiler.set_stance("default"):  # the user's may forbid to compile
+            with trial.uncounted():
                 ran = self._capture()
         except UnsupportedTorchError as error:
             self.findings = [str(error)]
@@ -146,6 +146,8 @@ class _Trial:
     def _capture(self) -> bool:
         from dp_compile._torch import dynamo, trial
 
+        if dynamo.stance() != "default":  # it may forbid to compile; another backward will do
+            return False
         weight, bias = (torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True) for _ in range(2))
         heard: list[torch.Tensor] = []
         weight.register_post_accumulate_grad_hook(heard.append)

@@ -343,7 +343,7 @@ def test_the_graph_is_dynamos(
     gradients: list[list[torch.Tensor | None]] = []
     for by_dynamo in (False, True):
         if by_dynamo:
-            ask = lambda self, replicas, _: self._compile(replicas)  # noqa: E731
+            ask = lambda self, replicas: self._compile(replicas)  # noqa: E731
             monkeypatch.setattr(compilation.CompiledBackward, "_compile_without_dynamo", ask)
         torch._dynamo.reset()
         torch.manual_seed(0)
