@@ -128,7 +128,7 @@ class _Trial:
         try:
             from dp_compile._torch import trial
 
-            with trial.uncounted():
+            with trial.compile_lock, trial.uncounted():
                 ran = self._capture()
         except UnsupportedTorchError as error:
             self.findings = [str(error)]
