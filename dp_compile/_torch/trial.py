@@ -14,7 +14,6 @@ from torch.utils import checkpoint as _checkpoint
 from dp_compile._torch.missing import named
 
 with named():
-    from torch._dynamo.convert_frame import compile_lock as compile_lock  # as for `torch.compile` of other threads
     from torch._dynamo.utils import counters as _counters
     from torch._functorch.aot_autograd import aot_function as _aot_function
     from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir

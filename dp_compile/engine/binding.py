@@ -170,10 +170,10 @@ def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[
 
 def find_sites(graph: fx.Graph) -> Sites:
     accumulations = tuple(
-        _position(node.args[0]) for node in graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
+        position_of(node.args[0]) for node in graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
     )
     hook_calls = tuple(
-        HookCall(node.name, _position(node.args[0]), _position(node.args[1]))
+        HookCall(node.name, position_of(node.args[0]), position_of(node.args[1]))
         for node in graph.find_nodes(op="call_function", target=dynamo.call_hook)
         if node.kwargs.get("hook_type") == "post_acc_grad_hook"
     )
@@ -182,7 +182,7 @@ def find_sites(graph: fx.Graph) -> Sites:
     return Sites(accumulations, unhooked, hook_calls)
 
 
-def _position(node: object) -> int:
+def position_of(node: object) -> int:
     """`k` of a node `getitem(placeholder, k)`."""
     assert isinstance(node, fx.Node)
     assert node.target is operator.getitem, node

@@ -126,9 +126,9 @@ class _Trial:
 
     def run(self) -> None:
         try:
-            from dp_compile._torch import trial
+            from dp_compile._torch import dynamo, trial
 
-            with trial.compile_lock, trial.uncounted():
+            with dynamo.compiling(), trial.uncounted():
                 ran = self._capture()
         except UnsupportedTorchError as error:
             self.findings = [str(error)]

@@ -12,6 +12,7 @@ import operator
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 from beside import AOT
 from torch import fx, nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
@@ -432,6 +434,21 @@ def test_it_is_counted(model: nn.Module) -> None:
     before = compiler.compiled_graphs()
     loss.backward()
     assert compiler.compiled_graphs() == before + 1
+
+
+def test_other_threads_are_kept_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody compiles meanwhile, and who runs compiled code is not told that it is being traced (torch 2.13)."""
+    seen: list[tuple[bool, bool]] = []
+    compile_graph = compilation.CompiledBackward._compile_with_passes
+
+    def look(self: compilation.CompiledBackward, *args: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            seen.append((other.submit(compile_lock.acquire, False).result(), torch.compiler.is_compiling()))
+        return compile_graph(self, *args)
+
+    monkeypatch.setattr(compilation.CompiledBackward, "_compile_with_passes", look)
+    backward(torch.compile(model, backend="aot_eager"))
+    assert seen == [(False, hasattr(torch.compiler, "_compile_session_context"))]
 
 
 def test_a_stance_against_compiling_is_kept(model: nn.Module, dynamos: list[int]) -> None:
