@@ -74,8 +74,8 @@ def _add_training(group: Any, default: TrainOptions) -> None:
         metavar="NAME",
         default=default.optimizer,
         help="plain: parameters are updated in optimizer.step(). in-backward: behind each reduction, in the captured "
-        "backward. sharded: there, and each rank updates and remembers a part. crossing: in the next forward "
-        "(%(default)s)",
+        "backward. sharded: there, and each rank updates and remembers a part. crossing: in the next forward. "
+        "sharded-crossing: as sharded, and parameters go round under the next forward (%(default)s)",
     )
     group.add_argument(
         "--seed", type=int, default=default.seed, metavar="N", help="of parameters and batches (%(default)s)"

@@ -39,7 +39,7 @@ class OptimizerRecord:
         way: `IN_BACKWARD`, `SHARDED` or `OVERLAP_FORWARD`.
         nbytes: of the parameters that it updates, and so of their gradients.
         kept_nbytes: of these the gradients that were left to `step()`.
-        updates: how many updates were left for the next forward.
+        updates: how many updates were left for the next forward; `SHARDED`: how many all-gathers.
         left: the numbers of their buckets.
         left_nbytes: of what was on its way in them.
         stayed: they were in flight behind `step()` too; `None`: that has not been called yet.
@@ -69,11 +69,13 @@ class OptimizerRecord:
             return self._sharded()
         kept = f"{format_bytes(self.kept_nbytes)} of {format_bytes(self.nbytes)} of gradients"
         text = f"{self.name} updates in the backward: the last one kept {kept} for step()"
-        if self.way == OVERLAP_FORWARD:
-            waits = "step(): the forward is not one graph of this backend" if self.stayed is False else ""
-            text += f"; the last backward left {count(self.updates, 'update')} for {waits or 'the next forward'}"
-            text += f", {format_bytes(self.left_nbytes)} in flight until then" if self.left else ""
+        text += self._left("update") if self.way == OVERLAP_FORWARD else ""
         return f"{text} (computed from sizes)"
+
+    def _left(self, what: str) -> str:
+        waits = "step(): the forward is not one graph of this backend" if self.stayed is False else ""
+        text = f"; the last backward left {count(self.updates, what)} for {waits or 'the next forward'}"
+        return f"{text}, {format_bytes(self.left_nbytes)} in flight until then" if self.left_nbytes else text
 
     def _sharded(self) -> str:
         how = "elements of buckets" if self.cuts else "whole parameters"
@@ -84,6 +86,7 @@ class OptimizerRecord:
         if self.state_nbytes and self.own_elements:
             whole = round(self.state_nbytes * self.elements / self.own_elements)
             text += f", with {format_bytes(self.state_nbytes)} of state instead of {format_bytes(whole)}"
+        text += self._left("all-gather") if self.updates else ""
         return f"{text} (computed from sizes)"
 
 

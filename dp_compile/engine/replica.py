@@ -307,6 +307,10 @@ class Replica:
             self._factors = numbers, tuple(tensors)
         return self._factors[1]
 
+    def has_in_flight(self) -> bool:
+        """Whether an optimizer has left something of the last backward that nobody has come for yet."""
+        return any(each.crossing is not None and each.crossing.has_in_flight for each in self.after.updates)
+
     def arrive(self) -> None:
         """Do the updates that optimizers have left for the next forward."""
         for each in self.after.updates:

@@ -44,6 +44,10 @@ class Wanted:
 class Crossing(Leaves, Protocol):
     """What an optimizer has left for the next forward."""
 
+    @property
+    def has_in_flight(self) -> bool:
+        """Whether there is something."""
+
     def arrive(self) -> None:
         """Do it now."""
 

@@ -64,7 +64,7 @@ class FirstSteps(Observer):
         timed = self._timed.get(replica)
         if timed is None or timed.plan_since != replica.revisions.settled_after:
             return None
-        steps = measured_steps(timed.clocks, replica.plan, SOURCE, timed.rank)
+        steps = measured_steps(timed.clocks, replica, SOURCE, timed.rank)
         return typical_step(steps) if steps else None
 
 

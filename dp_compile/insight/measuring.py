@@ -61,7 +61,10 @@ class Measurement:
         times = f"backward {_ms(step.backward_s)}, of which {_ms(waited_s)} waited for {buckets}"
         times += f" and {_ms(step.updates_s)} updates" if step.updates_s else ""
         times += f"; behind it {_ms(step.exposed_later_s)} for {count(behind, 'bucket')}" if behind else ""
-        times += f"; parameters go round behind it in {_ms(step.gather_s)}" if step.gather_s else ""
+        round_s = f"parameters go round behind it in {_ms(step.gather_s)}"
+        if step.next_forward is not None:
+            round_s = f"the next forward waits {_ms(step.gather_s)} for parameters that go round"
+        times += f"; {round_s}" if step.gather_s else ""
         return f"{step.source}: {times}{left_out}"
 
 
@@ -131,11 +134,12 @@ def _conclude(measurement: Measurement, replica: Replica, recording: _Recording)
     measurement.not_measured += recording.skipped
     clocks = [clock for plan, clock in recording.clocks if plan.for_code() == replica.plan.for_code()]
     measurement.not_measured["the plan was made anew after it"] += len(recording.clocks) - len(clocks)
-    steps = measured_steps(clocks, replica.plan, SOURCE, dist.get_rank())
-    unseen = [clock for clock in clocks if clock.buckets(len(replica.plan.buckets)) is None]
-    in_flight = sum(clock.launched() == len(replica.plan.buckets) for clock in unseen)
+    steps = measured_steps(clocks, replica, SOURCE, dist.get_rank())
+    in_flight = bool(clocks) and replica.has_in_flight()
+    ended = clocks[: len(clocks) - in_flight]
+    unseen = sum(clock.buckets(len(replica.plan.buckets)) is None for clock in ended)
     measurement.not_measured["updates of it were in flight when the block ended"] += in_flight
-    measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += len(unseen) - in_flight
+    measurement.not_measured["not every bucket was seen, is it a CUDA graph?"] += unseen
     _remember(measurement, replica, steps)
 
 

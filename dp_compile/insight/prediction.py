@@ -14,21 +14,17 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.observers import UPDATE
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, SHARDED, OptimizerRecord
 from dp_compile.errors import ConfigError
-from dp_compile.insight.step import MeasuredStep, PlannedBucket, Step, planned_buckets
+from dp_compile.insight.step import BYTES, MeasuredStep, PlannedBucket, Step, planned_buckets
 from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
 from dp_compile.plan.cost import EITHER, AllReduceCost, check_number
 from dp_compile.plan.crossing import (
     FORWARD_SHARE,
-    Arrival,
-    arrivals,
-    in_order_of_need,
     plan_crossing,
     why_not_left,
     without_flags,
 )
-from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.links import LAUNCH_US, link, with_levels
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 from dp_compile.plan.reduction import Levels, Stage, scattering, stages_of
@@ -48,10 +44,9 @@ PLAIN: Final = "plain"
 OPTIMIZERS: Final = (PLAIN, IN_BACKWARD, SHARDED)
 """Where an optimizer can update in a prediction: in `step()`, in the backward, or there each rank a part."""
 
-DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPES: Final = {name: BYTES[name] for name in ("bfloat16", "float16", "float32")}
 """What gradients can be predicted in, with the bytes of an element."""
 
-_BYTES: Final = {**DTYPES, "float64": 8, "complex64": 8, "complex128": 16}
 _FLOATING: Final = frozenset({*DTYPES, "float64"})
 LINK_INSIDE: Final = "nvlink4"
 LAUNCH_S: Final = LAUNCH_US * 1e-6
@@ -269,14 +264,9 @@ def predict(step: Step, scenario: Scenario) -> Prediction:
     other = replace(step, plan=plan, cost=cost, ready=ready, world_size=world_size, optimizers=optimizers)
     buckets = tuple(planned_buckets(other))
     reduced_s = max([backward_s, *(bucket.finish_s for bucket in buckets)])
-    makespan_s, bound_s = reduced_s + other.gather_s, other.bound_s()
-    crosses = bool(other.left)
+    makespan_s = reduced_s + other.gather_wait_s
     if other.left:
         makespan_s = backward_s + sum(bucket.exposed_s for bucket in buckets)
-    elif scenario.overlap_forward and other.gather_s:
-        crosses = True
-        makespan_s = reduced_s + sum(each.waited_s for each in _gathers_under_the_forward(other, reduced_s))
-        bound_s = max(backward_s, other.communication_s - other.forward_s)
     gradient_nbytes = sum(gradient.nbytes for gradient in plan.gradients if gradient.name != UNUSED_FLAGS)
     return Prediction(
         scenario=scenario,
@@ -290,12 +280,12 @@ def predict(step: Step, scenario: Scenario) -> Prediction:
         backward_s=backward_s,
         communication_s=other.communication_s,
         makespan_s=makespan_s,
-        bound_s=bound_s,
+        bound_s=other.bound_s(),
         gradient_nbytes=gradient_nbytes,
         padding_nbytes=sum(bucket.nbytes + bucket.padding_nbytes for bucket in plan.buckets) - gradient_nbytes,
         step_s=_step_s(step, scenario, other, makespan_s),
-        forward_s=other.forward_s if crosses else 0.0,
-        forward_basis=_forward_basis(step) if crosses else "",
+        forward_s=other.forward_s if other.has_two_halves else 0.0,
+        forward_basis=_forward_basis(step) if other.has_two_halves else "",
     )
 
 
@@ -580,23 +570,14 @@ def _optimizers(step: Step, scenario: Scenario, plan: BucketPlan) -> tuple[Optim
     way, crosses = _way(step, scenario), _crosses(step, scenario)
     left = tuple(n for n, bucket in enumerate(plan.buckets) if not why_not_left(bucket)) if crosses else ()
     if scenario.optimizer is None and not scenario.overlap_forward:
-        return step.optimizers if plan is step.plan else tuple(replace(each, left=left) for each in step.optimizers)
+        if plan is step.plan:
+            return step.optimizers
+        return tuple(each if each.way == SHARDED else replace(each, left=left) for each in step.optimizers)
     if way == PLAIN:
         return ()
-    nbytes = sum(each.numel * _BYTES.get(each.key.dtype, 4) for each in plan.gradients if each.name != UNUSED_FLAGS)
+    nbytes = sum(each.numel * BYTES.get(each.key.dtype, 4) for each in plan.gradients if each.name != UNUSED_FLAGS)
     ranks = scenario.world_size or step.world_size
     if way == SHARDED:
-        return (OptimizerRecord("", SHARDED, nbytes, ranks=ranks, cuts=True),)
+        late = tuple(range(len(plan.buckets))) if scenario.overlap_forward else ()
+        return (OptimizerRecord("", SHARDED, nbytes, left=late, ranks=ranks, cuts=True),)
     return (OptimizerRecord("", OVERLAP_FORWARD if crosses else IN_BACKWARD, nbytes, left=left),)
-
-
-def _gathers_under_the_forward(step: Step, from_s: float) -> tuple[Arrival, ...]:
-    """All-gathers that start when all is reduced and updated, those first that the next forward reads first."""
-    jobs = []
-    for bucket in step.plan.buckets:
-        if bucket.key.reduction.is_scattered:
-            nbytes = sum(member.numel * _BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
-            read = 1 - max(step.ready.of_member(member) for member in bucket.members)
-            needed_s = from_s + step.forward_s * read
-            jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))
-    return arrivals(in_order_of_need(jobs))

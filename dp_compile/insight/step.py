@@ -15,12 +15,12 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.observers import FORWARD, GATHER, UPDATE
-from dp_compile.engine.record import SHARDED, OptimizerRecord, Placement
+from dp_compile.engine.record import OVERLAP_FORWARD, SHARDED, OptimizerRecord, Placement
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.crossing import FORWARD_SHARE, arrivals
+from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
 from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
@@ -30,6 +30,8 @@ NOMINAL: Final = "nominal"
 """How a cost's source begins if nobody measured it."""
 WAITED: Final = "by what steps waited"
 """How it begins if `with_waited_link` found it."""
+BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
+"""Of an element of a parameter, by its dtype."""
 DECENTRALIZED: Final = "decentralized"
 """The mode of a step whose buckets are of parameters, which ranks mix; no gradient is reduced."""
 
@@ -118,7 +120,7 @@ class MeasuredStep:
 
     @property
     def gather_s(self) -> float:
-        """How long parameters went round behind the backward."""
+        """How long parameters went round behind the backward, or how long they were waited for in the next forward."""
         return self.lasted(GATHER, behind=True)
 
     @property
@@ -133,11 +135,12 @@ class MeasuredStep:
 
     @property
     def next_forward_s(self) -> float | None:
-        """How long that computed: without waits, and without updates."""
+        """How long that computed: without waits, without updates and parameters that go round."""
         forward = self.next_forward
         if forward is None:
             return None
-        inside = [each.seconds for each in self.follows if each.what == UPDATE and _is_in(each.start_s, forward)]
+        others = (each for each in self.follows if each.what in (UPDATE, GATHER))
+        inside = [each.seconds for each in others if _is_in(each.start_s, forward)]
         waited = [each.waited_s for each in self.buckets if each.wait_s is not None and _is_in(each.wait_s, forward)]
         return max(0.0, forward.seconds - sum(inside) - sum(waited))
 
@@ -220,8 +223,18 @@ class Step:
     def left(self) -> frozenset[int]:
         """The numbers of the buckets whose reductions may end under the next forward."""
         buckets = len(self.plan.buckets)
-        found = {number for each in self.optimizers if each.stayed is not False for number in each.left}
-        return frozenset(number for number in found if number < buckets)
+        crossing = (each for each in self.optimizers if each.way == OVERLAP_FORWARD and each.stayed is not False)
+        return frozenset(number for each in crossing for number in each.left if number < buckets)
+
+    @property
+    def gathers_late(self) -> bool:
+        """Whether parameters go round under the next forward."""
+        return any(each.left and each.stayed is not False for each in self._sharded())
+
+    @property
+    def has_two_halves(self) -> bool:
+        """Whether something of this step may end under the next forward."""
+        return bool(self.left) or self.gathers_late
 
     @property
     def forward_s(self) -> float:
@@ -241,8 +254,15 @@ class Step:
 
     @property
     def gather_s(self) -> float:
-        """How long parameters go round behind the backward, where each rank updates a part of them."""
+        """How long parameters go round, where each rank updates a part of them."""
         return sum(self._gather_s(each, self._gathers(each)) for each in self._sharded())
+
+    @property
+    def gather_wait_s(self) -> float:
+        """How long compute stands still for them: all of it, or what the next forward waits."""
+        if not self.gathers_late:
+            return self.gather_s
+        return sum(each.waited_s for each in gathers_under_the_forward(self))
 
     def _sharded(self) -> list[OptimizerRecord]:
         return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
@@ -285,10 +305,10 @@ class Step:
     def bound_s(self) -> float:
         """When backward and communication could be over at the earliest: `release_time_bound`, in the plan's pieces.
 
-        With parameters that go round behind it as fast as they can. Where reductions end under the next forward it is
+        With parameters that go round behind it as fast as they can. Where something ends under the next forward it is
         what is left of the longer of all compute and all communication, without that forward.
         """
-        if self.left:
+        if self.has_two_halves:
             return max(self.backward_s, self.communication_s - self.forward_s)
         gradients = [member for bucket in self.ready_members() for member in bucket]
         bound_s = release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s)
@@ -411,6 +431,20 @@ def planned_buckets(step: Step) -> list[PlannedBucket]:
             for times in [(each.ready_s, each.start_s, each.finish_s)]
         ]
     return [PlannedBucket(*launch) for launch in launches(step.jobs(), backward_s=step.backward_s)]
+
+
+def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
+    """All-gathers that start when all is reduced and updated, those first that the next forward reads first."""
+    from_s = max([step.backward_s, *(bucket.finish_s for bucket in planned_buckets(step))])
+    whole = any(not each.cuts for each in step.optimizers if each.way == SHARDED)
+    jobs = []
+    for bucket in step.plan.buckets:
+        if bucket.key.reduction.is_scattered or (whole and not _is_of_flags(bucket)):
+            nbytes = sum(member.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
+            read = 1 - max(step.ready.of_member(member) for member in bucket.members)
+            needed_s = from_s + step.forward_s * read
+            jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))
+    return arrivals(in_order_of_need(jobs))
 
 
 def _plain(step: Step) -> dict[str, Any]:

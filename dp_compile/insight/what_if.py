@@ -418,8 +418,6 @@ def _notes_on_optimizers(rows: Sequence[Prediction]) -> Iterator[str]:
             "backward together and all communication, max(T_forward + T_backward + T_optimizer, T_communication), "
             "where T_optimizer counts as 0."
         )
-    if any(row.scenario.overlap_forward and row.scenario.optimizer == SHARDED for row in rows):
-        text += " in_backward() refuses shard=True with overlap_forward=True yet: that row is a prediction of both."
     yield textwrap.fill(text, 110, break_on_hyphens=False)
 
 

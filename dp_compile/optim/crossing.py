@@ -22,10 +22,11 @@ import operator
 import os
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -73,7 +74,7 @@ class Crossing:
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, steps: PartialSteps) -> None:
         self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
         self._options: tuple[dict[str, Any], ...] = ()
-        self._left: list[_Left] = []
+        self._left: list[Left] = []
         self._last = LeftBehind()
         self.failed = ""
         """Why an update was not done, or not all of it: the model is of no step."""
@@ -89,23 +90,30 @@ class Crossing:
     def leave(
         self, buckets: Sequence[tuple[int, Bucket]], indices: Sequence[int], launched: Sequence[torch.Tensor]
     ) -> None:
-        """Keep what is on its way."""
+        """Keep what is on its way, and what it updates."""
         replica, optimizer = self._replica(), self._optimizer()
         assert replica is not None
         assert optimizer is not None
         on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
-        left = _Left(self, replica, optimizer, self._steps, self._options, tuple(indices), on_its_way, replica.told)
+        left = _LeftUpdate(
+            crossing=self, replica=replica, indices=tuple(indices), buckets=tuple(number for number, _ in buckets),
+            told=replica.told, optimizer=optimizer, steps=self._steps, options=self._options, on_its_way=on_its_way,
+        )  # fmt: skip
         if replica.rehearses:
             left.drop()
         else:
-            self._left.append(left)
+            self.keep(left)
+
+    def keep(self, left: Left) -> None:
+        """Keep something until it arrives, or somebody comes for it."""
+        self._left.append(left)
 
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
         self._last = LeftBehind(
             len(self._left),
-            tuple(sorted({number for left in self._left for number, _, _ in left.buckets})),
-            sum(tensor.nbytes for left in self._left for _, _, tensor in left.buckets),
+            tuple(sorted({number for left in self._left for number in left.buckets})),
+            sum(left.nbytes for left in self._left),
             frozenset(index for left in self._left for index in left.indices),
         )
         if self._left:
@@ -130,6 +138,10 @@ class Crossing:
     def left_behind(self) -> LeftBehind:
         """What the last backward did not wait for."""
         return self._last
+
+    @property
+    def has_in_flight(self) -> bool:
+        return not all(each.is_over for each in self._left)
 
     def arrive(self) -> None:
         """Let nothing be in flight."""
@@ -172,26 +184,43 @@ class LeftBehind:
     stayed: bool | None = None
 
 
-@dataclass(eq=False, slots=True)
-class _Left:
-    """An update whose gradients are on their way. Holds the parameters as long as that is so."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class Left(ABC):
+    """What a backward has left of some parameters. Holds them as long as that is so.
+
+    `indices`: of the parameters. `buckets`: by their numbers in the plan, those that it is of. `told`: who hears of the
+    backward.
+    """
 
     crossing: Crossing
     replica: Replica
-    optimizer: torch.optim.Optimizer
-    steps: PartialSteps
-    options: tuple[dict[str, Any], ...]
     indices: tuple[int, ...]
-    buckets: tuple[tuple[int, Bucket, torch.Tensor], ...]
-    """With their numbers in the plan, and what each was launched with; a gradient in pieces lies in several."""
+    buckets: tuple[int, ...]
     told: Told
-    """Who hears of the backward."""
     addresses: tuple[int, ...] = ()
     """Of its parameters, when the backward ended."""
     versions: tuple[tuple[int, int], ...] = ()
     """Where each of them lay then, and how often it had been written to."""
-    poisoned: list[torch.Tensor] = field(default_factory=list)
     is_over: bool = False
+    what: ClassVar[str]
+    """What is left of a parameter, in a word."""
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Of what is on its way."""
+
+    @abstractmethod
+    def poison(self) -> None:
+        """Let whoever reads the parameters too early read NaN."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Let nothing be on its way."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait, and let the parameters be those of the step."""
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -202,9 +231,7 @@ class _Left:
         in_flight.update(dict.fromkeys(self.addresses, self))
         if poisons:
             with torch.no_grad(), self.replica.local.updating(self.indices):
-                self.poisoned = [each.detach().clone() for each in self.parameters]
-                for parameter in self.parameters:
-                    parameter.fill_(torch.nan)
+                self.poison()
         self.versions = self._versions_now()
 
     def _versions_now(self) -> tuple[tuple[int, int], ...]:
@@ -217,12 +244,12 @@ class _Left:
             self._land()
             try:
                 self._check_not_written()
-                self._update()
+                self._finish()
             except BaseException as error:
                 names = self.replica.name_list(self.indices)
                 self.crossing.failed = self.crossing.failed or (
-                    f"the update of {names} failed ({type(error).__name__}), which was left for the next forward. The "
-                    "model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
+                    f"the {self.what} of {names} failed ({type(error).__name__}), which was left for the next forward. "
+                    "The model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
                     "this state."
                 )
                 raise
@@ -231,8 +258,7 @@ class _Left:
         with _lock:
             if not self.is_over:
                 self._land()
-                for _, _, launched in self.buckets:
-                    torch.ops._c10d_functional.wait_tensor.default(launched)
+                self.wait()
 
     def _land(self) -> None:
         """Nobody comes for it any more."""
@@ -241,7 +267,7 @@ class _Left:
             in_flight.pop(address, None)
 
     def _check_not_written(self) -> None:
-        """What was written would get an update on top that belongs to what was there before.
+        """What was written would be lost, or get an update on top that belongs to what was there before.
 
         Raises:
             ReductionError: somebody has written to parameters.
@@ -250,41 +276,70 @@ class _Left:
         written = [index for index, before, now in pairs if before != now]
         if written:
             raise ReductionError(
-                f"{self.replica.name_list(written)} changed while an update was in flight (overlap_forward=True). Call "
-                "dp_compile.optim.synchronize(model) before parameters are changed past the module's methods."
+                f"{self.replica.name_list(written)} changed while an {self.what} was in flight (overlap_forward=True). "
+                "Call dp_compile.optim.synchronize(model) before parameters are changed past the module's methods."
             )
 
-    def _update(self) -> None:
-        parameters = self.parameters
-        numbers = [str(number) for number, _, _ in self.buckets]
+    def _finish(self) -> None:
+        numbers = " and ".join(map(str, self.buckets))
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that. Or it is
         # Dynamo, which looks at the module's buffers while it traces; or somebody who computes with fake tensors.
         with (
             compiler.not_compiling(),
             autograd.without_dispatch_modes(),
-            autograd.named_range(f"dp_compile::bucket {' and '.join(numbers)} update, in the next forward"),
+            autograd.named_range(f"dp_compile::bucket {numbers} {self.what}, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
+            self.replica.local.updating(self.indices),
         ):
-            gradients = self._reduced()
-            kept = [parameter.grad for parameter in parameters]
-            with (
-                self.told.following(UPDATE),
-                self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
-                self.replica.local.updating(self.indices),
-            ):
-                for parameter, value in zip(parameters, self.poisoned, strict=False):
-                    parameter.copy_(value)
-                for index, parameter in zip(self.indices, parameters, strict=True):
-                    parameter.grad = gradients[index]
-                optim.step_without_hooks(self.optimizer)
-            for parameter, grad in zip(parameters, kept, strict=True):
-                parameter.grad = grad
+            self.finish()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _LeftUpdate(Left):
+    """An update whose gradients are on their way."""
+
+    optimizer: torch.optim.Optimizer
+    steps: PartialSteps
+    options: tuple[dict[str, Any], ...]
+    on_its_way: tuple[tuple[int, Bucket, torch.Tensor], ...]
+    """Buckets with their numbers in the plan, and what each was launched with; a gradient in pieces lies in several."""
+    before: list[torch.Tensor] = field(default_factory=list)
+    """The parameters, if they are poisoned."""
+    what = "update"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(launched.nbytes for _, _, launched in self.on_its_way)
+
+    def poison(self) -> None:
+        self.before = [each.detach().clone() for each in self.parameters]
+        for parameter in self.parameters:
+            parameter.fill_(torch.nan)
+
+    def wait(self) -> None:
+        for _, _, launched in self.on_its_way:
+            torch.ops._c10d_functional.wait_tensor.default(launched)
+
+    def finish(self) -> None:
+        parameters, gradients = self.parameters, self._reduced()
+        kept = [parameter.grad for parameter in parameters]
+        with (
+            self.told.following(UPDATE),
+            self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
+        ):
+            for parameter, value in zip(parameters, self.before, strict=False):
+                parameter.copy_(value)
+            for index, parameter in zip(self.indices, parameters, strict=True):
+                parameter.grad = gradients[index]
+            optim.step_without_hooks(self.optimizer)
+        for parameter, grad in zip(parameters, kept, strict=True):
+            parameter.grad = grad
 
     def _reduced(self) -> dict[int, torch.Tensor]:
         """The gradients by index in the module, once they are here."""
         whole, pieces = dict[int, torch.Tensor](), defaultdict[int, list[tuple[Rows, torch.Tensor]]](list)
-        for number, bucket, launched in self.buckets:
+        for number, bucket, launched in self.on_its_way:
             with self.told.waiting(number):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
             ops = EagerOps(bucket, (), tensor.device)

@@ -7,6 +7,7 @@ import operator
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,10 +54,10 @@ def in_backward(
         buckets_in_flight: how many buckets may be on their way, or done and not yet used, when the next one is
             launched: bounds the memory of gradients, but computing may stand still for it. `None`: it never does.
         overlap_forward: leave updates whose gradients are on their way when a backward ends for the next forward, which
-            does each right before it reads the parameter. For `torch.compile(model, backend="dp_compile")`; behind any
-            other forward `step()` waits. All that Dynamo has compiled in this process is compiled anew. Whoever reads a
-            parameter past the module's methods calls `model.synchronize()` before (`optim/crossing.py` has who waits).
-            Every rank gives the same.
+            does each right before it reads the parameter; with `shard` it waits there for parameters that go round. For
+            `torch.compile(model, backend="dp_compile")`; behind any other forward `step()` waits. All that Dynamo has
+            compiled in this process is compiled anew. Whoever reads a parameter past the module's methods calls
+            `model.synchronize()` before (`optim/crossing.py` has who waits). Every rank gives the same.
         shard: each rank reduces, updates and remembers a part: elements of buckets, or whole parameters where the
             optimizer looks at more than elements. All of `step()` is then in the backward, on every rank. Every rank
             calls this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.
@@ -73,21 +74,16 @@ def in_backward(
         raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
     refuse_dtensors(model, "in_backward()")
     _check(optimizer, max_norm, scaler, buckets_in_flight)
-    _check_overlap(overlap_forward, max_norm, scaler, buckets_in_flight)
     if not isinstance(shard, bool):
         raise ConfigError(f"shard must be True or False, got {shard!r}.")
+    _check_overlap(overlap_forward, max_norm, scaler, buckets_in_flight, shard=shard)
     before = _known.get(optimizer)
     if before is not None:
         if before.replica is not None and before in before.replica.after.updates:
             raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
         before.remove()
-    if shard and overlap_forward:
-        raise ConfigError(
-            "shard=True together with overlap_forward=True: parameters are gathered at the end of the backward. Leave "
-            "one of them out."
-        )
-    given = replica, optimizer, max_norm, scaler, buckets_in_flight
-    updates = _sharded()(*given) if shard else InBackward(*given, overlaps=overlap_forward)
+    kind = _sharded() if shard else InBackward
+    updates = kind(replica, optimizer, max_norm, scaler, buckets_in_flight, overlaps=overlap_forward)
     mine = updates.indices()
     if not mine:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
@@ -97,7 +93,8 @@ def in_backward(
     updates.install()
     replica.after.updates.append(updates)
     if updates.crossing is not None:
-        plan_for(replica)
+        if not shard:  # else reductions end in the backward
+            plan_for(replica)
         watch(model, updates.crossing)
     _known[optimizer] = updates
     return optimizer
@@ -145,14 +142,15 @@ def check_of_torch(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
+def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any, *, shard: bool) -> None:
     if not isinstance(overlaps, bool):
         raise ConfigError(f"overlap_forward must be True or False, got {overlaps!r}.")
     whole = "max_norm" if max_norm is not None else "scaler" if scaler is not None else ""
-    if overlaps and whole:
+    if overlaps and whole and not shard:
         raise ConfigError(
             f"overlap_forward=True together with {whole}: that looks at all gradients before the first update, so no "
-            "update can be left for the next forward. Leave one of them out."
+            "update can be left for the next forward. Leave one of them out, or add shard=True: parameters that are "
+            "updated then go round under the next forward."
         )
     if overlaps and in_flight is not None:
         raise ConfigError(
@@ -259,14 +257,16 @@ class InBackward:
 
     def record(self) -> OptimizerRecord:
         indices, here = self.indices(), self._sizes()
-        behind = None if self.crossing is None else self.crossing.left_behind()
-        crosses: dict[str, Any] = {"way": IN_BACKWARD}
-        if behind is not None:
-            crosses = {"way": OVERLAP_FORWARD, "updates": behind.updates, "left": behind.buckets}
-            crosses |= {"left_nbytes": behind.nbytes, "stayed": behind.stayed}
-        kept = sum(here[index] for index in indices if index not in self._done)
         nbytes = sum(here[index] for index in indices)
-        return OptimizerRecord(type(self._alive()).__name__, nbytes=nbytes, kept_nbytes=kept, **crosses)
+        kept = sum(here[index] for index in indices if index not in self._done)
+        way = IN_BACKWARD if self.crossing is None else OVERLAP_FORWARD
+        return self._with_what_is_left(OptimizerRecord(type(self._alive()).__name__, way, nbytes, kept_nbytes=kept))
+
+    def _with_what_is_left(self, record: OptimizerRecord) -> OptimizerRecord:
+        if self.crossing is None:
+            return record
+        left = self.crossing.left_behind()
+        return replace(record, updates=left.updates, left=left.buckets, left_nbytes=left.nbytes, stayed=left.stayed)
 
     def _sizes(self) -> list[int]:
         """Bytes of each parameter of the module, and so of its gradient."""

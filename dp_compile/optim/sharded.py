@@ -3,17 +3,23 @@
     captured backward        ... compute ... reduce-scatter 0 ... reduce-scatter 1 ... wait, update own part of 0, of 1
     other backwards          the same reduce-scatters
     end of every backward    what is not updated yet; all-gather 0, all-gather 1, ...
+    next forward             with `overlap_forward`: all-gathers have begun in the order in which it reads; each is
+                             waited for in front of what reads it first (`crossing.py`)
 
 A rank that falls back runs the same collectives in the same order: those behind the reductions all come at the end of
 the backward. And it runs the same kernels on the same elements: each element is updated on one rank, and is what that
 rank says on all.
+
+Source: DeAR (arXiv 2302.12445), Megatron-LM's `overlap_param_gather`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Final, NoReturn
 
@@ -31,11 +37,12 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.optim.crossing import Left
 from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place, said_of
 from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of
 from dp_compile.optim.states import State, States, cut, gathered
-from dp_compile.passes.reduction import Launched, launch_stage
+from dp_compile.passes.reduction import launch_stage
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, Stage
 
@@ -69,6 +76,49 @@ class _TakesParts:
         self._sharded.take(bucket, part)
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Parameters that go round.
+
+    `buckets`: of which they are, where somebody may wait for these alone. `values`: theirs, once `work` has ended; from
+    `offsets` on, in the order of their memory.
+    """
+
+    buckets: tuple[int, ...]
+    indices: tuple[int, ...]
+    offsets: tuple[int, ...]
+    values: torch.Tensor
+    work: dist.Work
+
+    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.work.wait()
+        for index, offset in zip(self.indices, self.offsets, strict=True):
+            flat(parameters[index]).copy_(self.values[offset : offset + parameters[index].numel()])
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _LeftGather(Left):
+    """Parameters that other ranks have updated, and that are on their way to this one."""
+
+    round: _Round
+    what = "all-gather"
+
+    @property
+    def nbytes(self) -> int:
+        return self.round.values.nbytes
+
+    def poison(self) -> None:
+        for parameter in self.parameters:
+            parameter.fill_(torch.nan)
+
+    def wait(self) -> None:
+        self.round.work.wait()
+
+    def finish(self) -> None:
+        with self.told.following(GATHER):
+            self.round.put_back(self.replica.parameters)
+
+
 class Sharded(InBackward):
     """An optimizer whose updates run in the backward of one module, each rank doing a part."""
 
@@ -79,8 +129,10 @@ class Sharded(InBackward):
         max_norm: float | None,
         scaler: GradScaler | None,
         in_flight: int | None,
+        *,
+        overlaps: bool = False,
     ) -> None:
-        super().__init__(replica, optimizer, max_norm, scaler, in_flight)
+        super().__init__(replica, optimizer, max_norm, scaler, in_flight, overlaps=overlaps)
         self.cuts = type(optimizer) in ELEMENT_WISE
         """Whether parameters are cut anywhere; else each rank has whole ones."""
         self.group = replica.group.process_group
@@ -115,6 +167,7 @@ class Sharded(InBackward):
             "optimizer": type(optimizer).__name__,
             "parameters": list(self._names_now()),
             "groups": [len(group["params"]) for group in optimizer.param_groups],
+            "overlap_forward": self.crossing is not None,
         }, "in_backward(shard=True)")  # fmt: skip
         replica.after.parts_to = _TakesParts(self, optimizer)
         replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
@@ -215,7 +268,7 @@ class Sharded(InBackward):
     def record(self) -> OptimizerRecord:
         optimizer, sizes = self._alive(), self._sizes()
         state = (value for each in optimizer.state.values() for value in each.values())
-        return OptimizerRecord(
+        record = OptimizerRecord(
             type(optimizer).__name__,
             SHARDED,
             sum(sizes[index] for index in self.covered),
@@ -225,6 +278,7 @@ class Sharded(InBackward):
             own_elements=sum(piece.numel for piece in self.pieces.values()),
             state_nbytes=sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
         )
+        return self._with_what_is_left(record)
 
     # --- who has what
 
@@ -486,8 +540,7 @@ class Sharded(InBackward):
             self._updated.update(self.covered)
             with replica.local.updating(self.covered):
                 self._step(gradients)
-                with replica.told.following(GATHER):
-                    self._gather(replica)
+                self._gather(replica)
         for index in self.covered:
             if index not in still:
                 self.parameters[index].grad = sharded_gradient(self.parameters[index])
@@ -577,17 +630,45 @@ class Sharded(InBackward):
     # --- what all ranks get
 
     def _gather(self, replica: Replica) -> None:
+        """Let all ranks have all of the parameters, now or in the next forward."""
         if self.ranks == 1:
             return
-        if self.cuts:
-            self._gather_parts(replica)
-        else:
-            self._hand_round()
+        rounds = self._rounds_of_parts(replica) if self.cuts else self._rounds_of_whole(replica)
+        with replica.told.following(GATHER):
+            if self.crossing is not None:
+                for each in rounds:
+                    self.crossing.keep(
+                        _LeftGather(
+                            crossing=self.crossing,
+                            replica=replica,
+                            indices=each.indices,
+                            buckets=each.buckets,
+                            told=replica.told,
+                            round=each,
+                        )
+                    )
+                return
+            flights: deque[_Round] = deque()
+            for each in rounds:
+                flights.append(each)
+                if len(flights) > _GATHERS_AHEAD:
+                    flights.popleft().put_back(self.parameters)
+            for each in flights:
+                each.put_back(self.parameters)
 
-    def _gather_parts(self, replica: Replica) -> None:
-        flights: list[tuple[int, Launched]] = []
+    def _numbers(self, replica: Replica) -> list[int]:
+        """Buckets of the plan, those first that are waited for first.
+
+        What is ready last in a backward is taken to be read first in the next forward, as in `plan/crossing.py`.
+        """
+        numbers = list(range(len(replica.plan.buckets)))
+        return numbers if self.crossing is None else numbers[::-1]
+
+    def _rounds_of_parts(self, replica: Replica) -> Iterator[_Round]:
+        """Each rank's part of each bucket; launched one by one."""
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
-        for number, bucket in enumerate(replica.plan.buckets):
+        for number in self._numbers(replica):
+            bucket = replica.plan.buckets[number]
             if not bucket.key.reduction.is_scattered:
                 continue
             like = self.parameters[bucket.members[0].gradient.index]
@@ -595,39 +676,30 @@ class Sharded(InBackward):
             for piece in self.pieces.values():
                 if piece.bucket == number:
                     part[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
-            flights.append((number, launch_stage(stage, [part])))
-            if len(flights) > _GATHERS_AHEAD:
-                self._put_back(replica, *flights.pop(0))
-        for flight in flights:
-            self._put_back(replica, *flight)
+            launched = launch_stage(stage, [part])
+            (values,) = launched.tensors
+            indices = tuple(member.gradient.index for member in bucket.members)
+            offsets = tuple(member.offset or 0 for member in bucket.members)
+            yield _Round((number,), indices, offsets, values, launched.work)
 
-    def _put_back(self, replica: Replica, number: int, launched: Launched) -> None:
-        launched.work.wait()
-        (gathered_bucket,) = launched.tensors
-        for member in replica.plan.buckets[number].members:
-            offset = member.offset or 0
-            flat(self.parameters[member.gradient.index]).copy_(gathered_bucket[offset : offset + member.numel])
-
-    def _hand_round(self) -> None:
-        """Each rank sends the parameters that it has updated to all others."""
-        flights: list[tuple[list[int], torch.Tensor, Any]] = []
+    def _rounds_of_whole(self, replica: Replica) -> Iterator[_Round]:
+        """What each rank has updated, from that rank to all others; launched one by one."""
+        self._is_laid_out(replica)
+        _, bucket_of, _ = self._looked_at
+        chunks = [((), self.covered)] if self.crossing is None else [
+            ((number,), tuple(index for index in self.covered if bucket_of[index] == number))
+            for number in self._numbers(replica)
+        ]  # fmt: skip
         kinds = dict.fromkeys(self.parameters[index].dtype for index in self.covered)
-        for rank in range(self.ranks):
-            for dtype in kinds:
-                indices = [
-                    index
-                    for index in self.covered
-                    if self._owner_of[index] == rank and self.parameters[index].dtype == dtype
-                ]
-                if indices:
-                    sent = torch.cat([flat(self.parameters[index]) for index in indices])
-                    source = dist.get_global_rank(self.group, rank)
-                    flights.append((indices, sent, dist.broadcast(sent, source, group=self.group, async_op=True)))
-        for indices, sent, work in flights:
-            work.wait()
-            numels = [self.parameters[index].numel() for index in indices]
-            for index, values in zip(indices, sent.split(numels), strict=True):
-                flat(self.parameters[index]).copy_(values)
+        for (numbers, some), rank, dtype in itertools.product(chunks, range(self.ranks), kinds):
+            indices = tuple(
+                index for index in some if self._owner_of[index] == rank and self.parameters[index].dtype == dtype
+            )
+            if indices:
+                values = torch.cat([flat(self.parameters[index]) for index in indices])
+                work = dist.broadcast(values, dist.get_global_rank(self.group, rank), group=self.group, async_op=True)
+                offsets = itertools.accumulate((self.parameters[index].numel() for index in indices), initial=0)
+                yield _Round(numbers, indices, tuple(offsets)[:-1], values, work)
 
     # --- around step()
 

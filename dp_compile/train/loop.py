@@ -214,14 +214,14 @@ class Run:
             sys.stdout.flush()
 
     def _steps(self, timing: Timing) -> Iterator[torch.Tensor]:
-        crosses = self.options.optimizer == "crossing"
+        crosses = self.options.optimizer in ("crossing", "sharded-crossing")
         compiled: Any = torch.compile(self.model, backend=BACKEND if crosses else "inductor")
         optimizer = make_optimizer(self.model, self.options)
         if self.options.topology is not None:
             options = self.options.replicate_config()
             decentralize(self.model, topology=self.options.topology, optimizer=optimizer, config=options)
         if self.options.optimizer != "plain":
-            shard = self.options.optimizer == "sharded"
+            shard = self.options.optimizer in ("sharded", "sharded-crossing")
             in_backward(self.model, optimizer, shard=shard, overlap_forward=crosses)
         their_optimizer = make_optimizer(self.twin.ddp, self.options) if self.twin else None
         if self.twin is not None and self.options.topology is not None and their_optimizer is not None:

@@ -41,9 +41,9 @@ MP_DTYPES: Final = {None: None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMM_HOOKS: Final = {None: None, "bf16": "bfloat16", "fp16": "float16", "int8": "int8", "fp8": "float8_e4m3fn"}
 """What `--comm-hook` calls the dtypes in which gradients travel by a hook: torch's own, or `QuantizedHook`."""
 
-OPTIMIZERS: Final = ("plain", "in-backward", "sharded", "crossing")
+OPTIMIZERS: Final = ("plain", "in-backward", "sharded", "crossing", "sharded-crossing")
 """Where parameters are updated: in `optimizer.step()`; behind each reduction in the backward; there, each rank a part;
-where the next forward reads them."""
+where the next forward reads them; in the backward, each rank a part, which the others get where they read it."""
 
 _NOT_MIXED: Final = ("reduce_dtype", "comm_hook", "bucket_cap_mb", "save_step")
 """Options on gradients that are reduced, or what explains their reduction."""

@@ -115,6 +115,7 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "import torch, torch.distributed as dist, dp_compile": (PYTHON,),
         "import torch, dp_compile, torch.distributed as dist": (PYTHON,),
         "# as above, up to the optimizer": ("docs/test_commands.py::test_the_sharded_optimizer_that_is_shown",),
+        "# up to the optimizer as above": (PYTHON,),
     },
     "ray.md": {
         "import os": (
@@ -341,11 +342,13 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("README.md"))
     assert "backwards: 3 captured" in report
     assert one == other
-    for number, said in (
-        (0, "2 parameters updated in it"),
-        (2, "the last backward left 2 updates for the next forward"),
+    optimizer = python_of("optimizers.md").split("dp_compile.optim.in_backward")[0]
+    for code, said in (
+        (python_of("optimizers.md"), "2 parameters updated in it"),
+        (python_of("optimizers.md", 2), "the last backward left 2 updates for the next forward"),
+        (optimizer + python_of("optimizers.md", 3), "the last backward left 1 all-gather for the next forward"),
     ):
-        (report, one), (_, other) = ranks2.run(update_in_backward, python_of("optimizers.md", number))
+        (report, one), (_, other) = ranks2.run(update_in_backward, code)
         assert said in report
         assert one == other
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("migration.md"))

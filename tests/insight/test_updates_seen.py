@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "clipped": {"max_norm": 1.0},
     "crossing": {"overlap_forward": True},
     "sharded": {"shard": True},
+    "sharded crossing": {"shard": True, "overlap_forward": True},
 }
 LATE_S = 0.06
 
@@ -50,7 +51,7 @@ class Loop:
         self.model = dp_compile.replicate(build(), config=config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         dp_compile.optim.in_backward(self.model, self.optimizer, **WAYS[way])
-        self.run = torch.compile(self.model, backend="dp_compile" if way == "crossing" else "aot_eager")
+        self.run = torch.compile(self.model, backend="dp_compile" if "overlap_forward" in WAYS[way] else "aot_eager")
 
     def train(self, times: int) -> None:
         for _ in range(times):
@@ -129,6 +130,36 @@ def test_updates_and_what_goes_round_are_no_compute(seen: dict[str, Seen], way: 
         assert "parameters that go round behind the backward" in str(explanation)
 
 
+def test_parameters_that_go_round_are_waited_for_in_the_next_forward(seen: dict[str, Seen]) -> None:
+    step, measurement, report, explanation = seen["sharded crossing"]
+    assert measurement.not_measured == {"updates of it were in flight when the block ended": 1}
+    measured, figures = step.measured, explanation.measured
+    assert measured is not None
+    assert figures is not None
+    assert not step.left
+    assert step.gathers_late
+    forward = measured.next_forward
+    assert forward is not None
+    launched, *rounds = [each for each in measured.follows if each.what == "gather"]
+    assert measured.backward_s < launched.start_s < launched.end_s < forward.start_s
+    assert len(rounds) == 3
+    assert all(forward.start_s < each.start_s < each.end_s < forward.end_s for each in rounds)
+    assert measured.next_forward_s == pytest.approx(forward.seconds - sum(each.seconds for each in rounds))
+    assert measured.gather_s == pytest.approx(launched.seconds + sum(each.seconds for each in rounds))
+    assert figures.end_s == pytest.approx(measured.backward_s + forward.seconds)
+    assert "the last backward left 3 all-gathers for the next forward, " in report
+    assert "the next forward waits " in str(measurement)
+    text = " ".join(str(explanation).split())
+    assert "parameters that go round under the next forward" in text
+    assert "next forward: measured on rank 0" in text
+    assert step.gather_wait_s <= step.gather_s
+    assert explanation.end_s is not None
+    assert explanation.end_s >= step.bound_s() + step.forward_s
+    waited = dataclasses.replace(step, optimizers=tuple(dataclasses.replace(e, stayed=False) for e in step.optimizers))
+    assert not waited.gathers_late
+    assert "step() waits for the 3 all-gathers " in " ".join(str(explanation_of(waited)).split())
+
+
 def test_memory_is_computed_from_sizes(seen: dict[str, Seen]) -> None:
     elements = 3 * (64 + 8)
     for way in ("plain", "clipped", "crossing"):
@@ -163,6 +194,9 @@ def test_timelines_have_two_halves(seen: dict[str, Seen]) -> None:
     assert names.count("next forward") == 2
     assert "next forward" in timeline_page(step)
     assert "next forward" in timeline_picture(step)
+    late = timeline_of(seen["sharded crossing"].step).views
+    assert all([each.name for each in view.computing] == [view.backward_name, "next forward"] for view in late)
+    assert [each.name for each in late[1].behind] == ["next forward", *["parameters go round"] * 4]
     gone_round = timeline_of(seen["sharded"].step).views
     assert [[each.name for each in view.behind] for view in gone_round] == [["parameters go round"]] * 2
 

@@ -8,12 +8,10 @@ from __future__ import annotations
 import copy
 import gc
 import io
-import os
 import pickle
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,12 +27,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel
-from twins import ADAMW, SGD, SMALL, Make, Net, Twins, twins, two_groups
+from twins import ADAMW, SGD, SMALL, Make, Net, Twins, poisoned, twins, two_groups
 
 import dp_compile
 import dp_compile.plan.crossing
 from dp_compile.averaging import PeriodicModelAverager
-from dp_compile.optim.crossing import POISON_VARIABLE
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
@@ -50,15 +47,6 @@ LEFT = 4
 BIG = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
-@contextmanager
-def poisoned() -> Iterator[None]:
-    os.environ[POISON_VARIABLE] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[POISON_VARIABLE]
-
-
 class Tied(Net):
     """The first weight and the scale are read once more at the very end."""
 
@@ -71,10 +59,12 @@ class Tied(Net):
         return x * self.scale
 
 
-def crossing(build: Callable[[], nn.Module] = Tied, make: Make = SGD, **options: Any) -> Twins:
+def crossing(build: Callable[[], nn.Module] = Tied, make: Make = SGD, *, shard: bool = False, **options: Any) -> Twins:
     """Twins, ours with `overlap_forward`. `theirs` is replicated as it is."""
-    both = twins(build, make, given={"overlap_forward": True}, **options)
+    both = twins(build, make, given={"overlap_forward": True, "shard": shard}, **options)
     both.run = torch.compile(both.ours, backend="dp_compile")
+    # As in `test_sharded.py`: the norm is added up in another order; of more than two ranks gradients are too.
+    both.nearly = shard and (both.max_norm is not None or dist.get_world_size() > 2)
     return both
 
 
@@ -102,6 +92,7 @@ def go(both: Twins, number: int) -> None:
 
 
 def train(build: Callable[[], nn.Module], name: str, config: dp_compile.ReplicateConfig, **options: Any) -> set[int]:
+    what = "all-gather" if options.get("shard") else "update"
     with poisoned():
         both = crossing(build, OPTIMIZERS[name], config=config, **options)
         schedulers = [torch.optim.lr_scheduler.StepLR(each, 2, gamma=0.5) for each in (both.mine, both.other)]
@@ -109,7 +100,7 @@ def train(build: Callable[[], nn.Module], name: str, config: dp_compile.Replicat
         for number in range(6):
             go(both, number)
             counts.add(left())
-            assert f"left {left()} update" in str(dp_compile.report(both.ours))
+            assert f"left {left()} {what}" in str(dp_compile.report(both.ours))
             for scheduler in schedulers:
                 scheduler.step()  # the update that is in flight is one of the rate before
         compare(both, exact=config.backend != "inductor")  # other buckets, other kernels, other rounding
@@ -126,6 +117,27 @@ def test_the_same_bits_as_without(ranks: Ranks, name: str) -> None:
 
 def test_generated_code(ranks: Ranks) -> None:
     assert set(map(min, ranks.run(train, Tied, "adamw", replace(SMALL, backend="inductor")))) == {LEFT}
+
+
+@pytest.mark.parametrize(("name", "max_norm"), [("sgd", None), ("adamw", 0.05), ("adafactor", 0.05)])
+def test_parameters_that_go_round(ranks: Ranks, name: str, max_norm: float | None) -> None:
+    """Sharded, also with what looks at all gradients first; whole parameters go from each of their owners."""
+    found = ranks.run(partial(train, Tied, name, SMALL, shard=True, max_norm=max_norm))
+    least = LEFT if name != "adafactor" else LEFT + 2 * (len(found) - 1)  # of each rank that has some
+    assert set(map(min, found)) == {least}, found
+
+
+def order_of_rounds() -> list[tuple[int, ...]]:
+    both = crossing(make=ADAMW, shard=True)
+    go(both, 0)
+    found = [each.buckets for each in dict.fromkeys(in_flight.values())]  # type: ignore[attr-defined]
+    dp_compile.optim.synchronize(both.ours)
+    return found
+
+
+def test_what_is_read_first_goes_round_first(ranks2: Ranks) -> None:
+    """The last layers are in the first bucket, the scale of the input in the last one."""
+    assert ranks2.run(order_of_rounds) == [[(3,), (2,), (1,), (0,)]] * 2
 
 
 KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
@@ -267,9 +279,9 @@ def inferred(model: nn.Module, run: Any) -> torch.Tensor:
     return result
 
 
-def read(names: Sequence[str]) -> None:
+def read(names: Sequence[str], shard: bool) -> None:
     with poisoned():
-        both = crossing(make=ADAMW, compile_theirs=names in (IN_GRAPHS, IN_DOUBLE))
+        both = crossing(make=ADAMW, shard=shard, compile_theirs=names in (IN_GRAPHS, IN_DOUBLE))
         for number, name in enumerate((*names, *names)):
             go(both, number)
             assert left() == LEFT, name
@@ -286,14 +298,18 @@ IN_GRAPHS = ("evaluation", "inference mode")
 IN_DOUBLE = ("another dtype",)
 IN_PIECES = ("a graph that breaks",)  # Inductor compiles it, theirs too
 OTHERS = tuple(name for name in READERS if name not in (*IN_GRAPHS, *IN_DOUBLE, *IN_PIECES))
+# A sharded optimizer knows neither `join()` nor, behind `double()`, its own memory.
+SHARDED_TOO = tuple(name for name in OTHERS if name != "the end of a join")
 
 
 @pytest.mark.parametrize(
-    "names", [OTHERS, IN_GRAPHS, IN_DOUBLE, IN_PIECES], ids=["eager", "graphs", "double", "pieces"]
+    ("names", "shard"),
+    [(OTHERS, False), (IN_GRAPHS, False), (IN_DOUBLE, False), (IN_PIECES, False), (SHARDED_TOO, True)],
+    ids=["eager", "graphs", "double", "pieces", "sharded"],
 )
-def test_readers_wait(ranks2: Ranks, names: Sequence[str]) -> None:
+def test_readers_wait(ranks2: Ranks, names: Sequence[str], shard: bool) -> None:
     """Each behind a step of its own, in turns: what comes first may leave something behind for the next one."""
-    ranks2.run(read, names)
+    ranks2.run(read, names, shard)
 
 
 def in_autocast() -> None:
@@ -634,7 +650,7 @@ def fall_back(both: Twins, number: int) -> None:
 
 def reload(model: Any, call: Any, optimizer: Any) -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()))
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.load_state_dict(copy.deepcopy(dp_compile.optim.full_state_dict(optimizer)))
 
 
 def slower(model: Any, call: Any, optimizer: Any) -> None:
@@ -671,10 +687,10 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-def in_order(names: list[str], make: str) -> None:
+def in_order(names: list[str], make: str, shard: bool, max_norm: float | None) -> None:
     with poisoned(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        both = crossing(make=OPTIMIZERS[make], compile_theirs=True)
+        both = crossing(make=OPTIMIZERS[make], shard=shard, max_norm=max_norm, compile_theirs=True)
         for number, name in enumerate(["step", *names]):
             ACTIONS[name](both, 2 * number)
         both.compare()
@@ -684,23 +700,25 @@ ORDERS = st.lists(st.sampled_from([*ACTIONS]), min_size=2, max_size=8)
 MAKES = st.sampled_from(["sgd", "adamw"])
 
 
+@pytest.mark.parametrize(("shard", "max_norm"), [(False, None), (True, None)], ids=["whole", "sharded"])
 @settings(max_examples=3, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=ORDERS, make=MAKES)
-def test_orders(ranks2: Ranks, names: list[str], make: str) -> None:
-    ranks2.run(in_order, names, make)
+def test_orders(ranks2: Ranks, shard: bool, max_norm: float | None, names: list[str], make: str) -> None:
+    ranks2.run(in_order, names, make, shard, max_norm)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)  # each of two hundred takes some three seconds
+@pytest.mark.parametrize(("shard", "max_norm"), [(False, None), (True, 0.05)], ids=["whole", "sharded"])
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=ORDERS, make=MAKES)
-def test_many_orders(ranks2: Ranks, names: list[str], make: str) -> None:
-    ranks2.run(in_order, names, make)
+def test_many_orders(ranks2: Ranks, shard: bool, max_norm: float | None, names: list[str], make: str) -> None:
+    ranks2.run(in_order, names, make, shard, max_norm)
 
 
-def failed_backward() -> None:
+def failed_backward(shard: bool) -> None:
     with poisoned():
-        both = crossing(Failing)
+        both = crossing(Failing, shard=shard)
         go(both, 0)
         before = [each.detach().clone() for each in both.ours.parameters()]
         both.ours.fails = True  # type: ignore[assignment]
@@ -712,17 +730,18 @@ def failed_backward() -> None:
         both.compare()
 
 
-def test_a_backward_that_fails(ranks2: Ranks) -> None:
-    ranks2.run(failed_backward)
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_backward_that_fails(ranks2: Ranks, shard: bool) -> None:
+    ranks2.run(failed_backward, shard)
 
 
 def written(way: str) -> list[str]:
-    both = crossing()
+    both = crossing(shard=way == "written to, sharded")
     go(both, 0)
-    state = copy.deepcopy((both.ours.state_dict(), both.mine.state_dict()))
+    state = copy.deepcopy((both.ours.state_dict(), dp_compile.optim.full_state_dict(both.mine)))
     go(both, 1)
     weight: Any = both.ours.layers[1].weight  # type: ignore[index,union-attr]
-    if way == "written to":
+    if way.startswith("written to"):
         with torch.no_grad():
             weight.zero_()
     elif way == "elsewhere":
@@ -742,17 +761,18 @@ def written(way: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("way", ["written to", "elsewhere", "its update fails"])
+@pytest.mark.parametrize("way", ["written to", "written to, sharded", "elsewhere", "its update fails"])
 def test_parameters_that_change_in_flight(ranks2: Ranks, way: str) -> None:
-    """The update would be of what was there before; and one that failed would be missing on one rank."""
+    """The update would be of what was there before, or what was written lost; one that failed would be missing on one
+    rank."""
     for first, *others in ranks2.run(written, way):
         assert ("synchronize(model)" in first) is (way != "its update fails")
         assert all("load_state_dict" in each for each in others)
 
 
-def dropped() -> list[int]:
+def dropped(shard: bool) -> list[int]:
     with poisoned():
-        both = crossing()
+        both = crossing(shard=shard)
         go(both, 0)
         counts = [left()]
         dp_compile.unreplicate(both.ours)
@@ -760,7 +780,7 @@ def dropped() -> list[int]:
         assert b"dp_compile" not in pickle.dumps(both.ours.layers[0])  # type: ignore[index]
         for one, other in zip(both.ours.parameters(), both.theirs.parameters(), strict=True):
             assert torch.equal(one, other)
-        again = crossing()
+        again = crossing(shard=shard)
         go(again, 0)
         counts.append(left())
         del both, again
@@ -769,8 +789,9 @@ def dropped() -> list[int]:
     return counts
 
 
-def test_a_module_that_goes_takes_what_is_in_flight_with_it(ranks2: Ranks) -> None:
-    assert ranks2.run(dropped) == [[LEFT, 0, LEFT, 0]] * 2
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_module_that_goes_takes_what_is_in_flight_with_it(ranks2: Ranks, shard: bool) -> None:
+    assert ranks2.run(dropped, shard) == [[LEFT, 0, LEFT, 0]] * 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -781,7 +802,7 @@ def test_a_module_that_goes_takes_what_is_in_flight_with_it(ranks2: Ranks) -> No
     [
         ({"overlap_forward": 1}, "must be True or False, got 1"),
         ({"overlap_forward": True, "max_norm": 1.0}, "together with max_norm"),
-        ({"overlap_forward": True, "shard": True}, "together with overlap_forward=True"),
+        ({"overlap_forward": True, "shard": True, "buckets_in_flight": 1}, "together with buckets_in_flight"),
         ({"overlap_forward": True, "scaler": torch.amp.GradScaler("cpu")}, "together with scaler"),
         ({"overlap_forward": True, "buckets_in_flight": 1}, "together with buckets_in_flight"),
     ],
@@ -793,17 +814,21 @@ def test_what_does_not_go_together(options: dict[str, Any], text: str) -> None:
         dp_compile.optim.in_backward(model, SGD(model.parameters()), **options)
 
 
-def one_of_two() -> str:
+def one_of_two(shard: bool) -> str:
     model = dp_compile.replicate(Net(), config=replace(SMALL, timeout_s=1.0))
-    text = ""
-    if dist.get_rank() == 0:
+    text, overlaps = "", dist.get_rank() == 0
+    if overlaps or shard:
         with pytest.raises(dp_compile.DPCompileError) as error:
-            dp_compile.optim.in_backward(model, SGD(model.parameters()), overlap_forward=True)
+            dp_compile.optim.in_backward(model, SGD(model.parameters()), overlap_forward=overlaps, shard=shard)
         text = str(error.value)
     dist.barrier()
     return text
 
 
 def test_one_rank_alone_is_told(ranks2: Ranks) -> None:
-    text, _ = ranks2.run(one_of_two)
+    text, _ = ranks2.run(one_of_two, False)
     assert "in_backward(overlap_forward=True): rank 1 has not called" in text
+
+
+def test_all_ranks_of_a_sharded_one_overlap_or_none(ranks2: Ranks) -> None:
+    assert all("overlap_forward" in text for text in ranks2.run(one_of_two, True))

@@ -7,8 +7,10 @@ import pickle
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
-from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, Twins, twins, two_groups
+from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, Twins, poisoned, twins, two_groups
 
 import dp_compile
 from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
@@ -35,8 +37,14 @@ OPTIMIZERS: dict[str, Make] = {
 }
 
 
+GIVEN: dict[str, Any] = {"shard": True}
+"""What `in_backward` is given in all that follows."""
+
+
 def sharded(*args: Any, **options: Any) -> Twins:
-    both = twins(*args, **{"given": {"shard": True, **options.pop("given", {})}} | options)
+    overlaps = GIVEN.get("overlap_forward", False)
+    compiled = {"compile_model": partial(torch.compile, backend="dp_compile")} if overlaps else {}
+    both = twins(*args, **{"given": {**GIVEN, **options.pop("given", {})}} | compiled | options)
     # The norm is added up in another order; of more than two ranks gradients are too.
     both.nearly = both.max_norm is not None or dist.get_world_size() > 2
     return both
@@ -311,9 +319,9 @@ class Spare(Net):
         return super().forward(self.spare(x) if dist.get_rank() < self.users else x)
 
 
-def unused(name: str, max_norm: float | None, compile_model: Callable[[nn.Module], Any]) -> None:
-    options = {"compile_model": compile_model, "find_unused_parameters": True}
-    both = sharded(Spare, OPTIMIZERS[name], max_norm=max_norm, **options)
+def unused(name: str, max_norm: float | None, compile_model: Callable[[nn.Module], Any] | None) -> None:
+    options = {} if compile_model is None else {"compile_model": compile_model}
+    both = sharded(Spare, OPTIMIZERS[name], max_norm=max_norm, find_unused_parameters=True, **options)
     for number, users in enumerate((2, 0, 1, 2, 0)):
         both.ours.users = both.theirs.users = users  # type: ignore[assignment]
         before = both.ours.spare.weight.clone()  # type: ignore[union-attr,operator]
@@ -847,3 +855,37 @@ def test_an_update_that_fails(ranks: Ranks) -> None:
 def test_two_levels_of_network_are_refused(ranks4: Ranks) -> None:
     for text in ranks4.run(on_two_levels):
         assert "two levels of network" in text
+
+
+# --- and with parameters that go round under the next forward ---------------------------------------------------------
+
+
+def in_the_next_forward(scenario: Callable[..., Any], *args: Any) -> None:
+    with poisoned(), mock.patch.dict(GIVEN, overlap_forward=True):
+        scenario(*args)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "args"),
+    [
+        (one_rank_falls_back, ("adamw", 0.05, None)),
+        pytest.param(one_rank_falls_back, ("adafactor", None, None), marks=pytest.mark.nightly),
+        (unused, ("adamw", None, None)),
+        pytest.param(unused, ("adamw", 0.05, not_compiled), marks=pytest.mark.nightly),
+        pytest.param(accumulate, (0.05,), marks=pytest.mark.nightly),
+        pytest.param(frozen, ("adafactor",), marks=pytest.mark.nightly),
+        (scaled, ("adamw", None, True)),
+        (beside_another, ("adafactor",)),
+        pytest.param(several_modules, (), marks=pytest.mark.nightly),
+        pytest.param(one_small_part, (), marks=pytest.mark.nightly),
+        (planned_anew, ()),
+        pytest.param(whole_states, (), marks=pytest.mark.nightly),
+        (fails_between, ()),
+    ],
+    ids=lambda each: each.__name__ if callable(each) else None,
+)
+def test_parameters_that_go_round_under_the_next_forward(
+    ranks: Ranks, scenario: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    """The same in all of these cases with `overlap_forward`, and NaN in what is in flight."""
+    ranks.run(in_the_next_forward, scenario, *args)

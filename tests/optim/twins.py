@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.optim.crossing import POISON_VARIABLE
 
 SMALL = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=1e-4)
 """Buckets of about one layer."""
@@ -68,6 +70,16 @@ def two_groups(kind: Any, **options: Any) -> Make:
 
 SGD = two_groups(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 ADAMW = two_groups(torch.optim.AdamW, lr=0.01)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Whoever reads a parameter too early gets NaN."""
+    os.environ[POISON_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[POISON_VARIABLE]
 
 
 @dataclass

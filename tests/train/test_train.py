@@ -118,7 +118,10 @@ def test_a_place_without_source_is_refused(tmp_path: Path) -> None:
         (("--tp", "2", "--comm-hook", "int8"), "--comm-hook int8 does not work with --tp: a hook would see parts"),
         (("--tp", "2", "--topology", "complete"), "--topology complete does not work with --tp: parameters are mixed"),
         (("--tp", "2", "--no-ddp-python-hook"), "--no-ddp-python-hook does not work with --tp: torch's C++ reducer"),
-        (("--optimizer", "adam"), "--optimizer must be one of plain, in-backward, sharded, crossing, got 'adam'"),
+        (
+            ("--optimizer", "adam"),
+            "--optimizer must be one of plain, in-backward, sharded, crossing, sharded-crossing, got 'adam'",
+        ),
         (("--context", "100000000"), "--context must be < "),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
         (("--step", "5"), "unrecognized arguments: --step 5"),
@@ -266,7 +269,7 @@ def test_a_comm_hook_ends_where_torch_does(name: str, said: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("optimizer", ["in-backward", "sharded", "crossing"])
+@pytest.mark.parametrize("optimizer", ["in-backward", "sharded", "crossing", "sharded-crossing"])
 def test_updates_in_the_backward_end_where_torch_does(optimizer: str) -> None:
     process = start("--steps", "8", "--check", "--optimizer", optimizer)
     out, err = process.communicate(timeout=300)

@@ -31,6 +31,9 @@ from dp_compile.train.gpt import GPT
 REPLAN_AFTER: Final = 3
 """Backwards measured by `ours:replan`. The one after them compiles again: warm up for three steps more than this."""
 
+NEVER_REACHED: Final = 1e9
+"""A bound for the norm of gradients: what clipping costs, and the gradients of everybody else."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ours:
@@ -42,7 +45,8 @@ class Ours:
     are in a node, and what is beyond goes over a second level of network. `tolerance`: of gradients, for what is lost
     on the way. `dtensors`: parameters are DTensors, in a mesh with one rank for tensor parallel: what it costs to have
     them, with nothing to send for it; only the workloads that are a GPT. `updates` are in the `backward`, or left for
-    the next `forward`; else behind the backward.
+    the next `forward`; else behind the backward. With `shard` each rank updates a part and clips by the norm of all:
+    what is left for the next forward are the all-gathers.
     """
 
     name: str
@@ -56,6 +60,7 @@ class Ours:
     dtensors: bool = False
     tolerance: float = 0.0
     updates: str | None = None
+    shard: bool = False
     is_bound: bool = False
     backend: str = "inductor"
 
@@ -75,7 +80,8 @@ class Ours:
         if self.updates is None:
             return _OurLoop(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
         crosses = self.updates == "forward"
-        in_backward(model, loop.optimizer, overlap_forward=crosses)
+        max_norm = NEVER_REACHED if self.shard else None
+        in_backward(model, loop.optimizer, max_norm, overlap_forward=crosses, shard=self.shard)
         kind = _CrossingLoop if crosses else _UpdatingLoop
         return kind(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
 
@@ -202,6 +208,8 @@ KINDS: Final = (
     Ours("ours:dtensors", dtensors=True),
     Ours("ours:in_backward", updates="backward"),
     Ours("ours:crossing", updates="forward"),
+    Ours("ours:sharded", updates="backward", shard=True),
+    Ours("ours:sharded_crossing", updates="forward", shard=True),
 )
 
 

@@ -182,7 +182,7 @@ def _more_compute(step: Step, now: Prediction) -> Iterator[Advice]:
 
 def _slow_part(step: Step) -> Iterator[Advice]:
     """Where compute is what bounds the step, and much of it is in one place."""
-    part = slowest_part(step) if bound_by(step) == COMPUTE and not step.left else None
+    part = slowest_part(step) if bound_by(step) == COMPUTE and not step.has_two_halves else None
     if part is None:
         return
     seen, saved = replace(times_as_seen(step), backward_s=step.backward_s), part.share / 2

@@ -94,12 +94,14 @@ class Explanation:
         notes: what else has to be known to read the figures.
         slowest: where most of the compute is, if it is more in one place than elsewhere.
         optimizers: those that update in the backward.
-        left: the buckets whose reductions may end under the next forward. `end_s`, `bound_s` and `exposed_s` are then
-            of the backward and that forward together.
+        left: the buckets whose reductions may end under the next forward.
         ended_in_backward: those that do not then, and why.
-        forward_s: how long the next forward computes then; else `None`.
+        forward_s: how long the next forward computes, where something may end under it; else `None`. `end_s`,
+            `bound_s` and `exposed_s` are then of the backward and that forward together.
         forward_from: where that is from.
-        gather_s: how long parameters go round behind the backward, where each rank updates a part.
+        gather_s: how long parameters go round, where each rank updates a part: behind the backward, or under the next
+            forward.
+        gather_wait_s: how much of that compute stands still.
     """
 
     bound_by: str
@@ -135,6 +137,12 @@ class Explanation:
     forward_s: float | None = None
     forward_from: str = ""
     gather_s: float = 0.0
+    gather_wait_s: float = 0.0
+
+    @property
+    def has_two_halves(self) -> bool:
+        """Whether something may end under the next forward."""
+        return self.forward_s is not None
 
     @property
     def times(self) -> Times:
@@ -189,7 +197,9 @@ class Explanation:
         sections += [[*_slowest(self), *_crossing(self), *_exposure(self, word), *_measured_exposure(self)]]
         sections += [[*_updates(self), *_memory_and_copies(self), *_left_alone(self)]]
         if self.end_s is not None:
-            what = "for backward and next forward" if self.left else "until backward and communication are over"
+            what = (
+                "for backward and next forward" if self.has_two_halves else "until backward and communication are over"
+            )
             sections += [lines_of_advice(self.advice, word, self.end_s, self.times, what)]
         shown = None if verbose else SHOWN_BUCKETS
         sections += [bucket_table(self.buckets, at_most=shown, word=word, times=self.times)]
@@ -214,8 +224,8 @@ def explanation_of(step: Step) -> Explanation:
     given, step = step, with_measured_backward(step)
     buckets = explained_buckets(step)
     planned = [bucket.planned for bucket in buckets if bucket.planned is not None]
-    forward_s = step.forward_s if step.left else 0.0
-    exposed_s = sum(bucket.exposed_s for bucket in planned) + step.gather_s
+    forward_s = step.forward_s if step.has_two_halves else 0.0
+    exposed_s, gather_wait_s = sum(bucket.exposed_s for bucket in planned), step.gather_wait_s
     ends = [step.backward_s, *(each.finish_s for each in planned)] if not step.left else [step.backward_s + exposed_s]
     return Explanation(
         bound_by=bound_by(step),
@@ -233,8 +243,8 @@ def explanation_of(step: Step) -> Explanation:
         cost_source=step.cost_source,
         communication_s=step.communication_s,
         bound_s=step.bound_s() + forward_s,
-        end_s=max(ends) + forward_s + step.gather_s if planned else None,
-        exposed_s=exposed_s if planned else None,
+        end_s=max(ends) + forward_s + gather_wait_s if planned else None,
+        exposed_s=exposed_s + gather_wait_s if planned else None,
         buckets=buckets,
         measured=measured_figures(step),
         copies=copies_of(step.placements),
@@ -248,9 +258,10 @@ def explanation_of(step: Step) -> Explanation:
         optimizers=step.optimizers,
         left=tuple(sorted(step.left)),
         ended_in_backward=tuple(ended_in_backward(step)) if step.left else (),
-        forward_s=forward_s if step.left else None,
-        forward_from=forward_from(step) if step.left else "",
+        forward_s=forward_s if step.has_two_halves else None,
+        forward_from=forward_from(step) if step.has_two_halves else "",
         gather_s=step.gather_s,
+        gather_wait_s=gather_wait_s,
     )
 
 
@@ -291,7 +302,7 @@ def _bucket(data: dict[str, Any]) -> ExplainedBucket:
 
 
 def _verdict(this: Explanation) -> Iterator[str]:
-    halves = "backward and next forward take" if this.left else "the backward takes"
+    halves = "backward and next forward take" if this.has_two_halves else "the backward takes"
     computes = f"{halves} {format_ms(this.computes_s)}"
     together = f"communication would take {format_ms(this.communication_s)} if nothing overlapped"
     yield from wrapped(
@@ -310,7 +321,7 @@ def _verdict(this: Explanation) -> Iterator[str]:
         f"{size}{'; backwards: ' if ways else ''}{ways}",
         2,
     )
-    forward = f"; next forward: {this.forward_from}" if this.left else ""
+    forward = f"; next forward: {this.forward_from}" if this.has_two_halves else ""
     yield from wrapped(f"backward: {this.backward_from}; ready times: {this.ready_from}{forward}", 2)
     yield from wrapped(f"link: an all-reduce takes {this.cost}, {this.cost_source}", 2)
     for note in this.notes:
@@ -322,7 +333,7 @@ def _figures(this: Explanation, word: str) -> list[str]:
     if this.bound_by == ONE_RANK:
         return []
     end, bound = "end of backward and communication", "best possible end, whatever the buckets"
-    if this.left:
+    if this.has_two_halves:
         end, bound = (
             "backward and next forward",
             "best possible end: the longer of compute and communication",
@@ -330,21 +341,20 @@ def _figures(this: Explanation, word: str) -> list[str]:
     rows: list[tuple[str, float | None, float | None]] = [
         ("backward, compute alone", this.backward_s, seen.compute_s if seen else None),
     ]
-    if this.left:
+    if this.has_two_halves:
         rows.append(("next forward, compute alone", this.forward_s, seen.forward_s if seen else None))
     if seen is not None and seen.updates_s:
         rows.append(("updates in the backward", None, seen.updates_s))
     rows.append(("communication if nothing overlapped", this.communication_s, None))
-    if this.gather_s:
-        rows.append(("  parameters that go round behind the backward", this.gather_s, seen.gather_s if seen else None))
+    rows += _going_round(this, seen.gather_s if seen else None) if this.gather_s else []
     rows.append(("exposed: compute stands still for communication", this.exposed_s, seen.exposed_s if seen else None))
-    if this.left and seen is not None:
+    if this.has_two_halves and seen is not None:
         rows.append(("  of it behind the backward", None, seen.later_s))
     rows += [(end, this.end_s, seen.end_s if seen else None), (bound, this.bound_s, None)]
     cells = [(name, this.times.cell(planned), digits_ms(measured)) for name, planned, measured in rows]
     if this.backward_from.startswith("measured on rank"):
         cells[0] = (cells[0][0], "(taken)", cells[0][2])  # the same figure twice would look like a good prediction
-        if this.left and this.forward_from.startswith("measured"):
+        if this.has_two_halves and this.forward_from.startswith("measured"):
             cells[1] = (cells[1][0], "(taken)", cells[1][2])
     if _is_fitted(this):
         cells = [(row[0], "(taken)", row[2]) if row[0].startswith(("exposed", end)) else row for row in cells]
@@ -352,6 +362,15 @@ def _figures(this: Explanation, word: str) -> list[str]:
     first, second = ("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
     cells.append(("end over the best possible end", first, second))
     return figures_table(cells, word, "measured" if seen else None, this.times)
+
+
+def _going_round(this: Explanation, seen_s: float | None) -> list[tuple[str, float | None, float | None]]:
+    if not this.has_two_halves:
+        return [("  parameters that go round behind the backward", this.gather_s, seen_s)]
+    return [
+        ("  parameters that go round under the next forward", this.gather_s, None),
+        ("    for which that stands still", this.gather_wait_s, seen_s),
+    ]
 
 
 def _is_fitted(this: Explanation) -> bool:
@@ -379,16 +398,17 @@ def _exposure(this: Explanation, word: str) -> Iterator[str]:
     if this.exposed_s is None or this.end_s is None:
         return
     if this.exposed_s < SHORTEST_S:
-        before = "before the next forward needs it" if this.left else "before the backward"
+        before = "before the next forward needs it" if this.has_two_halves else "before the backward"
         yield f"Exposed: nothing. All communication is {word} to be over {before}."
         return
     share = percent(this.exposed_s / this.communication_s)
     where = "lie behind the end of the backward"
-    if this.left:
+    if this.has_two_halves:
         where = "is what compute stands still for in both halves of the step"
     yield f"Exposed: {this.times.said(this.exposed_s)}, {share} of the communication, {where} ({word})."
-    if this.gather_s:
-        yield f"  {this.times.said(this.gather_s)}: parameters go round when all ranks have updated their parts."
+    if this.gather_wait_s:
+        when = "and the next forward needs them" if this.has_two_halves else "when all ranks have updated their parts"
+        yield f"  {this.times.said(this.gather_wait_s)}: parameters go round {when}."
     exposed = sorted((bucket for bucket in this.buckets if exposed_s(bucket) >= SHORTEST_S), key=exposed_s)[::-1]
     for bucket in exposed[:SHOWN_EXPOSED]:
         yield from wrapped(_why_exposed(bucket, this.times), 2)

@@ -34,7 +34,7 @@ class Copies:
 class MeasuredFigures:
     """What was measured of one rank's backward, in seconds: `compute_s` is its length without waiting and updates.
 
-    `end_s`: with the parameters that go round behind it, or with the next forward, if reductions end under that;
+    `end_s`: with the parameters that go round behind it, or with the next forward, if something ends under that;
     `None`: that was not seen. `forward_s`: how long that computed. `exposed_s`: with those parameters; `later_s`: how
     much of it was behind the backward.
     """
@@ -53,13 +53,13 @@ class MeasuredFigures:
 def bound_by(step: Step) -> str:
     """What bounds a step: the longer of what computes beside the network and all buckets one after the other.
 
-    That is the backward, and where reductions may end under the next forward that too.
+    That is the backward, and where something may end under the next forward that too.
     """
     if step.world_size == 1:
         return ONE_RANK
     if step.ready.backward_s is None:
         return NOT_KNOWN
-    computes_s = step.ready.backward_s + (step.forward_s if step.left else 0.0)
+    computes_s = step.ready.backward_s + (step.forward_s if step.has_two_halves else 0.0)
     return COMMUNICATION if step.communication_s > computes_s else COMPUTE
 
 
@@ -87,7 +87,7 @@ def measured_figures(step: Step) -> MeasuredFigures | None:
     if measured is None:
         return None
     end_s: float | None = measured.backward_s + measured.lasted(UPDATE, behind=True) + measured.gather_s
-    if step.left:
+    if step.has_two_halves:
         forward = measured.next_forward
         end_s = None if forward is None else measured.backward_s + forward.seconds
     return MeasuredFigures(
@@ -151,11 +151,14 @@ def notes_of(step: Step) -> Iterator[str]:
         why = step.why_deferred or "it broke into several graphs, or no pass makes buckets"
         yield f"All reductions stand at the end of the backward: {why}."
     for each in step.optimizers:
-        if each.way == OVERLAP_FORWARD and each.stayed is False and each.left:
+        if each.stayed is False and each.left:
+            what, all_of = (
+                ("all-gather", "parameters go round") if each.way == SHARDED else ("update", "reductions end")
+            )
             yield (
-                f"step() waits for the {count(each.updates, 'update')} that the backward of {each.name} leaves: the "
+                f"step() waits for the {count(each.updates, what)} that the backward of {each.name} leaves: the "
                 'forward is not one graph of torch.compile(model, backend="dp_compile"). Predicted is a step in which '
-                "all reductions end with the backward."
+                f"all {all_of} with the backward."
             )
         elif each.way == OVERLAP_FORWARD and not each.left:
             yield f"The last backward of {each.name} left no update for the next forward: report(model) says why."

@@ -22,7 +22,14 @@ from dp_compile.engine.observers import GATHER
 from dp_compile.errors import ConfigError
 from dp_compile.insight.explanation.exposure import with_measured_backward
 from dp_compile.insight.explanation.facts import forward_from
-from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.insight.step import (
+    DECENTRALIZED,
+    MeasuredBucket,
+    MeasuredStep,
+    Step,
+    gathers_under_the_forward,
+    planned_buckets,
+)
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
 from dp_compile.plan.network import Carried
 from dp_compile.plan.ready_times import MEASURED as MEASURED_TIMES
@@ -286,7 +293,13 @@ def _planned(step: Step, lane_of: Sequence[int]) -> View:
         early_s = sum(each.exposed_s for each in transfers if each.bucket not in step.left)
         start_s, late_s = step.backward_s + early_s, view.exposed_s - early_s
         view = replace(view, behind=(Phase(NEXT_FORWARD, start_s, start_s + step.forward_s + late_s),))
-    if step.gather_s:
+    if step.gathers_late:
+        waits = gathers_under_the_forward(step)
+        forward = Phase(NEXT_FORWARD, view.end_s, view.end_s + step.forward_s + sum(each.waited_s for each in waits))
+        stalls = (Phase(GOING_ROUND, each.finish_s - each.waited_s, each.finish_s, stands_still=True)
+                  for each in waits if each.waited_s)  # fmt: skip
+        view = replace(view, behind=(forward, *stalls))
+    elif step.gather_s:
         view = replace(view, behind=(Phase(GOING_ROUND, view.end_s, view.end_s + step.gather_s, stands_still=True),))
     if any(each.stages for each in transfers):
         return _with_critical_stages(view, step)
@@ -370,7 +383,7 @@ def _measured(step: Step, measured: MeasuredStep, lane_of: Sequence[int]) -> Vie
 
 def _behind(step: Step, measured: MeasuredStep) -> Iterator[Phase]:
     forward = measured.next_forward
-    if step.left and forward is not None:
+    if step.has_two_halves and forward is not None:
         yield Phase(NEXT_FORWARD, forward.start_s, forward.end_s)
     for what, start_s, end_s in measured.follows:
         if what == GATHER and measured.is_behind(start_s):
@@ -566,6 +579,8 @@ def facts(timeline: Timeline) -> tuple[Fact, ...]:
     if step.left:
         text = f"{count(len(step.left), 'bucket')} of {len(plan.buckets)} may end under it; {forward_from(step)}"
         found.append(Fact(NEXT_FORWARD, text))
+    if step.gathers_late:
+        found.append(Fact(NEXT_FORWARD, f"parameters go round under it; {forward_from(step)}"))
     return (*found, *(_view_fact(timeline, view) for view in timeline.views))
 
 
