@@ -492,7 +492,7 @@ def plan_for(replica: Replica) -> None:
         replica.revisions.revise = lambda times, measured: crossing(revise(times, measured), times, measured)
         # When buckets are launched says little of when gradients are ready: launches wait for each other.
         replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
-    planned = crossing(Planned(replica.plan), replica.ready, None)
+    planned = crossing(Planned(replica.plan, replica.certificate), replica.ready, None)
     said = {"the plan with overlap_forward": planned.plan.signature()}
     agree_in_call(replica, said, "in_backward(overlap_forward=True)")
     replica.adopt(planned, replica.ready)

@@ -44,7 +44,8 @@ class Certificate:
 
     `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
     the largest makespan over bound in `band`. `reasons`: for each bucket, why it ends where it ends. `exact`: that
-    reductions have one stage each; where they have several, plans are the best of those that were tried.
+    reductions have one stage each; where they have several, plans are the best of those that were tried. `crosses`:
+    reductions may end under the next forward, which is in makespan and bound (`plan/crossing.py`).
     """
 
     strategy: str
@@ -56,6 +57,7 @@ class Certificate:
     band: tuple[float, ...]
     reasons: tuple[str, ...]
     exact: bool = True
+    crosses: bool = False
 
     @property
     def ratio(self) -> float:
@@ -70,10 +72,10 @@ class Certificate:
     @property
     def promise(self) -> str:
         """How far the end is from the best there can be, for people."""
-        return (
-            f"{percent_above(self.ratio)} the best any plan could do, at most {percent_above(self.worst_ratio)} with "
-            f"speeds off by {min(self.band):g}x to {max(self.band):g}x"
-        )
+        best = f"{percent_above(self.ratio)} the best any plan could do"
+        off = f"with speeds off by {min(self.band):g}x to {max(self.band):g}x"
+        halves = "of backward and next forward " if self.crosses else ""
+        return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
 
     def __str__(self) -> str:
         lines = [

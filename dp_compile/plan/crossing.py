@@ -46,7 +46,8 @@ def plan_crossing(
 
     The flags get a bucket of their own, the first: they are known when the backward begins, and it waits for them.
 
-    What is taken is the best in the worst case, over networks half to twice as fast as believed.
+    What is taken is the best in the worst case, over networks half to twice as fast as believed. Where `planned` has a
+    certificate, so has what comes back: of backward and next forward together.
 
     Args:
         planned: for a step whose reductions end in the backward.
@@ -73,7 +74,20 @@ def plan_crossing(
     ]
     best = min(orders, key=lambda order: (worst_ratio(order, backward_s, lanes), len(order)))
     first = (layout or PACKED).bucket(flags.key, [flags], "known at the start, and waited for at the end")
-    return Planned(replace(planned.plan, buckets=(first, *(job.bucket for job in best))))
+    buckets, certificate = (first, *(job.bucket for job in best)), planned.certificate
+    if certificate is not None:
+        certificate = replace(
+            certificate,
+            cost=cost,
+            backward_s=backward_s,
+            makespan_s=step_seconds(best, backward_s, lanes=lanes),
+            bound_s=bound_seconds(best, backward_s),
+            worst_ratio=worst_ratio(best, backward_s, lanes),
+            band=SPEEDS,
+            reasons=tuple(bucket.reason for bucket in buckets),
+            crosses=True,
+        )
+    return Planned(replace(planned.plan, buckets=buckets), certificate)
 
 
 def why_not_left(bucket: Bucket) -> str:
@@ -169,9 +183,13 @@ def step_seconds(order: Sequence[Job], backward_s: float, slower: float = 1.0, l
 
 def worst_ratio(order: Sequence[Job], backward_s: float, lanes: int = 1) -> float:
     """The largest step, over the bound that no order can be below, of all `SPEEDS`."""
-    all_s = sum(job.seconds for job in order)
-    bounds = {slower: max(backward_s * (1 + FORWARD_SHARE), slower * all_s) for slower in SPEEDS}
+    bounds = {slower: bound_seconds(order, backward_s, slower) for slower in SPEEDS}
     return max(step_seconds(order, backward_s, slower, lanes) / (bound or 1.0) for slower, bound in bounds.items())
+
+
+def bound_seconds(jobs: Sequence[Job], backward_s: float, slower: float = 1.0) -> float:
+    """No order of them makes backward and next forward shorter: all compute, or all communication."""
+    return max(backward_s * (1 + FORWARD_SHARE), slower * sum(job.seconds for job in jobs))
 
 
 def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = False) -> list[Carried]:

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec, plan_buckets
+from dp_compile.plan.certificate import certify
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import SPEEDS, Job, arrivals, in_order_of_need, plan_crossing, step_seconds, worst_ratio
+from dp_compile.plan.network import ReadyGradient
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.reduction import Levels
 from dp_compile.plan.strategies import Planned
@@ -105,6 +107,29 @@ def test_waits_add_up_to_the_step(data: st.DataObject, lanes: int) -> None:
     jobs, backward_s = jobs_of(sizes, shares, float(sum(sizes))), float(sum(sizes))
     waited_s = sum(each.waited_s for each in arrivals(jobs, lanes=lanes))
     assert backward_s * 1.5 + waited_s == pytest.approx(step_seconds(jobs, backward_s, lanes=lanes))
+
+
+def test_what_a_plan_for_two_halves_promises() -> None:
+    """The bound is all compute, 150 s, or all communication; reasons are those of its buckets, flags first."""
+    said = times([0.25, 0.5, 0.75, 1.0], 100.0)
+    for nbytes, bound_s in ((4, 150.0), (40, 160.004)):
+        one = planned([nbytes] * 4)
+        before = certify(
+            [ReadyGradient(nbytes, 25.0 * each, KEY) for each in range(1, 5)],
+            ((0,), (1,), (2,), (3,)),
+            cost=SECOND_A_BYTE,
+            backward_s=100.0,
+            strategy="optimal",
+        )
+        found = plan_crossing(replace(one, certificate=before), said, SECOND_A_BYTE, None)
+        promise = found.certificate
+        assert promise is not None
+        assert promise.crosses
+        assert promise.bound_s == pytest.approx(bound_s, rel=1e-3)
+        assert 1.0 <= promise.ratio <= promise.worst_ratio
+        assert len(promise.reasons) == len(found.plan.buckets) == 5
+        assert promise.promise.startswith("of backward and next forward ")
+    assert plan_crossing(planned([4]), said, SECOND_A_BYTE, None).certificate is None
 
 
 SIZES = st.lists(st.integers(1, 15).map(lambda each: 4 * each), min_size=1, max_size=6)
