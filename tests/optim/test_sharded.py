@@ -878,6 +878,7 @@ def in_the_next_forward(scenario: Callable[..., Any], *args: Any) -> None:
         (beside_another, ("adafactor",)),
         pytest.param(several_modules, (), marks=pytest.mark.nightly),
         pytest.param(one_small_part, (), marks=pytest.mark.nightly),
+        pytest.param(warmed_up, (), marks=pytest.mark.nightly),
         (planned_anew, ()),
         pytest.param(whole_states, (), marks=pytest.mark.nightly),
         (fails_between, ()),
