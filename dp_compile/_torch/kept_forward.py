@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ with named():
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler as _GraphPickler
     from torch.fx._graph_pickler import Options as _Options
+    from torch.fx._graph_pickler import _GraphUnpickler, _UnpickleState
 
 logger = logging.getLogger("dp_compile.kept")
 
@@ -51,7 +53,7 @@ class KeptGraph(fx.GraphModule):
 
 def graph_of(content: bytes) -> fx.GraphModule:
     """The graph that was pickled. Found by its name in entries of torch's cache."""
-    module = _GraphPickler.loads(content, _FakeTensorMode())
+    module = _GraphUnpickler(io.BytesIO(content), _UnpickleState(_FakeTensorMode())).load()
     assert isinstance(module, fx.GraphModule)
     module.recompile()
     return module
@@ -63,7 +65,12 @@ def _kept(module: fx.GraphModule) -> KeptGraph:
     for node in plain.graph.nodes:
         node.meta = {}
     kept = KeptGraph(plain, plain.graph)
-    kept.content = _GraphPickler.dumps(plain, _Options(ops_filter=None))
+    stream = io.BytesIO()
+    # Not `dumps`, and above not `loads`: these let pytree know slices meanwhile (torch 2.13), and Dynamo guards how
+    # often its table of classes was written to. A forward that goes through a pytree was compiled anew in each step, up
+    # to Dynamo's limit. A slice of nodes is an error without that: such a forward is not saved.
+    _GraphPickler(stream, _Options(ops_filter=None)).dump(plain)
+    kept.content = stream.getvalue()
     return kept
 
 

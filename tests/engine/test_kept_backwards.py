@@ -593,6 +593,31 @@ def test_found_again(fake_group: dist.ProcessGroup) -> None:
     assert len(buckets) == len(dp_compile.report(model).plan.buckets)
 
 
+class Leaves(nn.Module):
+    """Dynamo guards how often pytree's table of classes was written to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (leaf,) = torch.utils._pytree.tree_leaves([x])
+        result: torch.Tensor = self.last(leaf)
+        return result
+
+
+@pytest.mark.usefixtures("keeping")
+def test_a_forward_through_a_pytree_is_compiled_once(fake_group: dist.ProcessGroup) -> None:
+    """What keeps a forward's graph, and what reads it, leaves that table alone: else each step compiles."""
+    for graphs in (2, 1):  # a forward and a backward; then the backward is found
+        like_a_new_process()
+        model = dp_compile.replicate(Leaves())
+        compiled = torch.compile(model)
+        for _ in range(3):
+            gradients_of(model, compiled)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
 @pytest.mark.nightly
 @pytest.mark.usefixtures("keeping")
 def test_other_sizes_than_those_that_were_kept(fake_group: dist.ProcessGroup) -> None:
