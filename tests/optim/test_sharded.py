@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,6 +27,7 @@ from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, Twins, poisoned, twi
 
 import dp_compile
 from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
+from dp_compile.optim.sharded import Sharded
 from dp_compile.testing.ranks import Ranks
 
 OPTIMIZERS: dict[str, Make] = {
@@ -855,6 +857,30 @@ def test_an_update_that_fails(ranks: Ranks) -> None:
 def test_two_levels_of_network_are_refused(ranks4: Ranks) -> None:
     for text in ranks4.run(on_two_levels):
         assert "two levels of network" in text
+
+
+def late_rounds(overlaps: bool) -> None:
+    """The other ranks are there long before the last one sends what it has updated."""
+    gather = Sharded._gather
+
+    def late(self: Sharded, replica: Any) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            time.sleep(0.3)
+        gather(self, replica)
+
+    with poisoned(), mock.patch.dict(GIVEN, overlap_forward=overlaps), mock.patch.object(Sharded, "_gather", late):
+        both = sharded(make=ADAMW)
+        both.run(batch(0)).square().mean().backward()
+        found = [each.detach().clone() for each in both.ours.parameters()]
+    both.backward_of_theirs(0)
+    both.other.step()
+    for one, other in zip(found, both.theirs.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_parameters_are_waited_for(ranks: Ranks, overlaps: bool) -> None:
+    ranks.run(late_rounds, overlaps)
 
 
 # --- and with parameters that go round under the next forward ---------------------------------------------------------
