@@ -150,7 +150,7 @@ def test_parameters_that_go_round_are_waited_for_in_the_next_forward(seen: dict[
     assert "the last backward left 3 all-gathers for the next forward, " in report
     assert "the next forward waits " in str(measurement)
     text = " ".join(str(explanation).split())
-    assert "parameters that go round under the next forward" in text
+    assert "for which compute stands still" in text
     assert "next forward: measured on rank 0" in text
     assert step.gather_wait_s <= step.gather_s
     assert explanation.end_s is not None

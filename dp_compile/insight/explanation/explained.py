@@ -365,11 +365,12 @@ def _figures(this: Explanation, word: str) -> list[str]:
 
 
 def _going_round(this: Explanation, seen_s: float | None) -> list[tuple[str, float | None, float | None]]:
+    """Rows on parameters that go round. In a step of two halves they need not cross, as those of another optimizer."""
     if not this.has_two_halves:
         return [("  parameters that go round behind the backward", this.gather_s, seen_s)]
     return [
-        ("  parameters that go round under the next forward", this.gather_s, None),
-        ("    for which that stands still", this.gather_wait_s, seen_s),
+        ("  parameters that go round", this.gather_s, None),
+        ("    for which compute stands still", this.gather_wait_s, seen_s),
     ]
 
 
