@@ -1,7 +1,7 @@
 """Real processes for tests: a pool of gloo ranks that stays up between calls.
 
-A rank that raises or hangs is reported with its traceback or, after the time-out, with its stack; the pool is then
-killed and the next call gets a new one.
+A rank that raises, dies or hangs is reported with its traceback or its stack; the pool is then killed and the next
+call gets a new one.
 """
 
 from __future__ import annotations
@@ -125,12 +125,14 @@ class Ranks:
         for rank in [*results, *(rank for rank in range(self.world_size) if rank not in results)]:
             process = self._processes[rank]
             process.join(0.1)
+            stack = Path(self._directory.name, f"stack{rank}")
             if not process.is_alive():
-                said = detail = f"died with exit code {process.exitcode}"
+                said = f"died with exit code {process.exitcode}"
+                detail = f"{said}\n{stack.read_text()}" if stack.exists() else said
             elif rank not in results:
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.3)
-                said, detail = "hangs", f"hangs:\n{Path(self._directory.name, f'stack{rank}').read_text()}"
+                said, detail = "hangs", f"hangs:\n{stack.read_text()}"
             elif results[rank][0]:
                 said = detail = "finished"
             else:
@@ -181,7 +183,9 @@ def _receive(connection: Connection) -> tuple[bool, Any]:
 
 
 def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
-    faulthandler.register(signal.SIGUSR1, file=open(Path(directory, f"stack{rank}"), "w"), all_threads=True)
+    stack = open(Path(directory, f"stack{rank}"), "w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(stack, all_threads=True)  # a rank that native code kills says where it was
     torch.set_num_threads(1)
     from dp_compile._torch import dynamo  # loads Dynamo: only in the ranks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 import signal
 import sys
@@ -523,6 +524,12 @@ def tripled_every_other_time() -> nn.Module:
     return model
 
 
+def batch_or_death(rank: int, step: int) -> torch.Tensor:
+    if step == 1 and rank == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return make_batch(rank, step)
+
+
 def batch_or_trouble(rank: int, step: int) -> torch.Tensor:
     if step == 1 and rank == 0:
         raise ValueError("no more data on this rank")
@@ -580,6 +587,15 @@ def test_ranks_that_raise_or_hang_are_shown(own_ranks: testing.Ranks) -> None:
     assert "\nrank 0: ValueError: no more data on this rank\nrank 1: hangs\n" in said
     assert "--- rank 1: hangs:" in said
     assert "in batch_or_trouble" in said
+
+
+def test_a_rank_that_native_code_kills_says_where(own_ranks: testing.Ranks) -> None:
+    with pytest.raises(testing.RankError) as failed:
+        testing.assert_same_training(replace(TRAINING, make_batch=batch_or_death), ranks=own_ranks, timeout_s=60)
+    said = str(failed.value)
+    assert f"rank 1: died with exit code {-signal.SIGSEGV}\n" in said
+    assert "Fatal Python error: Segmentation fault" in said
+    assert "in batch_or_death" in said
 
 
 class Interrupted(BaseException):
