@@ -23,6 +23,7 @@ from dp_compile._torch.missing import named
 
 with named():
     from torch._C._distributed_c10d import _register_work
+    from torch.autograd import _enable_record_function  # type: ignore[attr-defined]
 
 _TAG: Final = 0x6470
 """Of these messages; torch's default is 0."""
@@ -74,8 +75,14 @@ def _exchange(part_for: Callable[[int], torch.Tensor], received: torch.Tensor, s
     group = distributed.group_of_name(name)
     ranks, rank = group.size(), group.rank()
     others = [(rank + distance) % ranks for distance in range(1, ranks)]
-    messages = [group.recv([received[other]], other, _TAG) for other in reversed(others)]
-    messages += [group.send([part_for(other)], other, _TAG) for other in others]
+    # gloo's receive is a range of the profiler until it is waited for. If that is behind the profiler's end, its time
+    # is written into memory that the profiler has freed, and the process dies sooner or later (torch 2.13).
+    _enable_record_function(False)
+    try:
+        messages = [group.recv([received[other]], other, _TAG) for other in reversed(others)]
+        messages += [group.send([part_for(other)], other, _TAG) for other in others]
+    finally:
+        _enable_record_function(True)
     received[rank].copy_(part_for(rank))
     _more[name] += len(messages) - 1
     return Pairs(messages, sent)

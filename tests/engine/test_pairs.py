@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,31 @@ def exchanged() -> None:
 
 def test_as_torch_s_collectives(ranks4: Ranks) -> None:
     ranks4.run(exchanged)
+
+
+def waited_behind_a_profiler() -> None:
+    """What has been freed is used again, by what a crash is then seen in."""
+    group = dist.group.WORLD
+    assert group is not None
+    name = distributed.group_name(group)
+    for _ in range(20):
+        with torch.profiler.profile() as profile:
+            works = [pairs.all_gather(torch.ones(1000), name)[1] for _ in range(20)]
+            with torch.profiler.record_function("behind a launch"):
+                pass
+        assert [event.key for event in profile.key_averages() if "recv" in event.key] == []
+        assert "behind a launch" in [event.key for event in profile.key_averages()]  # what follows is recorded
+        del profile
+        gc.collect()
+        in_its_place = [bytearray(64) for _ in range(100_000)]
+        for work in works:
+            work.wait()
+        assert not any(map(any, in_its_place))
+
+
+def test_a_profiler_that_ends_before_an_exchange(own_ranks: Ranks) -> None:
+    """gloo's receives wrote into memory that it had freed (torch 2.13)."""
+    own_ranks.run(waited_behind_a_profiler)
 
 
 def counted() -> int:
