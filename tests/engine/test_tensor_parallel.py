@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
+from meshes import Orders, Reads, dp_of, full, keep_groups, mesh_of, unordered
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -406,6 +406,7 @@ def test_torchs_own_transformer(
         # Where a process has traced other DTensors before, torch 2.13 may derive the mesh of this forward in its graph
         # by an overload packet, `device_mesh._get_submesh`, which Inductor refuses: new processes.
         meshed.stop()
+        meshed.run(keep_groups)
     expected = {"captured" if way == "captured" else "eager hooks": 20}
     assert meshed.run(torchs_transformer, way, config, sequence, layers) == 4 * [expected]
 
