@@ -97,7 +97,7 @@ class ReplicateConfig:
         static_graph: `bool`, default `False`. torch's name: every backward uses the same parameters in the same way,
             and some may be left out.
         gradient_as_bucket_view: `bool | None`, default `None`. torch's name: whether the memory of buckets lives from
-            one backward to the next. `None`: of buckets on CPUs above 32 MiB.
+            one backward to the next. `None`: on CPUs of buckets above 32 MiB, and of those of a sharded optimizer.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks after each synchronised
             backward.
         check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks.
@@ -210,11 +210,12 @@ class ReplicateConfig:
 
     gradient_as_bucket_view: bool | None = None
     """torch's name, for what its buckets then do: whether their memory is there for the whole training, at the same
-    addresses. `None`: that of buckets on CPUs above 32 MiB is, which malloc would take anew in each backward. `True`:
-    of all buckets, so that none is allocated in a step; forwards then run beside it, also where gradients are `None`.
-    `False`: of none. Gradients are views of their buckets anyway. Not as in torch: one that somebody has kept stays
-    what it was, and its bucket gets other memory. torch's reducer keeps its buckets, and what `aot_eager` compiles
-    allocates them, whatever is said."""
+    addresses. `None`: on CPUs that of buckets above 32 MiB is, which malloc would take anew in each backward, and of
+    all buckets of an optimizer with `shard=True`: parameters travel in the memory of their gradients. `True`: of all
+    buckets, so that none is allocated in a step; forwards then run beside it, also where gradients are `None`. `False`:
+    of none. Gradients are views of their buckets anyway. Not as in torch: one that somebody has kept stays what it was,
+    and its bucket gets other memory. torch's reducer keeps its buckets, and what `aot_eager` compiles allocates them,
+    whatever is said."""
 
     broadcast_buffers: bool = True
     """Copy the buffers of the group's first rank to all ranks after each synchronised backward."""

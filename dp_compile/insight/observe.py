@@ -50,7 +50,7 @@ def _kept_memory(replica: Replica) -> str:
     which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
     return (
         f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
-        f"{count(len(memory.kept), 'bucket')}{'' if replica.plan.keeps_memory else which}"
+        f"{count(memory.buckets, 'bucket')}{'' if replica.plan.keeps_memory else which}"
     )
 
 

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, Final, NoReturn
 
@@ -40,9 +40,9 @@ from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.crossing import Left
 from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place, said_of
-from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of
+from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of, pieces_of_others
 from dp_compile.optim.states import State, States, cut, gathered
-from dp_compile.passes.reduction import launch_stage
+from dp_compile.passes.reduction import launch_gather
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, Stage
 
@@ -80,20 +80,22 @@ class _TakesParts:
 class _Round:
     """Parameters that go round.
 
-    `buckets`: of which they are, where somebody may wait for these alone. `values`: theirs, once `work` has ended; from
-    `offsets` on, in the order of their memory.
+    `buckets`: of which they are, where somebody may wait for these alone. `own`: what this rank has updated of them,
+    `others`: what is on its way to it. `values`: all of it, once `work` has ended, each piece from its offset on.
     """
 
     buckets: tuple[int, ...]
     indices: tuple[int, ...]
-    offsets: tuple[int, ...]
+    own: tuple[Piece, ...]
+    others: tuple[Piece, ...]
     values: torch.Tensor
     work: dist.Work
 
-    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
+    def put_back(self, parameters: Sequence[nn.Parameter], *, also_own: bool = False) -> None:
         self.work.wait()
-        for index, offset in zip(self.indices, self.offsets, strict=True):
-            flat(parameters[index]).copy_(self.values[offset : offset + parameters[index].numel()])
+        for piece in (*self.own, *self.others) if also_own else self.others:
+            part = self.values[piece.offset : piece.offset + piece.numel]
+            flat(parameters[piece.index])[piece.start : piece.stop].copy_(part)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -101,6 +103,7 @@ class _LeftGather(Left):
     """Parameters that other ranks have updated, and that are on their way to this one."""
 
     round: _Round
+    is_poisoned: bool = False
     what = "all-gather"
 
     @property
@@ -108,6 +111,7 @@ class _LeftGather(Left):
         return self.round.values.nbytes
 
     def poison(self) -> None:
+        self.is_poisoned = True
         for parameter in self.parameters:
             parameter.fill_(torch.nan)
 
@@ -116,7 +120,7 @@ class _LeftGather(Left):
 
     def finish(self) -> None:
         with self.told.following(GATHER):
-            self.round.put_back(self.replica.parameters)
+            self.round.put_back(self.replica.parameters, also_own=self.is_poisoned)
 
 
 class Sharded(InBackward):
@@ -142,6 +146,10 @@ class Sharded(InBackward):
         """The parameters of the optimizer, by their places in the module; with frozen ones."""
         self.pieces: dict[int, Piece] = {}
         """What this rank looks after, by parameter."""
+        self._pieces_in: dict[int, tuple[Piece, ...]] = {}
+        """The same by bucket, of parameters that are cut."""
+        self._in_whole: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
+        """By bucket what this rank looks after and what the others do, each with its place in the whole bucket."""
         self._own: dict[int, nn.Parameter] = {}
         """What the optimizer updates on this rank, by parameter: elements of it, or it itself."""
         self._owner_of: dict[int, int] = {}
@@ -153,6 +161,8 @@ class Sharded(InBackward):
         """The plan of the backward, which bucket each parameter is in, and whether it cuts where `_plan` does."""
         self._parts: dict[int, torch.Tensor] = {}
         """This rank's parts of buckets that are not used yet in the backward."""
+        self._squares: dict[int, torch.Tensor] = {}
+        """Of the gradients in these parts, the square of the norm of each, where that is known already."""
         self._whole: dict[int, torch.Tensor] = {}
         """Gradients of whole parameters of this rank that are not used yet."""
         self._has_state = False
@@ -290,10 +300,21 @@ class Sharded(InBackward):
             self._plan = replica.plan
             self.pieces = {each.index: each for each in self._pieces(replica)}
             self._own = {index: self._own_of(piece) for index, piece in self.pieces.items()}
+            self._sort_pieces(replica.plan)
             self._alive().state = ShardedStates(dict)
             self._looked_at = (None, {}, False)
             self._hold(states)
         self._find_memory()
+
+    def _sort_pieces(self, plan: BucketPlan) -> None:
+        self._pieces_in, self._in_whole = {}, {}
+        for number, bucket in enumerate(plan.buckets) if self.cuts else ():
+            if bucket.key.reduction.is_scattered:
+                pieces = tuple(piece for piece in self.pieces.values() if piece.bucket == number)
+                first = self.rank * numel_of_part(plan, number)
+                own = tuple(replace(piece, offset=first + piece.offset) for piece in pieces)
+                self._pieces_in[number] = pieces
+                self._in_whole[number] = own, pieces_of_others(plan, number, self.rank)
 
     def _find_memory(self) -> None:
         """Of parameters that are cut the pieces lie where those lie, which may have been given other memory."""
@@ -423,8 +444,7 @@ class Sharded(InBackward):
     def begin(self) -> None:
         super().begin()
         replica = self._replicated()
-        self._parts.clear()
-        self._whole.clear()
+        self._forget()
         if self._take_in_added(replica) and not self.cuts:  # else the plan may change before the end
             self._lay_out()
         self._find_groups(replica)
@@ -481,8 +501,9 @@ class Sharded(InBackward):
         now = bool(parameters) and not self._whole_step and self._is_laid_out(replica)
         if self.cuts:
             bucket = self._bucket_of(replica, indices[0])
-            if not now:  # the graph has other plans for its memory
-                self._parts[bucket] = gradients[0].clone()
+            if not now:
+                # On a GPU what replays a graph has other plans for its memory.
+                self._keep(bucket, gradients[0] if gradients[0].device.type == "cpu" else gradients[0].clone())
                 return
             found = self._gradients_in(bucket, gradients[0])
         else:
@@ -497,7 +518,19 @@ class Sharded(InBackward):
 
     def take(self, bucket: int, part: torch.Tensor) -> None:
         if not self._replicated().rehearses:
-            self._parts[bucket] = part
+            self._keep(bucket, part)
+
+    def _keep(self, bucket: int, part: torch.Tensor) -> None:
+        """Until the end of the backward. The norm of it is found while others are on their way."""
+        self._parts[bucket] = part
+        if self._max_norm is not None and self._scaler is None and self._is_laid_out(self._replicated()):
+            for index, gradient in self._gradients_in(bucket, part).items():
+                self._squares[index] = _square(gradient)
+
+    def _forget(self) -> None:
+        self._parts.clear()
+        self._squares.clear()
+        self._whole.clear()
 
     def _bucket_of(self, replica: Replica, index: int) -> int:
         self._is_laid_out(replica)
@@ -505,11 +538,7 @@ class Sharded(InBackward):
 
     def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
         """By parameter, what is reduced of this rank's pieces."""
-        return {
-            piece.index: part[piece.offset : piece.offset + piece.numel]
-            for piece in self.pieces.values()
-            if piece.bucket == bucket
-        }
+        return {piece.index: part[piece.offset : piece.offset + piece.numel] for piece in self._pieces_in[bucket]}
 
     @torch.no_grad()
     def ended(self) -> None:
@@ -531,16 +560,15 @@ class Sharded(InBackward):
         for bucket in sorted(self._parts):
             gradients |= self._gradients_in(bucket, self._parts.pop(bucket))
         gradients |= self._whole | self._left_whole()
-        self._whole.clear()
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = True
         if self._whole_step:
             moves = self._may_step_with(gradients)
+        self._forget()
         if moves:
             self._updated.update(self.covered)
             with replica.local.updating(self.covered):
-                self._step(gradients)
-                self._gather(replica)
+                self._gather(replica, gradients)
         for index in self.covered:
             if index not in still:
                 self.parameters[index].grad = sharded_gradient(self.parameters[index])
@@ -555,8 +583,7 @@ class Sharded(InBackward):
         return {index: gradient for index, gradient in left.items() if gradient is not None}
 
     def interrupted(self, error: BaseException) -> None:
-        self._parts.clear()
-        self._whole.clear()
+        self._forget()
         super().interrupted(error)
 
     def released(self) -> None:
@@ -609,8 +636,9 @@ class Sharded(InBackward):
             with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
                 scaler.unscale_(optimizer)
                 found = optim.found_inf_tensors(scaler, optimizer)
-        known = [gradients[index] for index in sorted(gradients)]
-        norms = [torch.linalg.vector_norm(each, dtype=torch.float64).square() for each in known]
+        norms = [
+            self._squares[index] if index in self._squares else _square(gradients[index]) for index in sorted(gradients)
+        ]
         both = torch.zeros(2, dtype=torch.float64, device=device)
         both[0] = torch.stack(norms).sum() if norms else 0.0
         for each in found:
@@ -623,36 +651,41 @@ class Sharded(InBackward):
             kinds = {self.parameters[index].dtype for index in self.covered}
             norm = both[0].sqrt().to(reduce(torch.promote_types, kinds))
             self._alive().total_norm = norm  # type: ignore[attr-defined]
-            with self._narrowed(gradients):
-                torch.nn.utils.clip_grads_with_norm_([self._own[index] for index in gradients], self._max_norm, norm)
+            # Where one may look without waiting, gradients that are small enough are not multiplied by one.
+            if device.type != "cpu" or not bool(norm + 1e-6 <= self._max_norm):
+                with self._narrowed(gradients):
+                    own = [self._own[index] for index in gradients]
+                    torch.nn.utils.clip_grads_with_norm_(own, self._max_norm, norm)
         return scaler is None or not bool(both[1] > 0)
 
     # --- what all ranks get
 
-    def _gather(self, replica: Replica) -> None:
-        """Let all ranks have all of the parameters, now or in the next forward."""
+    def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> None:
+        """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward."""
         if self.ranks == 1:
+            self._step(gradients)
             return
-        rounds = self._rounds_of_parts(replica) if self.cuts else self._rounds_of_whole(replica)
-        with replica.told.following(GATHER):
-            if self.crossing is not None:
-                for each in rounds:
-                    self.crossing.keep(
-                        _LeftGather(
-                            crossing=self.crossing,
-                            replica=replica,
-                            indices=each.indices,
-                            buckets=each.buckets,
-                            told=replica.told,
-                            round=each,
-                        )
-                    )
-                return
-            flights: deque[_Round] = deque()
+        rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients)
+        if self.crossing is not None:
             for each in rounds:
-                flights.append(each)
-                if len(flights) > _GATHERS_AHEAD:
+                self.crossing.keep(
+                    _LeftGather(
+                        crossing=self.crossing,
+                        replica=replica,
+                        indices=each.indices,
+                        buckets=each.buckets,
+                        told=replica.told,
+                        round=each,
+                    )
+                )
+            return
+        flights: deque[_Round] = deque()
+        for each in rounds:
+            flights.append(each)
+            if len(flights) > _GATHERS_AHEAD:
+                with replica.told.following(GATHER):
                     flights.popleft().put_back(self.parameters)
+        with replica.told.following(GATHER):
             for each in flights:
                 each.put_back(self.parameters)
 
@@ -664,26 +697,31 @@ class Sharded(InBackward):
         numbers = list(range(len(replica.plan.buckets)))
         return numbers if self.crossing is None else numbers[::-1]
 
-    def _rounds_of_parts(self, replica: Replica) -> Iterator[_Round]:
-        """Each rank's part of each bucket; launched one by one."""
+    def _rounds_of_parts(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
+        """Each rank's part of each bucket; updated and launched one by one, so that the first is on its way at once."""
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
-        for number in self._numbers(replica):
-            bucket = replica.plan.buckets[number]
-            if not bucket.key.reduction.is_scattered:
-                continue
-            like = self.parameters[bucket.members[0].gradient.index]
-            part = torch.zeros(numel_of_part(replica.plan, number), dtype=like.dtype, device=like.device)
-            for piece in self.pieces.values():
-                if piece.bucket == number:
-                    part[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
-            launched = launch_stage(stage, [part])
-            (values,) = launched.tensors
+        for number in filter(self._in_whole.__contains__, self._numbers(replica)):
+            bucket, (own, others) = replica.plan.buckets[number], self._in_whole[number]
+            self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
+            (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
+            with replica.told.following(GATHER):
+                values = self._memory(number, numel, like)
+                for piece in own:
+                    values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
+                work = launch_gather(stage, values)
             indices = tuple(member.gradient.index for member in bucket.members)
-            offsets = tuple(member.offset or 0 for member in bucket.members)
-            yield _Round((number,), indices, offsets, values, launched.work)
+            yield _Round((number,), indices, own, others, values, work)
 
-    def _rounds_of_whole(self, replica: Replica) -> Iterator[_Round]:
+    def _memory(self, bucket: int, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """What a bucket of parameters is gathered in: where its gradients were. What is in gaps is not defined."""
+        replica = self._replicated()
+        if not replica.plan.keeps_memory:
+            return like.new_empty(numel)
+        return replica.bucket_memory.take(bucket, numel, like.dtype, like.device)
+
+    def _rounds_of_whole(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
         """What each rank has updated, from that rank to all others; launched one by one."""
+        self._step(gradients)
         self._is_laid_out(replica)
         _, bucket_of, _ = self._looked_at
         chunks = [((), self.covered)] if self.crossing is None else [
@@ -696,10 +734,18 @@ class Sharded(InBackward):
                 index for index in some if self._owner_of[index] == rank and self.parameters[index].dtype == dtype
             )
             if indices:
-                values = torch.cat([flat(self.parameters[index]) for index in indices])
-                work = dist.broadcast(values, dist.get_global_rank(self.group, rank), group=self.group, async_op=True)
-                offsets = itertools.accumulate((self.parameters[index].numel() for index in indices), initial=0)
-                yield _Round(numbers, indices, tuple(offsets)[:-1], values, work)
+                source = dist.get_global_rank(self.group, rank)
+                with replica.told.following(GATHER):
+                    values = torch.cat([flat(self.parameters[index]) for index in indices])
+                    work = dist.broadcast(values, source, group=self.group, async_op=True)
+                numels = [self.parameters[index].numel() for index in indices]
+                offsets = itertools.accumulate(numels, initial=0)
+                pieces = tuple(
+                    Piece(index, 0, numel, offset=offset)
+                    for index, numel, offset in zip(indices, numels, offsets, strict=False)
+                )
+                own, others = (pieces, ()) if rank == self.rank else ((), pieces)
+                yield _Round(numbers, indices, own, others, values, work)
 
     # --- around step()
 
@@ -716,6 +762,12 @@ class Sharded(InBackward):
                     "hand; and once the module is not replicated any more, load "
                     "dp_compile.optim.full_state_dict(optimizer) into an optimizer of its own."
                 )
+
+
+def _square(gradient: torch.Tensor) -> torch.Tensor:
+    """Of the norm of a gradient."""
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm.square()
 
 
 def flat(parameter: torch.Tensor) -> torch.Tensor:

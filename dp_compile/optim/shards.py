@@ -51,6 +51,20 @@ def pieces_of(plan: BucketPlan, rank: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
+def pieces_of_others(plan: BucketPlan, number: int, rank: int) -> tuple[Piece, ...]:
+    """What all other ranks look after of a bucket of which each rank has a part; `offset`: in the whole bucket."""
+    first = rank * numel_of_part(plan, number)
+    last = first + numel_of_part(plan, number)
+    found: list[Piece] = []
+    for member in plan.buckets[number].members:
+        offset = member.offset or 0
+        end = offset + member.numel
+        for start, stop in ((offset, min(end, first)), (max(offset, last), end)):
+            if start < stop:
+                found.append(Piece(member.gradient.index, start - offset, stop - offset, number, start))
+    return tuple(found)
+
+
 def numel_of_part(plan: BucketPlan, bucket: int) -> int:
     """How many elements of a bucket each rank has, padding included."""
     (numel,), parts = plan.buckets[bucket].tensor_numels, plan.buckets[bucket].key.reduction.parts

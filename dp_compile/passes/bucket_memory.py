@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import fx
 
-from dp_compile._torch import storages
+from dp_compile._torch import pairs, storages
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes.bucket_ops import ASSEMBLE
 
@@ -101,9 +101,16 @@ class _Kept(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class BucketMemory:
-    """The memory of a module's buckets, by number, size and dtype. Used in many backwards."""
+    """The memory of a module's buckets, by number, size and dtype. Used in many backwards.
+
+    A number below zero has what comes in while bucket `-1 - number` is sent.
+    """
 
     kept: dict[tuple[int, int, torch.dtype], _Kept] = field(default_factory=dict)
+
+    @property
+    def buckets(self) -> int:
+        return len({number for number, _, _ in self.kept if number >= 0})
 
     @property
     def nbytes(self) -> int:
@@ -119,6 +126,14 @@ class BucketMemory:
             kept = kept._replace(is_waited_for=True)
         self.kept[number, numel, dtype] = kept
         return torch.empty(0, dtype=dtype, device=device).set_(kept.memory.untyped_storage(), 0, (numel,), (1,))
+
+    def beside(self, bucket: torch.Tensor) -> torch.Tensor | None:
+        """Memory to receive in what other ranks send while this rank sends the bucket; `None`: it is not kept."""
+        where = bucket.data_ptr()
+        for (number, numel, dtype), kept in self.kept.items():
+            if number >= 0 and kept.memory.data_ptr() == where and (numel, dtype) == (bucket.numel(), bucket.dtype):
+                return self.take(-1 - number, numel, dtype, bucket.device)
+        return None
 
     def in_turn(self, device: torch.device) -> Callable[..., torch.Tensor]:
         """For one backward that is not compiled: a function that gives one bucket after the other its memory."""
@@ -166,9 +181,17 @@ def filling(memories: Sequence[BucketMemory]) -> Iterator[None]:
     before = _running.memories
     _running.memories = memories
     try:
-        yield
+        with pairs.receiving(_beside):
+            yield
     finally:
         _running.memories = before
+
+
+def _beside(sent: torch.Tensor) -> torch.Tensor | None:
+    for memory in _running.memories:
+        if (found := memory.beside(sent)) is not None:
+            return found
+    return None
 
 
 def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -37,6 +37,7 @@ from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
 from dp_compile.passes.bucket_memory import BUCKET_MEMORY, is_kept, place_of
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
+from dp_compile.passes.updates import UPDATE
 
 ir = inductor.ir
 
@@ -179,6 +180,17 @@ def _lower_leaving(launched: Sequence[Any], *who: Any) -> None:
 
 
 inductor.register_lowering(LEAVE, type_promotion_kind=None)(_lower_leaving)
+
+
+def _lower_update(written: Sequence[Any], gradients: Sequence[Any], *who: Any) -> None:
+    """An optimizer may keep what it is given until all gradients are there."""
+    for each in gradients:
+        each.realize()
+        inductor.graph_being_lowered().never_reuse_buffers.add(_storage_of(each).get_name())
+    inductor.lower_as_call(UPDATE, written, gradients, *who)
+
+
+inductor.register_lowering(UPDATE, type_promotion_kind=None)(_lower_update)
 
 
 def _is_a_bucket(piece: Any, numel: int) -> bool:

@@ -251,6 +251,17 @@ _PAIRED: Final = {EXCHANGE: pairs.all_to_all, ALL_TO_ALL: pairs.all_to_all, ALL_
 """Stages that a backend's own collective may be slow at, and what takes its place."""
 
 
+def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
+    """Start an all-gather in place: each rank's part of the tensor goes to all others."""
+    group = distributed.group_of_name(stage.group)
+    own = gathered.view(stage.parts, -1)[group.rank()]
+    if pairs.take_turns(stage.group, gathered.device):
+        return pairs.all_gather(own, stage.group, into=gathered)[1]
+    work = distributed.all_gather(gathered, own, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
 def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
     """Start the collective of a stage over tensors, which it may write over."""
     group = distributed.group_of_name(stage.group)

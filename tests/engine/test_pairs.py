@@ -41,6 +41,17 @@ def exchanged() -> None:
             whole = torch.empty(ranks * sent.nbytes, dtype=torch.uint8)
             dist.all_gather_into_tensor(whole, sent.view(torch.uint8), group=group)
             assert torch.equal(gathered.view(torch.uint8), whole)
+            memory = torch.empty(3 * ranks, dtype=dtype), torch.empty(3 * ranks * ranks, dtype=dtype)
+            with pairs.receiving(lambda _, memory=memory[0]: memory):
+                received, work = pairs.all_to_all(sent, name)
+            place = memory[1].view(ranks, -1)[rank]
+            place.copy_(sent)
+            in_place, other = pairs.all_gather(place, name, into=memory[1])
+            assert work.wait()
+            assert other.wait()
+            assert [each.data_ptr() for each in (received, in_place)] == [each.data_ptr() for each in memory]
+            assert torch.equal(received.view(torch.uint8), parts.view(torch.uint8))
+            assert torch.equal(in_place.view(torch.uint8), whole)
             for op, result in ((pairs.ALL_TO_ALL, parts), (pairs.ALL_GATHER, gathered)):
                 made = op(sent, ranks, name)
                 kept = weakref.ref(made)

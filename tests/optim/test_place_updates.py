@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
+from dp_compile._torch import inductor
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
@@ -148,6 +151,36 @@ def test_it_runs() -> None:
         torch.testing.assert_close(value, before - gradient * 0.5)
     with pytest.raises(InvalidGraphError, match="outside a backward"):
         module(*values)
+
+
+@dataclass
+class Keeping:
+    """Keeps what it is given."""
+
+    kept: list[torch.Tensor] = field(default_factory=list)
+
+    def update(self, indices: Any, parameters: Any, gradients: Sequence[torch.Tensor]) -> None:
+        self.kept.extend(gradients)
+
+
+def test_generated_code_leaves_to_an_optimizer_what_it_keeps() -> None:
+    def backward(x: torch.Tensor, y: torch.Tensor, parameter: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        UPDATE_LATER([parameter], [x * 2], [0], 0, 0, 0)
+        return (y.sin(),)  # fits into the memory of the product
+
+    x, y, parameter = (torch.randn(SIDE, SIDE) for _ in range(3))
+    target = Keeping()
+
+    import_module("dp_compile.passes.lowering")  # loaded only by what compiles
+
+    def place(graph: fx.Graph) -> None:
+        PlaceUpdates((-1, -1, 0), ((None,),))(graph, [PLAN])
+
+    compiled = inductor.compile_with_inductor(trace(backward, x, y, parameter), [x, y, parameter], place)
+    with updating([PLAN], [[target]]):
+        (result,) = compiled(x, y, parameter)
+    torch.testing.assert_close(result, y.sin())
+    torch.testing.assert_close(target.kept, [x * 2])
 
 
 def backward_without_updates(x: torch.Tensor, alias: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import time
 import warnings
@@ -26,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, Twins, poisoned, twins, two_groups
 
 import dp_compile
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
 from dp_compile.optim.sharded import Sharded
 from dp_compile.testing.ranks import Ranks
@@ -93,7 +95,7 @@ def test_the_same_parameters_as_ddp(ranks: Ranks, name: str, max_norm: float | N
     assert set(ranks.run(train, name, max_norm, compile_whole)) == {(10, 1)}
 
 
-@pytest.mark.parametrize("max_norm", [None, 0.05])
+@pytest.mark.parametrize("max_norm", [None, 0.05, 1e3])
 def test_the_same_parameters_if_nothing_is_compiled(ranks: Ranks, max_norm: float | None) -> None:
     assert set(ranks.run(train, "adamw", max_norm, not_compiled)) == {(0, 0)}
 
@@ -209,11 +211,23 @@ class Mixed(nn.Module):
         return x
 
 
-def generated(max_norm: float | None) -> int:
-    """Through Inductor, in its own memory."""
-    config = dp_compile.ReplicateConfig(bucket_cap_mb=1e-4)
+def generated(max_norm: float | None, wish: bool | None) -> int:
+    """Through Inductor, in its own memory, or in that of the step before."""
+    config = dp_compile.ReplicateConfig(bucket_cap_mb=1e-4, gradient_as_bucket_view=wish)
     both = sharded(make=ADAMW, config=config, max_norm=max_norm, given={"buckets_in_flight": 1})
-    both.train(0, 1, 2)
+    memory, where = replica_of(both.ours).bucket_memory, list[dict[Any, int]]()
+    for number in range(6):
+        both.train(number)
+        where.append({key: kept.memory.data_ptr() for key, kept in memory.kept.items()})
+    expected = set[tuple[int, int]]()
+    for number, bucket in enumerate(dp_compile.report(both.ours).plan.buckets if wish is not False else ()):
+        expected.add((number, bucket.numel))
+        if bucket.key.reduction.is_scattered:
+            expected.add((-1 - number, bucket.numel))
+    assert {key[:2] for key in where[-1]} == expected
+    for key in where[-1]:  # a thread of gloo's may have it for longer now and then
+        addresses = [each[key] for each in where]
+        assert any(one == other for one, other in itertools.pairwise(addresses)), (key, addresses)
     return both.updated
 
 
@@ -286,10 +300,15 @@ def test_beside_what_else_there_is(ranks: Ranks, name: str) -> None:
     assert set(ranks.run(feature, name)) == {FEATURES[name][1]}
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("max_norm", [None, 0.05])
-def test_generated_code(ranks: Ranks, max_norm: float | None) -> None:
-    assert set(ranks.run(generated, max_norm)) == {10}
+AT_NIGHT_BY_CODE = [(None, None), (None, False), (0.05, False), (0.05, True)]
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "wish"), [(0.05, None), *(pytest.param(*each, marks=pytest.mark.nightly) for each in AT_NIGHT_BY_CODE)]
+)
+def test_generated_code(ranks: Ranks, max_norm: float | None, wish: bool | None) -> None:
+    """Each bucket's gradients, what comes in while they are sent, and its parameters on their way: the same memory."""
+    assert set(ranks.run(generated, max_norm, wish)) == {10}
 
 
 # --- the step ---------------------------------------------------------------------------------------------------------
@@ -531,10 +550,10 @@ def test_another_optimizer_and_another_group(ranks: Ranks, name: str) -> None:
     ranks.run(beside_another, name)
 
 
-def planned_anew() -> None:
+def planned_anew(max_norm: float | None = None) -> None:
     """The state goes with its elements."""
     config = dp_compile.ReplicateConfig(backend="aot_eager", strategy="optimal", replan_after=2)
-    both = sharded(make=ADAMW, config=config)
+    both = sharded(make=ADAMW, config=config, max_norm=max_norm)
     plans = []
     for number in range(6):
         both.train(number)
@@ -544,14 +563,16 @@ def planned_anew() -> None:
         each.data = each.data.clone()  # other memory
     both.train(6)
     fixed = dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp")
-    other = sharded(make=ADAMW, config=fixed)
+    other = sharded(make=ADAMW, config=fixed, max_norm=max_norm)
     for number in range(7):
         other.train(number)
-    assert_same(full_state_dict(both.mine), full_state_dict(other.mine))
+    if max_norm is None:
+        assert_same(full_state_dict(both.mine), full_state_dict(other.mine))
 
 
-def test_a_plan_that_is_made_anew(ranks: Ranks) -> None:
-    ranks.run(planned_anew)
+@pytest.mark.parametrize("max_norm", [None, 0.05])
+def test_a_plan_that_is_made_anew(ranks: Ranks, max_norm: float | None) -> None:
+    ranks.run(planned_anew, max_norm)
 
 
 def taken_off() -> None:
@@ -863,10 +884,10 @@ def late_rounds(overlaps: bool) -> None:
     """The other ranks are there long before the last one sends what it has updated."""
     gather = Sharded._gather
 
-    def late(self: Sharded, replica: Any) -> None:
+    def late(self: Sharded, replica: Any, gradients: Any) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.3)
-        gather(self, replica)
+        gather(self, replica, gradients)
 
     with poisoned(), mock.patch.dict(GIVEN, overlap_forward=overlaps), mock.patch.object(Sharded, "_gather", late):
         both = sharded(make=ADAMW)

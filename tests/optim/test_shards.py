@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_compile.optim.shards import layout_of, numel_of_part, owners_of, pieces_of
+from dp_compile.optim.shards import layout_of, numel_of_part, owners_of, pieces_of, pieces_of_others
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Averaging
 
@@ -24,6 +24,20 @@ def plan_of(numels: list[int], ranks: int, alignment_bytes: int, backend: str = 
     return plan_buckets([*specs, flags], bucket_cap_mb=2e-4, first_bucket_cap_mb=1e-4, layout=layout)
 
 
+def _check_others(plan: BucketPlan, number: int, rank: int) -> None:
+    """What other ranks look after is all that this one does not, where it lies in the bucket."""
+    members = {each.gradient.index: each for each in plan.buckets[number].members}
+    met = Counter[tuple[int, int]]()
+    for piece in pieces_of_others(plan, number, rank):
+        offset = members[piece.index].offset
+        assert offset is not None
+        assert piece.offset == offset + piece.start
+        met.update((piece.index, element) for element in range(piece.start, piece.stop))
+    own = [each for each in pieces_of(plan, rank) if each.bucket == number]
+    met.update((each.index, element) for each in own for element in range(each.start, each.stop))
+    assert met == Counter((index, element) for index, each in members.items() for element in range(each.numel))
+
+
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=8), st.integers(1, 5), st.sampled_from([1, 16, 64]))
 def test_every_element_is_one_rank_s(numels: list[int], ranks: int, alignment_bytes: int) -> None:
     plan = plan_of(numels, ranks, alignment_bytes)
@@ -37,6 +51,8 @@ def test_every_element_is_one_rank_s(numels: list[int], ranks: int, alignment_by
             assert member.offset is not None
             assert rank * numel_of_part(plan, piece.bucket) + piece.offset == member.offset + piece.start
             assert piece.offset + piece.numel <= numel_of_part(plan, piece.bucket)
+        for number in {each.bucket for each in pieces_of(plan, rank)}:
+            _check_others(plan, number, rank)
     assert met == Counter((index, element) for index, numel in enumerate(numels) for element in range(numel))
 
 
