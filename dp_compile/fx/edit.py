@@ -12,6 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
+from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.storages import Storage, is_ordered, storages_of, written_by
 
 PROVENANCE = "dp_compile"
@@ -74,10 +75,15 @@ def dependencies(graph: fx.Graph, chain: Sequence[fx.Node] = ()) -> dict[fx.Node
     """What each node has to come after: its inputs, and where no data passes but the order can be seen.
 
     That is between a write to memory and other uses of that memory, among nodes that draw random numbers or that
-    nothing is known about, and between neighbours in `chain`.
+    nothing is known about, among collectives of one group that no pass has made, and between neighbours in `chain`.
     """
     found = {node: dict.fromkeys(node.all_input_nodes) for node in graph.nodes}
-    for before, after in [*_around_writes(graph), *itertools.pairwise(filter(is_ordered, graph.nodes))]:
+    given: dict[str, list[fx.Node]] = {"": list(filter(is_ordered, graph.nodes))}
+    for node in graph.nodes:
+        if is_collective(node) and provenance_of(node) is None:  # stands so on ranks, too, whose graph is as it was
+            given.setdefault(str(node.args[-1]), []).append(node)
+    pairs = itertools.chain.from_iterable(map(itertools.pairwise, given.values()))
+    for before, after in [*_around_writes(graph), *pairs]:
         found[after][before] = None
     for before, after in itertools.pairwise(chain):
         found[after][before] = None

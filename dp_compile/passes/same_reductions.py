@@ -375,16 +375,17 @@ class _Walk:
             self._writes.append((self.of(list(written)), str(node.target), self.of(node.args), self.of(node.kwargs)))
         changed = {each for one in written for storage in storages_of(one) for each in self._aliases.get(storage, ())}
         before = {each: self._of[each] for each in changed}
+        given = self.of(node.args) if node in self._reduced else ""  # what is written to is among it
         for each in changed - {node}:
-            self._of[each] = self._after_write(each, node)
+            self._of[each] = self._after_write(each, node, given)
             if node in self._reduced:
                 self._reduced.add(each)
         if target is not None:
             self._of[target] = self._of[node]
             self._fill(target, node, before)
 
-    def _after_write(self, each: fx.Node, by: fx.Node) -> Any:
-        number = self.sources.number(("written", each.name, by.name, self.of(by.args) if by in self._reduced else ""))
+    def _after_write(self, each: fx.Node, by: fx.Node, given: Any) -> Any:
+        number = self.sources.number(("written", each.name, by.name, given))
         shape = _static(each.meta.get("val"))
         return (each.name, number) if shape is None else elements.whole(number, math.prod(shape))
 

@@ -882,3 +882,17 @@ def test_the_cache_key_sees_the_source_of_a_users_own_pass(
 def test_the_pipeline_is_inductors_kind_of_pass() -> None:
     assert isinstance(Pipeline((), (), lambda records: None), inductor.CustomGraphPass)
     assert all(isinstance(graph_pass, GraphPass) for graph_pass in DEFAULT_PASSES)
+
+
+def test_collectives_of_somebody_else_stay_in_their_order() -> None:
+    """The first needs a reduced gradient, which is launched behind another one; ranks without passes have it first."""
+    grads = [Grad(index=0), Grad(index=1)]
+
+    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        first = grads[1].reduce(a.sin())
+        of_first, of_other = WAIT(ALL_REDUCE(first.exp(), "max", "0")), WAIT(ALL_REDUCE(b.cos(), "max", "0"))
+        return grads[0].reduce(b.sin()), first, of_first, of_other
+
+    result = run_passes(trace(backward, torch.randn(4), torch.randn(4)), plan_for(grads, cap=1))
+    names = [node.name for node in result.graph.nodes if is_collective(node) and edit.provenance_of(node) is None]
+    assert names == ["all_reduce", "all_reduce_1"]

@@ -244,6 +244,21 @@ def test_a_write_between_makes_another_value() -> None:
         run(overwrite)
 
 
+def test_what_is_written_again_has_one_name_in_every_run() -> None:
+    """Which of those in one memory is looked at first is a matter of addresses: twenty graphs, each with its own."""
+    grads = [Grad(index=index, shape=(4, 4)) for index in range(2)]
+
+    def writing(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        reduced = grads[0].reduce(a), grads[1].reduce(a.t() @ a)  # a factor in the product makes one more view
+        view = a[1:3]
+        for each in reduced:
+            a.copy_(each)
+        return (*reduced, view)
+
+    for _ in range(20):
+        run_passes(trace(writing, torch.zeros(4, 4)), plan_for(grads))
+
+
 def complex_backward(value: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Complex gradients travel as pairs of real numbers."""
     grads = [Grad(index=0, shape=(3, 2)), Grad(index=1, shape=(4,))]
