@@ -42,6 +42,7 @@ from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place, said_of
 from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of, pieces_of_others
 from dp_compile.optim.states import State, States, cut, gathered
+from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import ALL_GATHER, Stage
@@ -146,10 +147,9 @@ class Sharded(InBackward):
         """The parameters of the optimizer, by their places in the module; with frozen ones."""
         self.pieces: dict[int, Piece] = {}
         """What this rank looks after, by parameter."""
-        self._pieces_in: dict[int, tuple[Piece, ...]] = {}
-        """The same by bucket, of parameters that are cut."""
-        self._in_whole: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
-        """By bucket what this rank looks after and what the others do, each with its place in the whole bucket."""
+        self._in_buckets: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
+        """Of parameters that are cut: what this rank looks after in each bucket and what the others do, each piece with
+        its place in the whole bucket."""
         self._own: dict[int, nn.Parameter] = {}
         """What the optimizer updates on this rank, by parameter: elements of it, or it itself."""
         self._owner_of: dict[int, int] = {}
@@ -300,21 +300,23 @@ class Sharded(InBackward):
             self._plan = replica.plan
             self.pieces = {each.index: each for each in self._pieces(replica)}
             self._own = {index: self._own_of(piece) for index, piece in self.pieces.items()}
-            self._sort_pieces(replica.plan)
+            if self.cuts:
+                self._sort_pieces(replica.plan)
             self._alive().state = ShardedStates(dict)
             self._looked_at = (None, {}, False)
             self._hold(states)
         self._find_memory()
 
     def _sort_pieces(self, plan: BucketPlan) -> None:
-        self._pieces_in, self._in_whole = {}, {}
-        for number, bucket in enumerate(plan.buckets) if self.cuts else ():
-            if bucket.key.reduction.is_scattered:
-                pieces = tuple(piece for piece in self.pieces.values() if piece.bucket == number)
-                first = self.rank * numel_of_part(plan, number)
-                own = tuple(replace(piece, offset=first + piece.offset) for piece in pieces)
-                self._pieces_in[number] = pieces
-                self._in_whole[number] = own, pieces_of_others(plan, number, self.rank)
+        own = defaultdict[int, list[Piece]](list)
+        for piece in self.pieces.values():
+            first = self.rank * numel_of_part(plan, piece.bucket)
+            own[piece.bucket].append(replace(piece, offset=first + piece.offset))
+        self._in_buckets = {
+            number: (tuple(own[number]), pieces_of_others(plan, number, self.rank))
+            for number, bucket in enumerate(plan.buckets)
+            if bucket.key.reduction.is_scattered
+        }
 
     def _find_memory(self) -> None:
         """Of parameters that are cut the pieces lie where those lie, which may have been given other memory."""
@@ -538,7 +540,9 @@ class Sharded(InBackward):
 
     def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
         """By parameter, what is reduced of this rank's pieces."""
-        return {piece.index: part[piece.offset : piece.offset + piece.numel] for piece in self._pieces_in[bucket]}
+        own, _ = self._in_buckets[bucket]
+        offsets = [piece.offset - self.rank * part.numel() for piece in own]
+        return {piece.index: part[offset : offset + piece.numel] for piece, offset in zip(own, offsets, strict=True)}
 
     @torch.no_grad()
     def ended(self) -> None:
@@ -700,8 +704,8 @@ class Sharded(InBackward):
     def _rounds_of_parts(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
         """Each rank's part of each bucket; updated and launched one by one, so that the first is on its way at once."""
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
-        for number in filter(self._in_whole.__contains__, self._numbers(replica)):
-            bucket, (own, others) = replica.plan.buckets[number], self._in_whole[number]
+        for number in filter(self._in_buckets.__contains__, self._numbers(replica)):
+            bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
             self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
             with replica.told.following(GATHER):
@@ -713,11 +717,14 @@ class Sharded(InBackward):
             yield _Round((number,), indices, own, others, values, work)
 
     def _memory(self, bucket: int, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """What a bucket of parameters is gathered in: where its gradients were. What is in gaps is not defined."""
+        """What a bucket of parameters is gathered in: where its gradients were. What is in gaps is not defined, unless
+        NCCL looks for NaN there."""
         replica = self._replicated()
-        if not replica.plan.keeps_memory:
-            return like.new_empty(numel)
-        return replica.bucket_memory.take(bucket, numel, like.dtype, like.device)
+        if replica.plan.keeps_memory:
+            values = replica.bucket_memory.take(bucket, numel, like.dtype, like.device)
+        else:
+            values = like.new_empty(numel)
+        return values.zero_() if nan_check_is_on() else values
 
     def _rounds_of_whole(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
         """What each rank has updated, from that rank to all others; launched one by one."""

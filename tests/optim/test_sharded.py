@@ -29,7 +29,9 @@ from twins import ADAMW, SGD, SMALL, LateReader, Make, Net, Twins, poisoned, twi
 import dp_compile
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
+from dp_compile.optim import sharded as sharded_optimizer
 from dp_compile.optim.sharded import Sharded
+from dp_compile.passes.bucket_memory import BucketMemory
 from dp_compile.testing.ranks import Ranks
 
 OPTIMIZERS: dict[str, Make] = {
@@ -430,6 +432,34 @@ def scaled(name: str, max_norm: float | None, broken: bool) -> int:
 def test_a_grad_scaler(ranks: Ranks, name: str, max_norm: float | None, broken: bool) -> None:
     """A step is left out on all ranks, though one of them alone has seen what is not finite."""
     ranks.run(scaled, name, max_norm, broken)
+
+
+def no_nan_is_sent() -> int:
+    """What lies in gaps is whatever was there; where NCCL looks for NaN in all that it sends, zeros."""
+    launched: list[torch.Tensor] = []
+    launch = sharded_optimizer.launch_gather
+
+    def seen(stage: Any, gathered: torch.Tensor) -> Any:
+        launched.append(gathered.clone())
+        return launch(stage, gathered)
+
+    def garbage(self: Any, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.full((numel,), torch.nan, dtype=dtype, device=device)
+
+    with (
+        mock.patch.dict("os.environ", TORCH_NCCL_NAN_CHECK="1"),
+        mock.patch.object(sharded_optimizer, "launch_gather", seen),
+        mock.patch.object(BucketMemory, "take", garbage),
+    ):
+        both = sharded(make=ADAMW)
+        both.train(0)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    assert all(each.view(ranks, -1)[rank].isfinite().all() for each in launched)
+    return len(launched)
+
+
+def test_no_gap_is_sent_where_somebody_looks_for_nan(ranks2: Ranks) -> None:
+    assert min(ranks2.run(no_nan_is_sent)) > 1
 
 
 def one_small_part() -> None:
