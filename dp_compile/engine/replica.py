@@ -336,7 +336,7 @@ class Replica:
         """The plan, and whether the memory of its buckets is used again.
 
         What each rank keeps a part of is there twice in a step, as gradients and as parameters on their way: malloc
-        would give the memory back to the system in between, page by page (13,000 of them in a GPT of 52.8 MiB).
+        may give the memory back to the system in between, page by page (52.8 MiB are 13,500 of them).
         """
         wish = self.config.gradient_as_bucket_view
         if wish is None and self.device.type == "cpu":
