@@ -6,6 +6,7 @@ A stale entry would be wrong without a word, so the first test changes what a ke
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import threading
@@ -690,6 +691,37 @@ def test_a_process_without_us_finds_the_forward_and_trains_right(fake_group: dis
     asked = torch.autograd.grad(compiled(torch.randn(4, 6)).square().mean(), list(expected.parameters()))
     for one, two in zip(asked, wanted, strict=True):
         torch.testing.assert_close(one, two)
+
+
+class Positions(nn.Module):
+    """Its backward starts from zeros and from positions: calls that are given no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(x + self.position(torch.arange(len(x))))
+        return result
+
+
+@pytest.mark.usefixtures("keeping")
+def test_a_forward_that_torch_saved_gives_the_backward_that_was_compiled(fake_group: dist.ProcessGroup) -> None:
+    """Who had tried plain `torch.compile` first compiled in every process: its entries had constants for such calls."""
+    like_a_new_process()
+    torch.manual_seed(0)
+    expected = Positions()
+    wanted = gradients_of(expected, torch.compile(expected))
+    for said in ("miss: nothing is kept of this graph; kept now", "hit, "):
+        like_a_new_process()
+        model = dp_compile.replicate(copy.deepcopy(expected))
+        for one, two in zip(gradients_of(model, torch.compile(model)), wanted, strict=True):
+            torch.testing.assert_close(one * dist.get_world_size(), two)
+        assert aot_counters()["autograd_cache_hit"] == 1
+        (record,) = dp_compile.report(model).captures
+        assert record.kept.startswith(said)
+        assert "copied" not in str(record)
 
 
 @pytest.mark.nightly
