@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
 Batch = tuple[torch.Tensor, ...]
+
+
+PROBE_LR: Final = 64.0
+"""High, so that what rounding of the parameters does to a gradient that is read off them is small."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How a gradient moves parameters.
+
+    Args:
+        kind: of optimizer.
+        options: of its constructor, beside the learning rate.
+        plain: options with which a step moves parameters by `PROBE_LR` times their gradient, to a part in 1e4 of it.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    options: Mapping[str, Any]
+    plain: Mapping[str, Any]
+
+    def optimizer(self, parameters: Iterable[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+        make: Callable[..., torch.optim.Optimizer] = self.kind
+        return make(parameters, **{**self.options, "lr": lr})
+
+    def plain_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+        make: Callable[..., torch.optim.Optimizer] = self.kind
+        return make(parameters, **{**self.options, **self.plain})
+
+
+SGD: Final = Rule(torch.optim.SGD, {"momentum": 0.9}, {"lr": PROBE_LR, "momentum": 0.0})
+LARGE_EPS: Final = 1e4
+"""Beside it AdamW's root of the mean square, of gradients around 1 or smaller, is nothing."""
+ADAMW: Final = Rule(
+    torch.optim.AdamW,
+    {"fused": True},
+    {"lr": PROBE_LR * LARGE_EPS, "eps": LARGE_EPS, "betas": (0.0, 0.0), "weight_decay": 0.0},
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +58,8 @@ class Workload:
         build: makes the model on CPU, in float32; the same weights after the same `torch.manual_seed`.
         batch: the batch of a rank, from a generator that the caller has seeded for that rank.
         loss: calls the model, or what a mode made of it, on a batch; a scalar.
-        lr: of SGD with momentum 0.9, the optimizer of every mode.
+        lr: of the optimizer of every mode.
+        rule: its kind and options; SGD with momentum 0.9.
     """
 
     name: str
@@ -29,6 +67,7 @@ class Workload:
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Callable[..., torch.Tensor], Batch], torch.Tensor]
     lr: float = 0.01
+    rule: Rule = field(default=SGD, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ communication, are those of the real models. No model has dropout: the gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_compile.bench import models
-from dp_compile.bench.contract import Batch, Workload
+from dp_compile.bench.contract import ADAMW, Batch, Workload
 from dp_compile.errors import ConfigError
 from dp_compile.train.gpt import GPT, GPTConfig
 from dp_compile.train.resnet import RESNET_50, resnet
@@ -140,16 +141,24 @@ _ALL: Final = (
     _huge_embedding("tiny-huge-embedding", 500, 16, 4, 8),
 )
 
+ADAMW_ARGUMENT: Final = "adamw"
+ADAMW_LR: Final = 0.001
+"""torch's default."""
+
 WORKLOADS: Final[Mapping[str, Workload]] = MappingProxyType({each.name: each for each in _ALL})
 """By name. Building a model of `transformers` needs that package, naming it does not."""
 
 
 def workload(name: str) -> Workload:
-    """The workload of that name.
+    """The workload of that name; with `:adamw` behind it, trained by fused AdamW.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in WORKLOADS:
-        raise ConfigError(f"there is no workload '{name}'. Workloads: {', '.join(WORKLOADS)}.")
-    return WORKLOADS[name]
+    base, _, optimizer = name.partition(":")
+    if base not in WORKLOADS or optimizer not in ("", ADAMW_ARGUMENT):
+        raise ConfigError(
+            f"there is no workload '{name}'. Workloads: {', '.join(WORKLOADS)}; each with SGD, and with "
+            f"':{ADAMW_ARGUMENT}' behind its name with AdamW."
+        )
+    return replace(WORKLOADS[base], name=name, lr=ADAMW_LR, rule=ADAMW) if optimizer else WORKLOADS[base]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Rule
+from dp_compile.bench.modes.loop import as_plain
 from dp_compile.bench.workloads import WORKLOADS, workload
 from dp_compile.errors import ConfigError
 
@@ -81,6 +83,40 @@ def trained(name: str, seed: int) -> dict[str, Any]:
         optimizer.zero_grad()
         losses.append(loss.item())
     return {"losses": losses, "weights": weights}
+
+
+def test_an_optimizer_behind_the_name() -> None:
+    chosen = workload("tiny-gpt2:adamw")
+    assert chosen.name == "tiny-gpt2:adamw"
+    assert chosen.build is workload("tiny-gpt2").build
+    parameter = torch.nn.Parameter(torch.ones(3))
+    made = chosen.rule.optimizer([parameter], chosen.lr)
+    assert isinstance(made, torch.optim.AdamW)
+    assert made.param_groups[0]["fused"]
+    with pytest.raises(ConfigError, match=r"no workload 'gpt2:lion'.*':adamw' behind its name"):
+        workload("gpt2:lion")
+
+
+@pytest.mark.parametrize("rule", [SGD, ADAMW])
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_plain_step_tells_the_gradient(rule: Rule, remembers: bool) -> None:
+    """What modes are compared by that keep no gradients."""
+    given = torch.randn(64, generator=torch.Generator().manual_seed(0))
+    parameter = torch.nn.Parameter(torch.zeros(64))
+    optimizer = rule.optimizer([parameter], lr=0.0)
+    options = dict(optimizer.param_groups[0])
+    parameter.grad = given.flip(0)
+    if remembers:
+        optimizer.step()
+    parameter.grad = given
+    with as_plain(optimizer, rule):
+        optimizer.step()
+    torch.testing.assert_close(-parameter.detach() / PROBE_LR, given, rtol=5e-4, atol=0.0)
+    assert optimizer.param_groups[0] == options
+    other = torch.nn.Parameter(torch.zeros(64))
+    other.grad = given
+    rule.plain_optimizer([other]).step()
+    torch.testing.assert_close(-other.detach() / PROBE_LR, given, rtol=5e-4, atol=0.0)
 
 
 def test_an_unknown_workload_is_named_beside_those_that_exist() -> None:

@@ -59,9 +59,19 @@ class Tied(Net):
         return x * self.scale
 
 
-def crossing(build: Callable[[], nn.Module] = Tied, make: Make = SGD, *, shard: bool = False, **options: Any) -> Twins:
+def crossing(
+    build: Callable[[], nn.Module] = Tied,
+    make: Make = SGD,
+    *,
+    shard: bool = False,
+    scaled: bool = False,
+    **options: Any,
+) -> Twins:
     """Twins, ours with `overlap_forward`. `theirs` is replicated as it is."""
-    both = twins(build, make, given={"overlap_forward": True, "shard": shard}, **options)
+    one, two = (torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2) for _ in range(2))
+    given = {"overlap_forward": True, "shard": shard, "scaler": one if scaled else None}
+    both = twins(build, make, given=given, **options)
+    both.scalers = (one, two) if scaled else None
     both.run = torch.compile(both.ours, backend="dp_compile")
     # As in `test_sharded.py`: the norm is added up in another order; of more than two ranks gradients are too.
     both.nearly = shard and (both.max_norm is not None or dist.get_world_size() > 2)
@@ -648,6 +658,36 @@ def fall_back(both: Twins, number: int) -> None:
     both.step()
 
 
+def two_forwards(both: Twins, number: int) -> None:
+    """The first is looked at and dropped; of the others there is one backward."""
+    for whose, run in enumerate((both.run, both.run_theirs)):
+        run(batch(number))
+        outputs = run(batch(number)) + run(batch(number + 1))
+        loss = outputs.square().mean()
+        (loss if both.scalers is None else both.scalers[whose].scale(loss)).backward()
+    both.step()
+
+
+def fail(both: Twins, number: int) -> None:
+    """On every rank, as its backward starts."""
+    for model, run in ((both.ours, both.run), (both.theirs, both.run_theirs)):
+        model.fails = True  # type: ignore[assignment]
+        with pytest.raises(ZeroDivisionError):
+            run(batch(number)).square().mean().backward()
+        model.fails = False  # type: ignore[assignment]
+    both.mine.zero_grad()
+    both.other.zero_grad()
+
+
+def overflow(both: Twins, number: int) -> None:
+    """On one rank: with a scaler no rank steps."""
+    if both.scalers is not None:
+        before = [each.detach().clone() for each in both.ours.parameters()]
+        both.backward(number, factor=torch.inf if dist.get_rank() == 0 else 1.0)
+        both.step()
+        assert all(map(torch.equal, before, both.ours.parameters()))
+
+
 def reload(model: Any, call: Any, optimizer: Any) -> None:
     model.load_state_dict(copy.deepcopy(model.state_dict()))
     optimizer.load_state_dict(copy.deepcopy(dp_compile.optim.full_state_dict(optimizer)))
@@ -674,6 +714,9 @@ def look(model: Any, call: Any, optimizer: Any) -> None:
 ACTIONS: dict[str, Action] = {
     "step": go,
     "one more": go,
+    "two forwards": two_forwards,
+    "fail": fail,
+    "overflow": overflow,
     "accumulate": accumulate,
     "fall back": fall_back,
     "evaluate": both_times(lambda model, call, _: (evaluated(model, call), None)[1]),
@@ -687,10 +730,10 @@ ACTIONS: dict[str, Action] = {
 }
 
 
-def in_order(names: list[str], make: str, shard: bool, max_norm: float | None) -> None:
+def in_order(names: list[str], make: str, shard: bool, max_norm: float | None, scaled: bool) -> None:
     with poisoned(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        both = crossing(make=OPTIMIZERS[make], shard=shard, max_norm=max_norm, compile_theirs=True)
+        both = crossing(Failing, OPTIMIZERS[make], shard=shard, scaled=scaled, max_norm=max_norm, compile_theirs=True)
         for number, name in enumerate(["step", *names]):
             ACTIONS[name](both, 2 * number)
         both.compare()
@@ -700,20 +743,23 @@ ORDERS = st.lists(st.sampled_from([*ACTIONS]), min_size=2, max_size=8)
 MAKES = st.sampled_from(["sgd", "adamw"])
 
 
-@pytest.mark.parametrize(("shard", "max_norm"), [(False, None), (True, None)], ids=["whole", "sharded"])
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 @settings(max_examples=3, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(names=ORDERS, make=MAKES)
-def test_orders(ranks2: Ranks, shard: bool, max_norm: float | None, names: list[str], make: str) -> None:
-    ranks2.run(in_order, names, make, shard, max_norm)
+def test_orders(ranks2: Ranks, shard: bool, names: list[str], make: str) -> None:
+    ranks2.run(in_order, names, make, shard, None, shard)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)  # each of two hundred takes some three seconds
-@pytest.mark.parametrize(("shard", "max_norm"), [(False, None), (True, 0.05)], ids=["whole", "sharded"])
+@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(names=ORDERS, make=MAKES)
-def test_many_orders(ranks2: Ranks, shard: bool, max_norm: float | None, names: list[str], make: str) -> None:
-    ranks2.run(in_order, names, make, shard, max_norm)
+@given(names=ORDERS, make=MAKES, max_norm=st.sampled_from([None, 0.05]), scaled=st.booleans())
+def test_many_orders(
+    ranks2: Ranks, shard: bool, names: list[str], make: str, max_norm: float | None, scaled: bool
+) -> None:
+    """Clipped, and with a scaler, only where parameters are updated in parts."""
+    ranks2.run(in_order, names, make, shard, max_norm if shard else None, scaled and shard)
 
 
 def failed_backward(shard: bool) -> None:

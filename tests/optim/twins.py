@@ -95,31 +95,48 @@ class Twins:
     max_norm: float | None = None
     nearly: bool = False
     """What is compared may differ in the last places."""
+    scalers: tuple[torch.amp.GradScaler, torch.amp.GradScaler] | None = None
+    """Ours, which its optimizer knows of, and that of `theirs`."""
 
-    def backward(self, number: int, *, sync: bool = True, broken: bool = False, **options: Any) -> None:
-        """In a `broken` one nothing of ours is captured on this rank."""
+    def backward(
+        self, number: int, *, sync: bool = True, broken: bool = False, factor: float = 1.0, **options: Any
+    ) -> None:
+        """In a `broken` one nothing of ours is captured on this rank. `factor`: of what this rank puts in."""
         with warnings.catch_warnings(), nullcontext() if sync else dp_compile.no_sync(self.ours):
             warnings.simplefilter("ignore")
             with torch.autograd.detect_anomaly(check_nan=False) if broken else nullcontext():
-                self.run(batch(number)).square().mean().backward(**options)
-        self.backward_of_theirs(number, sync=sync, **options)
+                self._scaled(0, self.run(batch(number) * factor)).backward(**options)
+        self.backward_of_theirs(number, sync=sync, factor=factor, **options)
 
-    def backward_of_theirs(self, number: int, *, sync: bool = True, **options: Any) -> None:
+    def backward_of_theirs(self, number: int, *, sync: bool = True, factor: float = 1.0, **options: Any) -> None:
         theirs: Any = self.theirs
         with nullcontext() if sync else theirs.no_sync():
-            self.run_theirs(batch(number)).square().mean().backward(**options)
+            self._scaled(1, self.run_theirs(batch(number) * factor)).backward(**options)
+
+    def _scaled(self, whose: int, outputs: torch.Tensor) -> torch.Tensor:
+        loss = outputs.square().mean()
+        return loss if self.scalers is None else self.scalers[whose].scale(loss)
 
     def step(self, *, zero: bool = True) -> None:
-        self.mine.step()
+        self._stepped(0, self.mine)
+        if self.scalers is not None:
+            self.scalers[1].unscale_(self.other)
         if self.max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(
                 [each for group in self.other.param_groups for each in group["params"]], self.max_norm
             )
-            torch.testing.assert_close(self.mine.total_norm, norm)  # type: ignore[attr-defined]
-        self.other.step()
+            torch.testing.assert_close(self.mine.total_norm, norm, equal_nan=True)  # type: ignore[attr-defined]
+        self._stepped(1, self.other)
         self.other.zero_grad()
         if zero:
             self.mine.zero_grad()
+
+    def _stepped(self, whose: int, optimizer: torch.optim.Optimizer) -> None:
+        if self.scalers is None:
+            optimizer.step()
+            return
+        self.scalers[whose].step(optimizer)
+        self.scalers[whose].update()
 
     def train(self, *numbers: int) -> None:
         for number in numbers:
@@ -136,6 +153,7 @@ class Twins:
         first = everything.clone()
         dist.broadcast(first, 0)
         assert torch.equal(everything, first), "the ranks have drifted apart"
+        assert self.scalers is None or self.scalers[0].get_scale() == self.scalers[1].get_scale()
 
     @property
     def updated(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import MOMENTUM, PROBE_LR, build, place, trainable
+from dp_compile.bench.contract import PROBE_LR, Batch, Mode, Trainer, Workload
+from dp_compile.bench.modes.loop import build, place, trainable
 from dp_compile.bench.modes.packages import load, why_not_there
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import FABRIC
@@ -29,7 +29,7 @@ class DecentDP:
 
     Each rank takes a step of its own and averages parameters with its neighbours of `topology` while the next step
     runs. That is another algorithm: only the average over all ranks after the first step is that of DDP. So its
-    `gradients` are read off that average, after one step of a copy of the model with plain SGD.
+    `gradients` are read off that average, after one plain step of a copy of the model.
     """
 
     name: str = "decent_dp"
@@ -59,7 +59,7 @@ class _Neighbours:
     def __init__(self, workload: Workload, topology: str) -> None:
         self._workload, self._topology = workload, topology
         self._model = build(workload)
-        self._wrapped = self._wrap(self._model, workload.lr, MOMENTUM)
+        self._wrapped = self._wrap(self._model, partial(workload.rule.optimizer, lr=workload.lr))
 
     def step(self, batch: Batch) -> None:
         self._loss(self._wrapped, batch).backward()
@@ -73,23 +73,21 @@ class _Neighbours:
         probe = copy.deepcopy(self._model)
         parameters = trainable(probe)
         before = {name: each.detach().clone() for name, each in parameters.items()}
-        wrapped = self._wrap(probe, PROBE_LR, 0.0)
+        wrapped = self._wrap(probe, self._workload.rule.plain_optimizer)
         self._loss(wrapped, batch).backward()
         with torch.no_grad():
             self._loss(wrapped, batch)  # The first step is taken when the second forward starts.
             wrapped.global_avg(will_revert=False)
         return {name: (before[name] - each.detach()) / PROBE_LR for name, each in parameters.items()}
 
-    def _wrap(self, model: nn.Module, lr: float, momentum: float) -> Any:
-        optimizer = partial(_sgd, lr=lr, momentum=momentum)
+    def _wrap(self, model: nn.Module, make: Callable[..., torch.optim.Optimizer]) -> Any:
+        def optimizer(parameters: Sequence[tuple[str, torch.Tensor]]) -> torch.optim.Optimizer:
+            return make([each for _, each in parameters])
+
         return load("decent_dp.ddp").DecentralizedDataParallel(model, optim_fn=optimizer, topology=self._topology)
 
     def _loss(self, call: Any, batch: Batch) -> torch.Tensor:
         return self._workload.loss(call, tuple(each.to(place(), non_blocking=True) for each in batch))
-
-
-def _sgd(parameters: Sequence[tuple[str, torch.Tensor]], lr: float, momentum: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD([each for _, each in parameters], lr=lr, momentum=momentum)
 
 
 KINDS: Final = (DecentDP(),)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from dp_compile.bench.contract import Batch, Facts, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import MOMENTUM, PROBE_LR, Loop, build, trainable
+from dp_compile.bench.contract import PROBE_LR, Batch, Facts, Mode, Trainer, Workload
+from dp_compile.bench.modes.loop import Loop, as_plain, build, trainable
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized import decentralize
 from dp_compile.decentralized.module import mixing_of
@@ -41,7 +40,7 @@ class Decentralized:
         if dist.get_backend() == FABRIC:
             raise ConfigError(f"mode '{self.name}' exchanges parameters with neighbours, which a fabric does not play.")
         model: Any = build(workload)
-        optimizer = torch.optim.SGD(model.parameters(), lr=workload.lr, momentum=MOMENTUM)
+        optimizer = workload.rule.optimizer(model.parameters(), workload.lr)
         decentralize(model, topology=self.topology, optimizer=optimizer, config=ReplicateConfig(backend=self.backend))
         return _MixingLoop(workload, model, optimizer, torch.compile(model, backend=self.backend))
 
@@ -64,7 +63,7 @@ class _MixingLoop:
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         own = {name: each.detach().clone() for name, each in trainable(self._model).items()}
         before = self._averages()
-        with _plain_sgd(self._optimizer):
+        with as_plain(self._optimizer, self._loop.workload.rule):
             self._loop.forward_backward(batch)
         after = self._averages()
         self._model.load_state_dict(own, strict=False)  # and what was sent is forgotten
@@ -83,19 +82,6 @@ class _MixingLoop:
     def _averages(self) -> dict[str, torch.Tensor]:
         with self._model.global_average():
             return {name: each.detach().clone() for name, each in trainable(self._model).items()}
-
-
-@contextmanager
-def _plain_sgd(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Inside, a step is `PROBE_LR` times the gradient; what the optimizer remembers stays as it is."""
-    before = [(group, dict(group)) for group in optimizer.param_groups]
-    try:
-        for group, _ in before:
-            group |= {"lr": PROBE_LR, "momentum": 0.0}
-        yield
-    finally:
-        for group, given in before:
-            group |= given
 
 
 KINDS: Final = (Decentralized(),)

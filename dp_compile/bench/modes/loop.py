@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -12,14 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import dynamo
-from dp_compile.bench.contract import Batch, Facts, Workload
+from dp_compile.bench.contract import Batch, Facts, Rule, Workload
 from dp_compile.errors import ConfigError
 
 SEED: Final = 0
 """Of the weights: the same in every mode and on every rank, before anybody broadcasts them."""
-MOMENTUM: Final = 0.9
-PROBE_LR: Final = 64.0
-"""High, so that what rounding of the parameters does to a gradient that is read off them is small."""
 
 
 def place() -> torch.device:
@@ -56,7 +54,7 @@ def backward(loss: torch.Tensor) -> None:
 
 
 class Loop:
-    """Forward, backward, SGD with momentum 0.9, gradients set to `None`.
+    """Forward, backward, the workload's optimizer, gradients set to `None`.
 
     Args:
         workload: what is trained.
@@ -72,10 +70,10 @@ class Loop:
         call: Callable[..., torch.Tensor],
         backward: Callable[[torch.Tensor], None] = backward,
     ) -> None:
-        self._workload, self._parameters, self._call, self._reduced_backward = workload, parameters, call, backward
+        self.workload, self._parameters, self._call, self._reduced_backward = workload, parameters, call, backward
         self._place = place()
         self._backwards_s: list[float] = []
-        self.optimizer = torch.optim.SGD(parameters.values(), lr=workload.lr, momentum=MOMENTUM)
+        self.optimizer = workload.rule.optimizer(parameters.values(), workload.lr)
 
     def step(self, batch: Batch) -> None:
         self.forward_backward(batch)
@@ -96,10 +94,26 @@ class Loop:
     def forward_backward(self, batch: Batch) -> None:
         """A batch as far as gradients; the backward is timed."""
         placed = tuple(each.to(self._place, non_blocking=True) for each in batch)
-        loss = self._workload.loss(self._call, placed)
+        loss = self.workload.loss(self._call, placed)
         start = time.perf_counter()
         self._reduced_backward(loss)
         self._backwards_s.append(time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def as_plain(optimizer: torch.optim.Optimizer, rule: Rule) -> Iterator[None]:
+    """Inside, a step moves parameters by `PROBE_LR` times their gradient.
+
+    SGD remembers afterwards what it did before; AdamW, this gradient.
+    """
+    before = [(group, dict(group)) for group in optimizer.param_groups]
+    try:
+        for group, _ in before:
+            group |= rule.plain
+        yield
+    finally:
+        for group, given in before:
+            group |= given
 
 
 def loop_around(

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dp_compile.bench.contract import Batch, Facts, Mode, Trainer, Workload
-from dp_compile.bench.modes.loop import PROBE_LR, Loop, build, cap_mb_of, place, trainable
+from dp_compile.bench.contract import PROBE_LR, Batch, Facts, Mode, Trainer, Workload
+from dp_compile.bench.modes.loop import Loop, as_plain, build, cap_mb_of, place, trainable
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.comm_hook import HookFunction
@@ -150,18 +150,17 @@ class _OurLoop:
 
 
 class _UpdatingLoop(_OurLoop):
-    """One whose backward keeps no gradients: they are read off a step of plain SGD that is taken back."""
+    """One whose backward keeps no gradients: they are read off a plain step that is taken back."""
 
     def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
         optimizer, parameters = self.loop.optimizer, trainable(self.model)
         before = {name: each.detach().clone() for name, each in parameters.items()}
-        lr, optimizer.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"], PROBE_LR
-        self.loop.step(batch)
+        with as_plain(optimizer, self.loop.workload.rule):
+            self.loop.step(batch)
         after = {name: each.detach() for name, each in self.model.named_parameters()}
         found = {name: (each - after[name]) / PROBE_LR for name, each in before.items()}
         for name, each in before.items():
             after[name].copy_(each)
-        optimizer.param_groups[0]["lr"] = lr
         optimizer.state.clear()
         return found
 
