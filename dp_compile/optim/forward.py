@@ -40,10 +40,9 @@ def compile_forward(
     crossing = [(position, found) for position, each in enumerate(inputs) if (found := _crossing_replica_of(each))]
     settings = {**({} if mode is None else inductor.options_of_mode(mode)), **(options or {})}
     broken: Any = getattr(graph_module, "compile_subgraph_reason", None)
-    starts_here, part_starts = take_starts_out(graph_module.graph)
+    starts_here, part_starts = take_starts_out(graph_module)
     breaks = broken is None or broken.graph_break
     if starts_here or part_starts:
-        graph_module.recompile()
         if not any(node.op.startswith("call_") for node in graph_module.graph.nodes):
             return _waiting_for_all(graph_module.forward, starts_here=starts_here)
     if not crossing:

@@ -88,12 +88,23 @@ PART_STARTS = has_side_effect(torch.ops.dp_compile.part_starts.default)
 """The same of a part of a module, traced in a hook in front of it."""
 
 
-def take_starts_out(graph: fx.Graph) -> tuple[bool, bool]:
-    """Whether the forwards of a module and of a part start in a graph of Dynamo's; what says so is taken out of it."""
-    starts = [graph.find_nodes(op="call_function", target=op) for op in (START, PART_STARTS)]
-    for node in (*starts[0], *starts[1]):
-        graph.erase_node(node)
-    return bool(starts[0]), bool(starts[1])
+def take_starts_out(graph_module: fx.GraphModule) -> tuple[bool, bool]:
+    """Whether the forwards of a module and of a part start in a graph of Dynamo's; what says so is taken out of it.
+
+    A part that is computed again in the backward starts in a graph inside (`torch.utils.checkpoint`), where torch
+    refuses an op that has effects (2.13).
+    """
+    found = {START: False, PART_STARTS: False}
+    for each in graph_module.modules():
+        if isinstance(each, fx.GraphModule):
+            for op in found:
+                nodes = each.graph.find_nodes(op="call_function", target=op)
+                for node in nodes:
+                    each.graph.erase_node(node)
+                if nodes:
+                    found[op] = True
+                    each.recompile()
+    return found[START], found[PART_STARTS]
 
 
 @dataclass(frozen=True, slots=True)

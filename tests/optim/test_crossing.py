@@ -27,6 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
 from twins import ADAMW, SGD, SMALL, Make, Net, Twins, poisoned, twins, two_groups
 
 import dp_compile
@@ -612,6 +613,47 @@ def other_backend() -> str:
 def test_another_backend_is_refused(ranks2: Ranks) -> None:
     for text in ranks2.run(other_backend):
         assert "torch.compile(model, backend='dp_compile')" in text
+
+
+class Varies(Tied):
+    """A forward may leave a layer out, and computes another again in the backward."""
+
+    leaves_out = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 2:
+                x = checkpoint(layer, x, use_reentrant=False) + x  # type: ignore[operator]
+            elif number != 1 or not self.leaves_out:
+                x = torch.tanh(layer(x)) + x
+        result: torch.Tensor = self.norm(x * self.scale)
+        return result
+
+
+def varied(shard: bool, change: str) -> list[int]:
+    with poisoned():
+        both = crossing(Varies, ADAMW, shard=shard, find_unused_parameters=True, compile_theirs=True)
+        counts = []
+        for number, changed in enumerate([False, True, True, False, True, False]):
+            for model in (both.ours, both.theirs):
+                if change == "left out":
+                    model.leaves_out = changed  # type: ignore[assignment]
+                elif change == "frozen":
+                    model.layers[1].weight.requires_grad_(not changed)  # type: ignore[index,union-attr]
+            go(both, number)
+            counts.append(left())
+            if number == 3:
+                both.compare()
+        both.compare()
+    return counts
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("change", ["left out", "frozen", "nothing"])
+def test_layers_that_a_forward_does_not_read_or_reads_twice(ranks2: Ranks, shard: bool, change: str) -> None:
+    """In flight from the step before: nobody waits for a layer that is left out, the step behind it has to."""
+    for counts in ranks2.run(varied, shard, change):
+        assert max(counts) > 0
 
 
 # --- whatever comes between -------------------------------------------------------------------------------------------
