@@ -354,7 +354,10 @@ class InBackward:
         replica = self.replica
         if self.crossing is not None:
             self.crossing.drop()
-        if not self._updated or replica is None or self._broken:
+        if not self._updated:
+            self._options = ()  # nothing has used them: a step may follow that has others, and no backward
+            return
+        if replica is None or self._broken:
             return
         names = replica.name_list(sorted(self._updated))
         self._failed = (

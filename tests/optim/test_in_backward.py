@@ -657,14 +657,28 @@ class Fails(torch.autograd.Function):
         raise ValueError("on purpose")
 
 
+def slower(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def loaded_again(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
 def fails_before() -> None:
+    """And then nothing has updated yet with what the optimizer was: it may become another, and step."""
     both = twins()
     both.train(0)
-    with pytest.raises(ValueError, match="on purpose"):
-        both.run(Fails.apply(batch(1).requires_grad_())).square().mean().backward()
-    for each in both.ours.parameters():
-        each.grad = None
-    both.train(1)
+    for change in (slower, loaded_again):
+        with pytest.raises(ValueError, match="on purpose"):
+            both.run(Fails.apply(batch(1).requires_grad_())).square().mean().backward()
+        for each in both.ours.parameters():
+            each.grad = None
+        for optimizer in (both.mine, both.other):
+            change(optimizer)
+            optimizer.step()
+        both.train(1)
 
 
 def test_a_backward_that_fails_before_any_update_leaves_no_trace(ranks: Ranks) -> None:
