@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -30,13 +30,10 @@ class Rule:
     options: Mapping[str, Any]
     plain: Mapping[str, Any]
 
-    def optimizer(self, parameters: Iterable[torch.Tensor], lr: float) -> torch.optim.Optimizer:
+    def optimizer(self, parameters: Iterable[torch.Tensor], **changes: Any) -> torch.optim.Optimizer:
+        """Over these parameters; `changes` to the options, the learning rate `lr` for one."""
         make: Callable[..., torch.optim.Optimizer] = self.kind
-        return make(parameters, **{**self.options, "lr": lr})
-
-    def plain_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
-        make: Callable[..., torch.optim.Optimizer] = self.kind
-        return make(parameters, **{**self.options, **self.plain})
+        return make(parameters, **{**self.options, **changes})
 
 
 SGD: Final = Rule(torch.optim.SGD, {"momentum": 0.9}, {"lr": PROBE_LR, "momentum": 0.0})
@@ -67,7 +64,7 @@ class Workload:
     batch: Callable[[torch.Generator], Batch]
     loss: Callable[[Callable[..., torch.Tensor], Batch], torch.Tensor]
     lr: float = 0.01
-    rule: Rule = field(default=SGD, repr=False)
+    rule: Rule = SGD
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ def test_an_optimizer_behind_the_name() -> None:
     assert chosen.name == "tiny-gpt2:adamw"
     assert chosen.build is workload("tiny-gpt2").build
     parameter = torch.nn.Parameter(torch.ones(3))
-    made = chosen.rule.optimizer([parameter], chosen.lr)
+    made = chosen.rule.optimizer([parameter], lr=chosen.lr)
     assert isinstance(made, torch.optim.AdamW)
     assert made.param_groups[0]["fused"]
     with pytest.raises(ConfigError, match=r"no workload 'gpt2:lion'.*':adamw' behind its name"):
@@ -115,7 +115,7 @@ def test_a_plain_step_tells_the_gradient(rule: Rule, remembers: bool) -> None:
     assert optimizer.param_groups[0] == options
     other = torch.nn.Parameter(torch.zeros(64))
     other.grad = given
-    rule.plain_optimizer([other]).step()
+    rule.optimizer([other], **rule.plain).step()
     torch.testing.assert_close(-other.detach() / PROBE_LR, given, rtol=5e-4, atol=0.0)
 
 

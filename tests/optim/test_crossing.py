@@ -701,7 +701,7 @@ def fall_back(both: Twins, number: int) -> None:
 
 
 def two_forwards(both: Twins, number: int) -> None:
-    """The first is looked at and dropped; of the others there is one backward."""
+    """A third one before them is dropped."""
     for whose, run in enumerate((both.run, both.run_theirs)):
         run(batch(number))
         outputs = run(batch(number)) + run(batch(number + 1))

@@ -73,7 +73,7 @@ class _Neighbours:
         probe = copy.deepcopy(self._model)
         parameters = trainable(probe)
         before = {name: each.detach().clone() for name, each in parameters.items()}
-        wrapped = self._wrap(probe, self._workload.rule.plain_optimizer)
+        wrapped = self._wrap(probe, partial(self._workload.rule.optimizer, **self._workload.rule.plain))
         self._loss(wrapped, batch).backward()
         with torch.no_grad():
             self._loss(wrapped, batch)  # The first step is taken when the second forward starts.

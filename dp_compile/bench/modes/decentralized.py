@@ -40,7 +40,7 @@ class Decentralized:
         if dist.get_backend() == FABRIC:
             raise ConfigError(f"mode '{self.name}' exchanges parameters with neighbours, which a fabric does not play.")
         model: Any = build(workload)
-        optimizer = workload.rule.optimizer(model.parameters(), workload.lr)
+        optimizer = workload.rule.optimizer(model.parameters(), lr=workload.lr)
         decentralize(model, topology=self.topology, optimizer=optimizer, config=ReplicateConfig(backend=self.backend))
         return _MixingLoop(workload, model, optimizer, torch.compile(model, backend=self.backend))
 

@@ -73,7 +73,7 @@ class Loop:
         self.workload, self._parameters, self._call, self._reduced_backward = workload, parameters, call, backward
         self._place = place()
         self._backwards_s: list[float] = []
-        self.optimizer = workload.rule.optimizer(parameters.values(), workload.lr)
+        self.optimizer = workload.rule.optimizer(parameters.values(), lr=workload.lr)
 
     def step(self, batch: Batch) -> None:
         self.forward_backward(batch)
