@@ -153,14 +153,17 @@ def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
     """Of steps of one rank under one plan, at least one: the one whose backward is the median, the shorter of two.
 
     One real backward, so that its figures fit together: medians of each bucket would add up to another backward. How
-    long forward, optimizer and the whole step take are medians of those that know it.
+    long forward, optimizer and all that a step has behind its backward take are medians of those that know it. A
+    median of whole steps would be of other steps (the last of them is never known) and was seen to be shorter than
+    the backward beside it.
     """
-    backwards = sorted(steps, key=lambda step: step.backward_s)
+    typical = sorted(steps, key=lambda step: step.backward_s)[(len(steps) - 1) // 2]
+    behind_s = _median_known([None if step.step_s is None else step.step_s - step.backward_s for step in steps])
     return replace(
-        backwards[(len(steps) - 1) // 2],
+        typical,
         forward_s=_median_known([step.forward_s for step in steps]),
         optimizer_s=_median_known([step.optimizer_s for step in steps]),
-        step_s=_median_known([step.step_s for step in steps]),
+        step_s=None if behind_s is None else typical.backward_s + behind_s,
     )
 
 

@@ -315,5 +315,13 @@ def test_the_typical_step() -> None:
         return MeasuredStep(3 * launch_s, (bucket,), "clock", 1, step_s=step_s)
 
     fast, middle, slow = step(1.0, 4.0, 9.0), step(2.0, None, 11.0), step(4.0, 6.0, None)
-    assert typical_step([slow, fast, middle]) == dataclasses.replace(middle, step_s=10.0)
+    assert typical_step([slow, fast, middle]) == dataclasses.replace(middle, step_s=6.0 + (6.0 + 5.0) / 2)
     assert typical_step([fast, slow]) == fast
+
+
+def test_a_typical_step_is_longer_than_its_backward() -> None:
+    """The median backward is the last one, whose step is not known, and the others' steps are shorter."""
+    known = [MeasuredStep(seconds, (), "clock", step_s=seconds + 0.5) for seconds in (1.0, 2.0, 9.0)]
+    last = MeasuredStep(4.0, (), "clock")
+    assert typical_step([known[0], known[1], last]).step_s == 2.5
+    assert typical_step([known[0], last, known[2]]).step_s == 4.5

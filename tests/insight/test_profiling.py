@@ -179,7 +179,8 @@ def test_the_median_of_three_steps() -> None:
     steps = [each for number, longer in enumerate((0, 20, 90)) for each in on_host(1000 * number, longer)]
     step = measured_step(trace_of(*steps), PLAN)
     assert step.source == "trace of torch.profiler, median of 3 backwards"
-    assert rounded(step) == rounded(expected(20))
+    behind_us = (500 + 480) / 2  # of the two whose next backward is there
+    assert rounded(step) == rounded(dataclasses.replace(expected(20), step_s=(520 + behind_us) * 1e-6))
     assert step.exposed_s == pytest.approx(285e-6)
 
 
@@ -327,7 +328,8 @@ def test_two_ranks(ranks2: Ranks, tmp_path: Path) -> None:
         assert step.forward_s is not None
         assert step.optimizer_s is not None
         assert step.step_s is not None
-        assert step.forward_s + step.backward_s + step.optimizer_s < step.step_s
+        assert min(step.forward_s, step.optimizer_s) > 0
+        assert step.backward_s < step.step_s
         for bucket in step.buckets:
             assert bucket.start_s is not None
             assert bucket.finish_s is not None
