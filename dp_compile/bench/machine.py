@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ import torch
 
 _PACKAGE: Final = Path(__file__).parents[1]
 _CGROUP_USAGE_NS: Final = Path("/sys/fs/cgroup/cpuacct/cpuacct.usage")
+_OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD=.*malloc")
 _TICK_S: Final = 0.01  # of /proc/stat: USER_HZ is 100 in every Linux that torch runs on
 
 
@@ -31,11 +33,15 @@ class Environment:
     python: str
     torch: str
     commit: str
+    malloc: str = ""
+    """What malloc was told by the environment, or which other one was preloaded: page faults are a part of a step."""
 
     @property
     def machine(self) -> dict[str, object]:
         """What has to be equal for times to be comparable."""
-        return {name: value for name, value in asdict(self).items() if name in ("cpu", "cores", "accelerator")}
+        return {
+            name: value for name, value in asdict(self).items() if name in ("cpu", "cores", "accelerator", "malloc")
+        }
 
     def __str__(self) -> str:
         parts = [
@@ -43,7 +49,9 @@ class Environment:
             f"torch {self.torch}",
             f"Python {self.python}",
         ]
-        return ", ".join([*parts, *([self.accelerator] if self.accelerator != "none" else [])])
+        parts += [self.accelerator] if self.accelerator != "none" else []
+        parts += [self.malloc] if self.malloc else []
+        return ", ".join(parts)
 
 
 def environment() -> Environment:
@@ -57,7 +65,13 @@ def environment() -> Environment:
         python=platform.python_version(),
         torch=torch.__version__,
         commit=_commit(),
+        malloc=_malloc(),
     )
+
+
+def _malloc() -> str:
+    given = sorted(f"{name}={value}" for name, value in os.environ.items())
+    return " ".join(each for each in given if _OF_MALLOC.match(each))
 
 
 def _cpu() -> str:

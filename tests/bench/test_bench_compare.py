@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -17,7 +18,7 @@ from dp_compile.bench import compare, picture, ratios, report, results
 from dp_compile.bench.beds import Link
 from dp_compile.bench.bound import rho
 from dp_compile.bench.contract import Facts
-from dp_compile.bench.machine import Environment
+from dp_compile.bench.machine import Environment, environment
 from dp_compile.bench.results import Cell, ModeResult, Probe, Results
 from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suite import Suite
@@ -175,6 +176,22 @@ def test_another_machine_is_refused_unless_forced(tmp_path: Path, capsys: pytest
     out = capsys.readouterr().out
     assert "note: another machine, compared all the same" in out
     assert "note: torch was 2.12 and is 2.13.0" in out
+
+
+def test_what_malloc_was_told_is_a_part_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With memory that is kept a step was seen to take a tenth less."""
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_", "LD_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("LD_PRELOAD", "libsomething.so")
+    plain = environment()
+    assert plain.malloc == ""
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "-1")
+    monkeypatch.setenv("LD_PRELOAD", "libjemalloc.so.2")
+    told = environment()
+    assert told.malloc == "LD_PRELOAD=libjemalloc.so.2 MALLOC_TRIM_THRESHOLD_=-1"
+    assert str(told).endswith(told.malloc)
+    with pytest.raises(ConfigError, match="another machine: malloc '' and 'LD_PRELOAD"):
+        compare.compare(replace(run_of(1), environment=plain), replace(run_of(2), environment=told))
 
 
 def test_a_link_that_is_another_now_is_said() -> None:
