@@ -8,7 +8,7 @@ import platform
 import re
 import subprocess
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -39,9 +39,7 @@ class Environment:
     @property
     def machine(self) -> dict[str, object]:
         """What has to be equal for times to be comparable."""
-        return {
-            name: value for name, value in asdict(self).items() if name in ("cpu", "cores", "accelerator", "malloc")
-        }
+        return {name: getattr(self, name) for name in ("cpu", "cores", "accelerator", "malloc")}
 
     def __str__(self) -> str:
         parts = [
