@@ -14,8 +14,9 @@ from dp_compile.fx.collectives import is_all_reduce
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import emit, executing
+from dp_compile.passes.reduction import emit
 from dp_compile.passes.result import PassRecord, PassResult
+from dp_compile.passes.running import Running
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
@@ -93,7 +94,7 @@ def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule
 
 def executed(module: fx.GraphModule, plans: Sequence[BucketPlan], *inputs: torch.Tensor) -> Any:
     """What a graph gives whose reductions no pass has replaced."""
-    with executing(plans):
+    with Running(plans):
         return module(*inputs)
 
 

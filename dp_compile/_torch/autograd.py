@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from dp_compile._torch.compiler import no_graph_of_its_own
 from dp_compile._torch.missing import named
 
 with named():
@@ -59,6 +60,7 @@ class _Door(_Engine):  # type: ignore[misc]
     def __init__(self, enter: Callable[..., tuple[torch.Tensor, ...]]) -> None:
         self.enter = enter
 
+    @no_graph_of_its_own
     def run_backward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         return self.enter(*args, **kwargs)
 

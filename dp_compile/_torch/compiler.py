@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -32,28 +31,17 @@ def no_graph_of_its_own(function: FunctionT) -> FunctionT:
 
 
 def untraced(reason: str) -> Callable[[FunctionT], FunctionT]:
-    """`torch.compiler.disable`, put off until somebody has loaded Dynamo: until then nothing can be traced.
+    """`torch.compiler.disable`, which loads Dynamo and puts a function of its own around this one, to the same end.
 
     Args:
         reason: what torch says where a function that is compiled as one graph calls this one.
     """
 
     def decorate(function: FunctionT) -> FunctionT:
-        disabled: Callable[..., Any] | None = None
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            nonlocal disabled
-            if disabled is None:
-                if "torch._dynamo" not in sys.modules:
-                    return function(*args, **kwargs)
-                disabled = torch.compiler.disable(function, reason=reason)
-            return disabled(*args, **kwargs)
-
         # What `torch.compiler.disable` sets; Dynamo looks for it before it traces a call (torch 2.11 to 2.15).
-        run._torchdynamo_disable = True  # type: ignore[attr-defined]
-        run._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
-        return run  # type: ignore[return-value]
+        function._torchdynamo_disable = True  # type: ignore[attr-defined]
+        function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+        return no_graph_of_its_own(function)
 
     return decorate
 
@@ -149,8 +137,10 @@ def forget_compiled() -> None:
 
 def forced_eager() -> bool:
     """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
-    stance = _attribute("torch._dynamo.eval_frame", "_stance", "stance")
-    return stance == "force_eager" or bool(_attribute("torch._dynamo.config", "disable"))
+    eval_frame, config = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch._dynamo.config")
+    if eval_frame is not None and eval_frame._stance.stance == "force_eager":
+        return True
+    return config is not None and bool(config.disable)
 
 
 def trace_autograd_ops() -> bool:

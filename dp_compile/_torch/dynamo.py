@@ -46,6 +46,9 @@ with named():
     without_autocast: Callable[[], contextlib.AbstractContextManager[None]] = torch._C._DisableAutocast
     """Inside, no device's autocast is on. AOTAutograd runs its compiled backwards in this context too."""
     _set_compiler: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_autograd_compiler
+    _set_verbose_logger: Callable[..., Any] = torch._C._dynamo.compiled_autograd.set_verbose_logger
+    _is_verbose: Callable[[], bool] = _compiled_autograd.snapshot_verbose_logging_enabled
+    _on_at_import: bool = _compiled_autograd.compiled_autograd_enabled  # the name has to be there
     _Capture: Any = _compiled_autograd.AutogradCompilerInstance
     _tracing_is_off = _compiled_autograd.disable_proxy_modes_tracing  # type: ignore[attr-defined]
     # `size_hint` in torch 2.11.
@@ -66,18 +69,32 @@ _DTYPES = (
     torch.bfloat16,
 )
 
-EnableCapture = Callable[..., contextlib.AbstractContextManager[None]]
 
+class CaptureBackward:
+    """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static.
 
-@contextlib.contextmanager
-def capture_backward(compiler_fn: Callable[[fx.GraphModule], Any]) -> Iterator[None]:
-    """Backwards inside this context are captured and handed to `compiler_fn`. Shapes start out static."""
-    with cast(EnableCapture, _compiled_autograd._enable)(compiler_fn, dynamic=False):
-        made, dynamic = _set_compiler(functools.partial(_QuickCapture, compiler_fn), False)
-        if getattr(made, "func", None) is not _Capture:
-            # `_enable` has enabled nothing, for a stance of "force_eager", and so will put nothing back.
-            _set_compiler(made, dynamic)
-        yield
+    What torch's `_enable` does (2.11 to 2.15), also under a stance of "force_eager". Torch's is a generator around
+    others: in a step that has emptied the processor's caches before, it takes as long as a small kernel.
+    """
+
+    __slots__ = ("_before", "_make", "_threads", "_was_on")
+
+    def __init__(self, compiler_fn: Callable[[fx.GraphModule], Any]) -> None:
+        self._make = functools.partial(_QuickCapture, compiler_fn)
+
+    def __enter__(self) -> None:
+        if _is_verbose():
+            _set_verbose_logger(_compiled_autograd.verbose_log)
+        self._before = _set_compiler(self._make, False)
+        self._was_on = _compiled_autograd.compiled_autograd_enabled
+        _compiled_autograd.compiled_autograd_enabled = True
+        self._threads = torch._C._is_multithreading_enabled()
+        torch._C._set_multithreading_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_multithreading_enabled(self._threads)
+        _compiled_autograd.compiled_autograd_enabled = self._was_on
+        _set_compiler(*self._before)
 
 
 class _QuickCapture(_Capture):  # type: ignore[misc]

@@ -10,10 +10,8 @@ Here every receive is posted before the first send: 85 and 74 ms.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -60,29 +58,25 @@ def take_turns(group: str, device: torch.device) -> bool:
     return "cpu:gloo" in backend.split(",")
 
 
-class _Receiving(threading.local):
-    memory: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+_memories: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
 
 
-_receiving = _Receiving()
+def receive_in(memory: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """From now on the op receives in what `memory` says for what is sent; `None`: in new memory."""
+    _memories.append(memory)
 
 
-@contextlib.contextmanager
-def receiving(memory: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Inside, an all-to-all of this thread receives in what `memory` says for what is sent; `None`: in new memory."""
-    before = _receiving.memory
-    _receiving.memory = memory
-    try:
-        yield
-    finally:
-        _receiving.memory = before
+def _memory_for(sent: torch.Tensor) -> torch.Tensor | None:
+    return next((found for memory in _memories if (found := memory(sent)) is not None), None)
 
 
-def all_to_all(sent: torch.Tensor, group: str) -> tuple[torch.Tensor, Pairs]:
-    """As `all_to_all_single` of equal parts, in one dimension. The result is there once the work is waited for."""
+def all_to_all(sent: torch.Tensor, group: str, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Pairs]:
+    """As `all_to_all_single` of equal parts, in one dimension. The result is there once the work is waited for.
+
+    `into`: its memory.
+    """
     parts = sent.view(distributed.group_of_name(group).size(), -1)
-    memory = None if _receiving.memory is None else _receiving.memory(sent)
-    received = torch.empty_like(parts) if memory is None else memory.view_as(parts)
+    received = torch.empty_like(parts) if into is None else into.view_as(parts)
     return received.flatten(), _exchange(parts.__getitem__, received, sent, group)
 
 
@@ -143,7 +137,9 @@ def _registered(launched: tuple[torch.Tensor, Pairs]) -> torch.Tensor:
 
 
 _library.impl(
-    "all_to_all_in_pairs", lambda sent, _, group: _registered(all_to_all(sent, group)), "CompositeExplicitAutograd"
+    "all_to_all_in_pairs",
+    lambda sent, _, group: _registered(all_to_all(sent, group, _memory_for(sent))),
+    "CompositeExplicitAutograd",
 )
 _library.impl(
     "all_gather_in_pairs", lambda sent, _, group: _registered(all_gather(sent, group)), "CompositeExplicitAutograd"

@@ -39,9 +39,9 @@ from dp_compile.engine.hooks import (
     NoArrivals,
     NotedArrivals,
     ReductionRound,
+    Reporting,
     reduce_eagerly,
     refuse_inner_step,
-    reporting,
     round_of_inner_backwards,
 )
 from dp_compile.engine.intact import check_intact, refuse_lost, refuse_unreduced
@@ -51,7 +51,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due
-from dp_compile.engine.window import Backward, current, try_capturing, wait_for_window
+from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
 from dp_compile.errors import ReductionError, UnsupportedTorchError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
@@ -219,7 +219,7 @@ class _Outermost:
         """Reduce what only inner backwards reached: the last of them has ended."""
         for replica, reduction_round in self.late.items():
             replica.history.backwards["eager hooks"] += 1
-            with Watched([replica]), updates.one_backward([replica], keep_graph=False):
+            with Watched([replica]), updates.OneBackward([replica], keep_graph=False):
                 reduction_round.finish()
                 replica.arrivals_in = None
                 _complete(replica, ())
@@ -266,21 +266,11 @@ class _Found:
 _NOTHING = _Found((), compiled=False)
 
 
-@contextlib.contextmanager
-def _interrupted_reducers_end(replicas: Sequence[Replica]) -> Iterator[None]:
-    """After an exception a reducer of torch waits for the rest of its backward; the next one gets a new reducer."""
-    try:
-        yield
-    except BaseException:
-        for replica in replicas:
-            _end_reducer(replica)
-        raise
-
-
-def _end_reducer(replica: Replica) -> None:
-    if replica.reducer is not None:
-        replica.reducer.close()
-        replica.reducer = None
+def _end_reducers(replicas: Sequence[Replica]) -> None:
+    for replica in replicas:
+        if replica.reducer is not None:
+            replica.reducer.close()
+            replica.reducer = None
 
 
 # --- one backward of ours ---------------------------------------------------------------------------------------
@@ -290,7 +280,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     if any(map(_wants_hooks, found.replicas)):
         probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
     synced = [replica for replica in found.replicas if replica.reduces]
-    with Watched(synced) as watched, updates.one_backward(found.replicas, keep_graph=call.keep_graph):
+    with Watched(synced) as watched, updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
         _check_alone(found.replicas)
         for replica in synced:
             replica.check_group()
@@ -305,21 +295,29 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
         by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
         watched.count_from_here()
         obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
-        with _interrupted_reducers_end(found.replicas):
-            with reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
+        try:
+            with Reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
                 result = _run(found, by_hooks, obstacle, call)
                 for replica in synced:
                     if replica not in by_hooks:
                         _complete_reducer(replica, call)
             outermost.finish()
+        except BaseException:
+            # A reducer of torch waits for the rest of its backward; the next one gets a new reducer.
+            _end_reducers(found.replicas)
+            raise
         for replica in synced:
             _complete(replica, call.tensors)
     for replica in found.replicas:
-        if not replica.sync:
-            replica.local.backward_ended()
-        if replica.precision is not None and not call.keep_graph:
-            replica.precision.backward_has_ended()
+        _end(replica, call)
     return result
+
+
+def _end(replica: Replica, call: _Call) -> None:
+    if not replica.sync:
+        replica.local.backward_ended()
+    if replica.precision is not None and not call.keep_graph:
+        replica.precision.backward_has_ended()
 
 
 def _compare_after_step(replica: Replica) -> None:
@@ -365,17 +363,18 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
             return call.run()
     if obstacle is not None:
         return _run_eagerly(found, by_hooks, obstacle, call)
-    with try_capturing(by_hooks, _capture) as backward:
+    with Capturing(by_hooks) as backward:
         if backward is not None:
-            try:
-                return _run_captured(by_hooks, backward, call)
-            except compiler.SizesInGraph as error:
-                logger.debug("captures are torch's own from now on, and slower: %s", error)
-                return _run_captured(by_hooks, backward, call)
-            except RuntimeError as error:
-                if backward.ran or not compiler.is_reducer_in_the_way(error):
-                    raise
-                obstacle = "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
+            with _capture():
+                try:
+                    return _run_captured(by_hooks, backward, call)
+                except compiler.SizesInGraph as error:
+                    logger.debug("captures are torch's own from now on, and slower: %s", error)
+                    return _run_captured(by_hooks, backward, call)
+                except RuntimeError as error:
+                    if backward.ran or not compiler.is_reducer_in_the_way(error):
+                        raise
+                    obstacle = "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
     return _run_eagerly(found, by_hooks, obstacle or "another backward is captured at the moment", call)
 
 
@@ -544,7 +543,7 @@ def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> b
         if replica.reducer is not None:
             why = "the forward is compiled now" if compiled else "inputs may be uneven"
             logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
-            _end_reducer(replica)
+            _end_reducers([replica])
         return True
     check_intact(replica)
     if replica.reducer is None:
@@ -616,6 +615,8 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
         return "modules in it have different passes or backends"
     for replica in by_hooks:
         captures = replica.history.captures
+        if len(captures) < min(MOST_CAPTURES, MOST_PARTIAL_CAPTURES):
+            continue
         partial_captures = sum(record.completed > 0 for record in captures.values())
         if len(captures) >= MOST_CAPTURES or partial_captures >= MOST_PARTIAL_CAPTURES:
             return f"it was compiled {len(captures)} times, for other sets of used parameters or other graphs"
@@ -639,7 +640,7 @@ def _obstacle_of_process(*, create_graph: bool) -> str | None:
 
 
 def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
-    with reporting({each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}):
+    with Reporting({each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}):
         result = call.run()
     if not backward.ran:
         names = ", ".join(replica.names[0] for replica in replicas)

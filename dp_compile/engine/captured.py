@@ -35,7 +35,7 @@ _Estimates = tuple[dict[Place, Estimate], tuple[ModelCollective, ...]]
 
 def capture() -> contextlib.AbstractContextManager[None]:
     """Inside, backwards are captured."""
-    return dynamo.capture_backward(CapturedBackward)
+    return dynamo.CaptureBackward(CapturedBackward)
 
 
 class CapturedBackward:
@@ -57,7 +57,7 @@ class CapturedBackward:
         backward.ran = True
         # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes for whoever calls
         # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
-        with window.outside(), dynamo.without_autocast():
+        with window.Outside(), dynamo.without_autocast():
             known = len(self._compiled)
             result = self._run(backward.replicas, inputs, (sizes, scalars, hooks, packed))
             backward.is_new = len(self._compiled) > known

@@ -41,14 +41,13 @@ from dp_compile.engine.reduced_graph import (
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
-from dp_compile.passes.bucket_memory import filling
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import executing
 from dp_compile.passes.result import PassRecord
-from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates, updating
+from dp_compile.passes.running import Running
+from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates
 
 if TYPE_CHECKING:
     from dp_compile.engine.artifacts import Ready  # loaded late: it needs names that a torch may lack
@@ -56,6 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dp_compile.compilation")
 
 _code_numbers = itertools.count()
+_NOTHING: Final = contextlib.nullcontext()
 
 QUIET_BACKWARDS: Final = 10
 """So many synchronised backwards without compilation, and the next one that compiles is worth a word."""
@@ -167,10 +167,10 @@ class CompiledBackward:
         untold = observers.NO_BUCKETS if self._deferred else "" if self._has_code else observers.COMPILED_IN_IT
         begun = observers.Backward(self._settling, captured=True, untold=untold)
         try:
-            with observers.telling_of_backward(begun) as audience:
+            with observers.TellingOfBackward(begun) as audience:
                 self._events = None if untold else self._events_for(audience)
                 started = time.monotonic()
-                with contextlib.nullcontext() if self._has_code else dynamo.measuring_no_guards():
+                with _NOTHING if self._has_code else dynamo.measuring_no_guards():
                     outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
@@ -546,9 +546,9 @@ class CompiledBackward:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
-            plans, events = self._plans_now, self._events or contextlib.nullcontext()
+            plans, events = self._plans_now, self._events or _NOTHING
             memories = [replica.bucket_memory for replica in self._replicas]
-            with executing(plans), filling(memories), updating(plans, optimizers), events:
+            with Running(plans, memories, optimizers), events:
                 outputs = compiled(*args)
             if self._first is not None:
                 self._first.constants, self._first.outputs = args[1:], tuple(outputs)

@@ -71,6 +71,8 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
     if not replica.config.check_reductions:
         return
     reported = tuple(unused) if replica.config.unused == "error" else ()
+    if not (reported or stepped) and flags.is_cpu and _are_fine(replica, flags):
+        return
     replica.unused.flags_unread.append(
         UnreadFlags(flags, reported, tuple(stepped), moved, _settled[replica.group.name])
     )
@@ -80,10 +82,16 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
         _judge(replica, unread.popleft())
 
 
+def _are_fine(replica: Replica, flags: torch.Tensor) -> bool:
+    """Whether flags, on the host, are those that said that all is well: nearly always, and quick to see."""
+    fine = replica.unused.flags_fine
+    return fine is not None and torch.equal(flags, fine)
+
+
 def _judge(replica: Replica, unread: UnreadFlags) -> None:
-    flags, n_parameters, fine = unread.read(), len(replica.parameters), replica.unused.flags_fine
-    if fine is not None and not (unread.stepped or unread.unused) and torch.equal(flags, fine):
-        return  # as nearly always; this takes a tenth of the time
+    flags, n_parameters = unread.read(), len(replica.parameters)
+    if not (unread.stepped or unread.unused) and _are_fine(replica, flags):
+        return
     if n_parameters <= FEW_PARAMETERS:
         values = flags.tolist()
         more, any_unused = values[n_parameters:], any(values[:n_parameters])

@@ -8,7 +8,6 @@ could not capture one backward still works together with ranks that could.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
@@ -103,16 +102,21 @@ class NoArrivals:
         )
 
 
-@contextlib.contextmanager
-def reporting(arrivals: Mapping[Replica, Arrivals]) -> Iterator[None]:
+class Reporting:
     """Inside, hooks of these modules report there."""
-    before = [(replica, replica.arrivals_in) for replica in arrivals]
-    for replica, now in arrivals.items():
-        replica.arrivals_in = now
-    try:
-        yield
-    finally:
-        for replica, earlier in before:
+
+    __slots__ = ("_arrivals", "_before")
+
+    def __init__(self, arrivals: Mapping[Replica, Arrivals]) -> None:
+        self._arrivals = arrivals
+
+    def __enter__(self) -> None:
+        self._before = [(replica, replica.arrivals_in) for replica in self._arrivals]
+        for replica, now in self._arrivals.items():
+            replica.arrivals_in = now
+
+    def __exit__(self, *error: object) -> None:
+        for replica, earlier in self._before:
             replica.arrivals_in = earlier
 
 
@@ -363,8 +367,8 @@ def reduce_eagerly(
         this.reached = tuple if reached is None else partial(reached, replica)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
-    with reporting(local | {each.replica: each for each in rounds}):
-        with observers.telling_of_backward(observers.Backward(tuple(synced), captured=False)) as audience:
+    with Reporting(local | {each.replica: each for each in rounds}):
+        with observers.TellingOfBackward(observers.Backward(tuple(synced), captured=False)) as audience:
             for each in rounds:
                 each.audience = audience
             result = run()

@@ -32,8 +32,7 @@ FORWARD: Final = "forward"
 """What follows reductions: an optimizer updates parameters, they go round, a forward runs that waits for updates."""
 
 
-@dataclass(frozen=True, slots=True)
-class Backward:
+class Backward(NamedTuple):
     """A synchronised backward that begins.
 
     `replicas`: the modules that are reduced in it, in launch order. `captured`: it runs as compiled code, not by hooks.
@@ -195,23 +194,34 @@ def _observers(replicas: Sequence[Replica]) -> Iterator[Observer]:
         yield from replica.observers
 
 
-@contextlib.contextmanager
-def telling_of_backward(begun: Backward) -> Iterator[Audience]:
+class TellingOfBackward:
     """Around a backward: who listens to it. Without synchronised modules there is nothing to tell."""
-    if not begun.replicas:
-        yield NOBODY
-        return
-    asked = [observer.backward(begun) for observer in _observers(begun.replicas)]
-    audience = Audience(tuple(listener for listener in asked if listener is not None))
-    for module, replica in enumerate(begun.replicas):
-        replica.told = Told(audience, module)
-    if not audience:  # nearly always
-        yield audience
-        return
-    with contextlib.ExitStack() as stack:
-        for listener in audience.listeners:
-            stack.enter_context(listener)
-        yield audience
+
+    __slots__ = ("_begun", "_stack")
+
+    def __init__(self, begun: Backward) -> None:
+        self._begun = begun
+        self._stack: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> Audience:
+        replicas = self._begun.replicas
+        if not replicas:
+            return NOBODY
+        asked = [observer.backward(self._begun) for observer in _observers(replicas)]
+        listeners = tuple(listener for listener in asked if listener is not None)
+        audience = Audience(listeners) if listeners else NOBODY  # nearly always
+        for module, replica in enumerate(replicas):
+            replica.told = Told(audience, module)
+        if listeners:
+            with contextlib.ExitStack() as stack:  # leaves those that it has entered if one fails
+                for listener in listeners:
+                    stack.enter_context(listener)
+                self._stack = stack.pop_all()
+        return audience
+
+    def __exit__(self, *error: Any) -> None:
+        if self._stack is not None:
+            self._stack.__exit__(*error)
 
 
 def tell_untold(begun: Backward) -> None:

@@ -158,10 +158,11 @@ class _Trial:
             autograd.is_aot_backward(output.grad_fn),
             f"a compiled backward, CompiledFunctionBackward, is a {kind}",
         )
-        with window.try_capturing((), lambda: dynamo.capture_backward(self._look_at_capture)) as backward:
+        with window.Capturing(()) as backward:
             if backward is None:
                 return False
-            torch.autograd.backward(output)
+            with dynamo.CaptureBackward(self._look_at_capture):
+                torch.autograd.backward(output)
         after = compiler.captures(), compiler.compiled_graphs()
         self._expect(
             after == (before[0] + 1, before[1] + 1), "Dynamo's counters captures and unique_graphs stand still"
@@ -201,7 +202,7 @@ class _Trial:
         from dp_compile._torch import dynamo, trial
 
         self._expect(compiler.capture_is_running(), "a running capture, in_compiled_autograd_region, is not told")
-        with window.outside(), dynamo.measuring_no_guards():
+        with window.Outside(), dynamo.measuring_no_guards():
             return trial.traced(graph_module.forward, self._look_at_dynamo_graph)(*args)
 
     def _look_at_dynamo_graph(self, graph_module: fx.GraphModule, _: Sequence[Any]) -> Any:

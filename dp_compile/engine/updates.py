@@ -6,8 +6,7 @@ are the same on every rank, and what is not updated in the backward has its grad
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -108,31 +107,39 @@ class InBackward:
 
 def begin(replica: Replica) -> None:
     """A backward of the module begins: its optimizers may refuse it."""
-    replica.after.updates = [each for each in replica.after.updates if each.is_alive]
-    for each in () if replica.rehearses else replica.after.updates:
-        each.begin()
+    if replica.after.updates:
+        replica.after.updates = [each for each in replica.after.updates if each.is_alive]
+        for each in () if replica.rehearses else replica.after.updates:
+            each.begin()
 
 
-@contextlib.contextmanager
-def one_backward(replicas: Sequence[Replica], *, keep_graph: bool) -> Iterator[None]:
-    """Around a backward of these modules."""
-    for replica in replicas:
-        begin(replica)
-    for replica in replicas:
-        replica.after.wanted = (
-            tuple(each.wanted(keep_graph=keep_graph) for each in replica.after.updates) if replica.sync else ()
-        )
-    try:
-        yield
-    except BaseException as error:
-        for replica in replicas:
-            for each in replica.after.updates:
-                each.interrupted(error)
-        raise
-    for replica in replicas:
-        for each, wanted in zip(replica.after.updates, replica.after.wanted, strict=False):
-            if not (wanted.obstacle or replica.rehearses):
-                each.ended()
+class OneBackward:
+    """Around a backward of these modules: their optimizers hear of its start and of its end."""
+
+    __slots__ = ("_keep_graph", "_replicas")
+
+    def __init__(self, replicas: Sequence[Replica], *, keep_graph: bool) -> None:
+        self._replicas, self._keep_graph = replicas, keep_graph
+
+    def __enter__(self) -> None:
+        for replica in self._replicas:
+            begin(replica)
+        for replica in self._replicas:
+            after = replica.after
+            after.wanted = ()
+            if after.updates and replica.sync:
+                after.wanted = tuple(each.wanted(keep_graph=self._keep_graph) for each in after.updates)
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        for replica in self._replicas:
+            after = replica.after
+            if error is not None:
+                for each in after.updates:
+                    each.interrupted(error)
+            elif after.wanted:
+                for each, wanted in zip(after.updates, after.wanted, strict=False):
+                    if not (wanted.obstacle or replica.rehearses):
+                        each.ended()
 
 
 def updates_of(

@@ -6,9 +6,8 @@ most one backward is captured at a time. Loads no compiler: every backward of th
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dp_compile._torch import compiler
@@ -33,25 +32,33 @@ _window = threading.Lock()
 _current: Backward | None = None
 
 
-@contextlib.contextmanager
-def try_capturing(
-    replicas: Sequence[Replica], capture: Callable[[], contextlib.AbstractContextManager[None]]
-) -> Iterator[Backward | None]:
-    """Capture the backward that starts inside; `None` if another one is in progress, here or in another thread."""
-    global _current
-    if compiler.capture_is_running() or not _turn.acquire(blocking=False):
-        yield None
-        return
-    try:
-        with _window:
-            _current = Backward(tuple(replicas))
-            try:
-                with capture():
-                    yield _current
-            finally:
-                _current = None
-    finally:
-        _turn.release()
+class Capturing:
+    """The backward that starts inside may be captured; `None` if another one is in progress, here or elsewhere.
+
+    A class and no generator, as all contexts that every backward enters: between steps of a model the processor has
+    forgotten our code, and what a generator takes there can be seen in the steps of a small one.
+    """
+
+    __slots__ = ("_backward", "_replicas")
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas = replicas
+        self._backward: Backward | None = None
+
+    def __enter__(self) -> Backward | None:
+        global _current
+        if compiler.capture_is_running() or not _turn.acquire(blocking=False):
+            return None
+        _window.acquire()
+        self._backward = _current = Backward(tuple(self._replicas))
+        return self._backward
+
+    def __exit__(self, *error: object) -> None:
+        global _current
+        if self._backward is not None:
+            _current = None
+            _window.release()
+            _turn.release()
 
 
 def wait_for_window() -> None:
@@ -62,13 +69,15 @@ def wait_for_window() -> None:
             pass
 
 
-@contextlib.contextmanager
-def outside() -> Iterator[None]:
+class Outside:
     """Let other threads in while captured code runs: compiled autograd is off then. `_current` stays set."""
-    _window.release()
-    try:
-        yield
-    finally:
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _window.release()
+
+    def __exit__(self, *error: object) -> None:
         _window.acquire()
 
 

@@ -12,11 +12,9 @@ Smaller blocks stay in the process, and on GPUs torch's allocator keeps all of t
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -26,6 +24,7 @@ from torch import fx
 from dp_compile._torch import pairs, storages
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes.bucket_ops import ASSEMBLE
+from dp_compile.passes.running import running
 
 KEPT_FROM_NBYTES: Final = 32 * 2**20
 """The largest block that glibc keeps in the process, `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c."""
@@ -168,35 +167,20 @@ def _is_free(kept: _Kept) -> bool:
     return storage.nbytes() == kept.memory.nbytes and not storage.is_shared()
 
 
-class _Running(threading.local):
-    memories: Sequence[BucketMemory] = ()
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def filling(memories: Sequence[BucketMemory]) -> Iterator[None]:
-    """Inside, code of this thread fills the buckets of these modules, by their position among those of a backward."""
-    before = _running.memories
-    _running.memories = memories
-    try:
-        with pairs.receiving(_beside):
-            yield
-    finally:
-        _running.memories = before
-
-
 def _beside(sent: torch.Tensor) -> torch.Tensor | None:
-    for memory in _running.memories:
+    for memory in running().memories:
         if (found := memory.beside(sent)) is not None:
             return found
     return None
 
 
+pairs.receive_in(_beside)
+
+
 def _take(replica: int, number: int, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if replica < len(_running.memories):
-        return _running.memories[replica].take(number, numel, dtype, device)
+    memories = running().memories
+    if replica < len(memories):
+        return memories[replica].take(number, numel, dtype, device)
     return torch.empty(numel, dtype=dtype, device=device)  # generated code that somebody runs by itself
 
 

@@ -26,7 +26,7 @@ from torch.fx.node import has_side_effect
 
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.passes.updates import UPDATE, Update, running, updates_in
+from dp_compile.passes.updates import UPDATE, Update, updates_by, updates_in
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.crossing import why_not_left
 
@@ -60,7 +60,7 @@ def arrive(parameters: Sequence[torch.Tensor], after: torch.Tensor | None = None
 def _leave(
     launched: Sequence[torch.Tensor], buckets: Sequence[int], indices: Sequence[int], replica: int, optimizer: int
 ) -> None:
-    plan, optimizers = running(replica)
+    plan, optimizers = updates_by(replica)
     crossing = optimizers[optimizer].crossing
     assert crossing is not None
     crossing.leave([(number, plan.buckets[number]) for number in buckets], indices, launched)

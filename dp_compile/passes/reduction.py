@@ -8,15 +8,14 @@ A captured graph asks with an op that says whose gradient it is, and nothing els
 this backward. `after` only orders: the result of the reduction that has to run before. `factors`: those that the plan
 says are given when the code runs, each a number in a tensor, float64. The bucketing pass replaces the
 op by what `reduce_bucket` makes of the gradient's bucket. Where no pass does, the op itself reduces, as a bucket of
-one, by the plans of the `executing` block that it runs in.
+one, by the plans of the `Running` block that it runs in.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
-from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -25,11 +24,11 @@ import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import distributed, pairs
-from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import fill
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
-from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, plan_single
+from dp_compile.passes.running import running
+from dp_compile.plan.buckets import Bucket, Member, plan_single
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -306,33 +305,9 @@ _library.define(
 )
 
 
-class _Running(threading.local):
-    plans: Sequence[BucketPlan] = ()
-    gradients: Sequence[dict[int, GradientSpec]] | None = None
-    """Of each plan by index, once somebody asks."""
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def executing(plans: Sequence[BucketPlan]) -> Iterator[None]:
-    """Inside, code of this thread that still holds `reduce_grad` reduces by these plans, one for each replica."""
-    before = _running.plans, _running.gradients
-    _running.plans, _running.gradients = plans, None
-    try:
-        yield
-    finally:
-        _running.plans, _running.gradients = before
-
-
 def _reduce_now(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor | None) -> torch.Tensor:
-    if _running.gradients is None:
-        _running.gradients = [{each.index: each for each in plan.gradients} for plan in _running.plans]
-    if replica >= len(_running.gradients):
-        raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's")
     # Row by row, whatever the memory order: another rank may have its gradient in another one.
-    (bucket,) = plan_single([_running.gradients[replica][index]]).buckets
+    (bucket,) = plan_single([running().gradient(replica, index)]).buckets
     (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
     return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced, 0))
 

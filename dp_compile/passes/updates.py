@@ -13,8 +13,6 @@ the same bits.
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -29,6 +27,7 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
 from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.result import PassResult, Refusal
+from dp_compile.passes.running import running
 from dp_compile.plan.buckets import Bucket, BucketPlan
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")
@@ -62,35 +61,16 @@ class RunsUpdates(Protocol):
         """Update these parameters of its module now; `parameters` is what the graph has for them."""
 
 
-class _Running(threading.local):
-    plans: Sequence[BucketPlan] = ()
-    optimizers: Sequence[Sequence[RunsUpdates]] = ()
-    """Of each replica."""
-
-
-_running = _Running()
-
-
-@contextlib.contextmanager
-def updating(plans: Sequence[BucketPlan], optimizers: Sequence[Sequence[RunsUpdates]]) -> Iterator[None]:
-    """Inside, code of this thread that holds updates runs them by these, of each replica."""
-    before = _running.plans, _running.optimizers
-    _running.plans, _running.optimizers = plans, optimizers
-    try:
-        yield
-    finally:
-        _running.plans, _running.optimizers = before
-
-
-def running(replica: int) -> tuple[BucketPlan, Sequence[RunsUpdates]]:
+def updates_by(replica: int) -> tuple[BucketPlan, Sequence[RunsUpdates]]:
     """By what code of this thread updates a module.
 
     Raises:
-        InvalidGraphError: the code runs outside `updating`.
+        InvalidGraphError: the code runs outside `Running`.
     """
-    if replica >= len(_running.optimizers):
+    now = running()
+    if replica >= len(now.optimizers):
         raise InvalidGraphError(f"parameters of module {replica} are updated outside a backward of dp_compile's")
-    return _running.plans[replica], _running.optimizers[replica]
+    return now.plans[replica], now.optimizers[replica]
 
 
 def _update(
@@ -101,8 +81,8 @@ def _update(
     optimizer: int,
     bucket: int,
 ) -> None:
-    _, optimizers = running(replica)
-    of = f"module {replica} " if len(_running.optimizers) > 1 else ""
+    _, optimizers = updates_by(replica)
+    of = f"module {replica} " if len(running().optimizers) > 1 else ""
     with autograd.named_range(f"dp_compile::{of}bucket {bucket} update"):
         optimizers[optimizer].update(indices, written[: len(indices)], gradients)
 

@@ -13,12 +13,16 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import pytest
 import torch
 from beside import Untraceable
 from torch import fx, nn
+from torch._dynamo import compiled_autograd, convert_frame
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
@@ -562,16 +566,26 @@ def test_torch_s_python_reducer_is_refused() -> None:
 # --- nothing is left behind -------------------------------------------------------------------------------------
 
 
-def test_torch_settings_are_untouched() -> None:
+def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
     def settings() -> dict[str, Any]:
         configs = (torch._dynamo.config, torch._inductor.config, torch._functorch.config)
         return {config.__name__: config.save_config_portable() for config in configs}
 
-    before = settings()
+    def switches() -> tuple[bool, bool, Any]:
+        compiler, dynamic = torch._C._dynamo.compiled_autograd.set_autograd_compiler(None, False)
+        torch._C._dynamo.compiled_autograd.set_autograd_compiler(compiler, dynamic)
+        return compiled_autograd.compiled_autograd_enabled, torch._C._is_multithreading_enabled(), compiler
+
+    before = settings(), switches()
     first, second = Twin(mlp(), bucket_cap_mb=1.0), Twin(mlp(layers=3), passes=())
     for twin in (first, second):
         twin.step(batch())
-    assert settings() == before
+    assert (settings(), switches()) == before
+    loss = first.run(batch()).square().sum()
+    monkeypatch.setattr(compilation.CompiledBackward, "__call__", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert switches() == before[1]
 
 
 def test_unreplicate_takes_everything_off() -> None:
@@ -729,3 +743,35 @@ def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
     model(batch())
     assert torch._dynamo.utils.counters["frames"]["total"] == 1
     dp_compile.unreplicate(model)  # it holds itself, and other tests count what is replicated
+
+
+@pytest.fixture
+def frames(monkeypatch: pytest.MonkeyPatch) -> list[CodeType]:
+    """What Dynamo compiles of this package: frames that it meets outside of a graph."""
+    found: list[CodeType] = []
+    compile_frame = convert_frame._compile
+
+    def noted(code: CodeType, *args: Any, **kwargs: Any) -> Any:
+        if Path(dp_compile.__file__).parent in Path(code.co_filename).parents:
+            found.append(code)
+        return compile_frame(code, *args, **kwargs)
+
+    monkeypatch.setattr(convert_frame, "_compile", noted)
+    return found
+
+
+def test_a_compiled_train_step_has_no_frames_of_ours(frames: list[CodeType]) -> None:
+    """Its backward breaks the graph, and Dynamo meets what stands in front of the engine."""
+    twin, x = Twin(mlp()), batch()
+    torch.compile(lambda: twin.model(x).square().sum().backward(), backend="aot_eager")()
+    assert twin.report().backwards == {"captured": 1}
+    assert not frames
+
+
+def test_casts_are_no_frames_of_their_own(frames: list[CodeType]) -> None:
+    """A forward that breaks runs as Python, what puts casts into their places with it."""
+    model = Broken()
+    dp_compile.replicate(model, config=CONFIG, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    compiled(model)(batch()).float().sum().backward()
+    assert frames
+    assert not {"_enter_untraced", "_leave_untraced"}.intersection(each.co_name for each in frames)

@@ -42,8 +42,7 @@ def exchanged() -> None:
             dist.all_gather_into_tensor(whole, sent.view(torch.uint8), group=group)
             assert torch.equal(gathered.view(torch.uint8), whole)
             memory = torch.empty(3 * ranks, dtype=dtype), torch.empty(3 * ranks * ranks, dtype=dtype)
-            with pairs.receiving(lambda _, memory=memory[0]: memory):
-                received, work = pairs.all_to_all(sent, name)
+            received, work = pairs.all_to_all(sent, name, into=memory[0])
             place = memory[1].view(ranks, -1)[rank]
             place.copy_(sent)
             in_place, other = pairs.all_gather(place, name, into=memory[1])

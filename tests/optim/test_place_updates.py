@@ -19,7 +19,8 @@ from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.memory import footprint
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update, updating
+from dp_compile.passes.running import Running
+from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 SIDE = 8
@@ -142,7 +143,7 @@ def test_it_runs() -> None:
     result = backward_without_updates(*expected)
     module = fx.GraphModule(torch.nn.Module(), placed(1))
     target = Subtracting()
-    with updating([PLAN], [[target]]):
+    with Running([PLAN], optimizers=[[target]]):
         torch.testing.assert_close(module(*values), result)
     assert sorted(target.calls) == [(0,), (1,), (2,), (3,)]
     gradient = expected[0]
@@ -177,7 +178,7 @@ def test_generated_code_leaves_to_an_optimizer_what_it_keeps() -> None:
         PlaceUpdates((-1, -1, 0), ((None,),))(graph, [PLAN])
 
     compiled = inductor.compile_with_inductor(trace(backward, x, y, parameter), [x, y, parameter], place)
-    with updating([PLAN], [[target]]):
+    with Running([PLAN], optimizers=[[target]]):
         (result,) = compiled(x, y, parameter)
     torch.testing.assert_close(result, y.sin())
     torch.testing.assert_close(target.kept, [x * 2])

@@ -12,8 +12,9 @@ from torch import fx
 
 from dp_compile._torch import distributed
 from dp_compile.errors import InvalidGraphError
-from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, emit, executing, match
+from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, emit, match
 from dp_compile.passes.result import Refusal
+from dp_compile.passes.running import Running
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, plan_single
 from dp_compile.plan.reduction import Reduction, Stage, mean
 from dp_compile.testing.ranks import Ranks
@@ -88,7 +89,7 @@ def plan_of(grad: torch.Tensor, group: str = "0", scale: float = 0.5) -> BucketP
 def test_the_result_is_new_and_keeps_the_layout(scale: float) -> None:
     grad = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     before = grad.clone()
-    with executing([plan_of(grad, scale=scale)]):
+    with Running([plan_of(grad, scale=scale)]):
         reduced = emit(grad, *GOOD)
     assert torch.equal(grad, before)
     assert torch.equal(reduced, before * scale)
@@ -100,7 +101,7 @@ def test_the_result_is_new_and_keeps_the_layout(scale: float) -> None:
 def test_the_promised_layout_is_the_real_one(layout: tuple[int, int]) -> None:
     grad = torch.empty_strided((4, 6), layout).normal_()
     (node,) = trace(lambda g: emit(g, *GOOD), grad).graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    with executing([plan_of(grad)]):
+    with Running([plan_of(grad)]):
         assert node.meta["val"].stride() == emit(grad, *GOOD).stride()
 
 
@@ -112,7 +113,7 @@ def test_nothing_is_reduced_without_a_plan() -> None:
 def _reduce_here() -> torch.Tensor:
     grad = torch.full((3,), float(dist.get_rank() + 1))
     assert dist.group.WORLD is not None
-    with executing([plan_of(grad, distributed.group_name(dist.group.WORLD))]):
+    with Running([plan_of(grad, distributed.group_name(dist.group.WORLD))]):
         return emit(grad, *GOOD)
 
 

@@ -25,7 +25,8 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import op_counts, short
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import REDUCE_GRAD, executing
+from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.passes.running import Running
 from dp_compile.plan.buckets import BucketPlan
 
 EXAMPLES = 300
@@ -49,7 +50,7 @@ class World(fx.Interpreter):
     def run_all(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What the graph returns, and what it has made of its inputs."""
         own = [copy.deepcopy(tensor) for tensor in inputs]
-        with executing(self.plans):
+        with Running(self.plans):
             outputs = self.run(*own)
         assert not self.pending, "a collective is never waited for"
         return list(outputs), own

@@ -44,7 +44,7 @@ class PythonReducer:
         )
 
     def _backward(self, loss: torch.Tensor) -> None:
-        with dynamo.capture_backward(partial(torch.compile, backend=self.backend)):
+        with dynamo.CaptureBackward(partial(torch.compile, backend=self.backend)):
             loss.backward()
 
 
