@@ -115,5 +115,5 @@ def _average(exchange: Exchange, params: Params, step: int, process_group: dist.
     if not exchange.has_met:
         exchange.meet(parameters, step)
     if process_group is not None:
-        exchange.average(parameters, step, process_group)
+        exchange.average(parameters, step, process_group, may_cross=True)
         tell_modules(parameters, process_group)

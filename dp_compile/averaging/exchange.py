@@ -9,11 +9,13 @@ hangs, or adds up what does not belong together.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -23,9 +25,11 @@ from dp_compile._torch import distributed
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.engine.owners import owners
+from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
 from dp_compile.modules.meeting import group_on
+from dp_compile.optim.crossing import Crossing, Left
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.functional_hook import FunctionalHook, State, register
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
@@ -79,13 +83,18 @@ def parameters_in(params: Iterable[torch.Tensor] | Iterable[dict[str, Any]]) -> 
 
 def tell_modules(parameters: Sequence[torch.Tensor], process_group: dist.ProcessGroup) -> None:
     """Parameters of replicated modules are equal again on the ranks of a group: steps of each rank's own are over."""
-    equal = set(dist.get_process_group_ranks(process_group)) if dist.get_rank(process_group) >= 0 else set()
-    indices: dict[Any, list[int]] = {}
+    indices: dict[Replica, list[int]] = {}
     for found in filter(None, map(owners.find, parameters)):
         indices.setdefault(found[0], []).append(found[1])
     for replica, averaged in indices.items():
-        if equal.issuperset(dist.get_process_group_ranks(replica.group.process_group)):
+        if _makes_equal(replica, process_group):
             replica.local.made_equal(averaged)
+
+
+def _makes_equal(replica: Replica, process_group: dist.ProcessGroup) -> bool:
+    """Whether an average over a group is one over all ranks of a module."""
+    equal = set(dist.get_process_group_ranks(process_group)) if dist.get_rank(process_group) >= 0 else set()
+    return equal.issuperset(dist.get_process_group_ranks(replica.group.process_group))
 
 
 class _Look(NamedTuple):
@@ -154,6 +163,8 @@ class Exchange:
         step: int,
         process_group: dist.ProcessGroup,
         states: Sequence[State] | None = None,
+        *,
+        may_cross: bool = False,
     ) -> None:
         """Set each tensor to its average over the ranks of a group, in place.
 
@@ -162,6 +173,7 @@ class Exchange:
             step: of the caller.
             process_group: over which to average.
             states: what the hook remembers of each tensor, updated in place.
+            may_cross: leave buckets on their way for the next forward, where that waits for its parameters.
 
         Raises:
             DesyncError: on every rank of the group, other ranks have other tensors or are at another step.
@@ -170,11 +182,47 @@ class Exchange:
         if dist.get_rank(process_group) < 0 or dist.get_world_size(process_group) == 1:
             return
         look = self._look_at(tensors, process_group)
+        with self.naming_who_is_missing(process_group, step), torch.no_grad():
+            if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
+                self._compare(process_group, tensors, step)
+            leave = partial(self._leave, tensors, step, process_group) if may_cross else None
+            _reduce(look.plan, tensors, states or [{}] * len(tensors), leave)
+
+    def _leave(
+        self, tensors: Sequence[torch.Tensor], step: int, process_group: dist.ProcessGroup, flight: _Flight
+    ) -> bool:
+        """Leave a bucket that was launched to the next forward, if that waits for what lies in it."""
+        bucket = flight.ops.bucket
+        found = [owners.find(tensors[member.gradient.index]) for member in bucket.members]
+        replicas = {place[0] for place in found if place is not None}
+        if None in found or len(replicas) > 1 or len(bucket.key.reduction.stages) > 1:
+            return False  # later stages would be launched when somebody reads: on each rank in another order
+        (replica,) = replicas
+        crossing = next((each.crossing for each in replica.after.updates if each.crossing is not None), None)
+        if not isinstance(crossing, Crossing):
+            return False
+        indices = tuple(place[1] for place in found if place is not None)
+        return crossing.leave_behind(
+            _LeftAverage(
+                crossing=crossing,
+                replica=replica,
+                indices=indices,
+                buckets=(),
+                flight=flight,
+                missing=partial(self.naming_who_is_missing, process_group, step),
+                makes_equal=_makes_equal(replica, process_group),
+            )
+        )
+
+    @contextlib.contextmanager
+    def naming_who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> Iterator[None]:
+        """Inside, ranks wait for each other.
+
+        Raises:
+            CommunicationError: in place of torch's error, one that says for whom.
+        """
         try:
-            with torch.no_grad():
-                if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
-                    self._compare(process_group, tensors, step)
-                _reduce(look.plan, tensors, states or [{}] * len(tensors))
+            yield
         except DesyncError:
             raise
         except RuntimeError as error:
@@ -244,25 +292,72 @@ def _all_mean_the_same(device: torch.device, step: int, hashed: int, process_gro
     return torch.equal(largest, -smallest)
 
 
-def _reduce(plan: BucketPlan, tensors: Sequence[torch.Tensor], states: Sequence[State]) -> None:
+class _Flight(NamedTuple):
+    """A bucket that was launched, and where its averages go."""
+
+    ops: EagerOps
+    reducing: Generator[None, None, list[torch.Tensor]]
+    targets: Sequence[torch.Tensor]
+
+    def land(self) -> None:
+        """Wait for the bucket and put the averages where the tensors lie."""
+        reduced, bucket = finished(self.reducing), self.ops.bucket
+        for member, place in zip(bucket.members, bucket.places(), strict=True):
+            self.targets[member.gradient.index].copy_(view_of(member, reduced[place.tensor], place.offset))
+        self.ops.remember()
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class _LeftAverage(Left):
+    """A bucket of parameters whose averages are on their way.
+
+    `missing`: around a wait, names the ranks that did not come. `makes_equal`: all ranks of the module have the same
+    then.
+    """
+
+    flight: _Flight
+    missing: Callable[[], contextlib.AbstractContextManager[None]]
+    makes_equal: bool
+    what = "average"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.nbytes for member in self.flight.ops.bucket.members)
+
+    def poison(self) -> None:
+        for parameter in self.parameters:
+            parameter.fill_(torch.nan)
+
+    def wait(self) -> None:
+        finished(self.flight.reducing)
+
+    def finish(self) -> None:
+        with self.missing():
+            self.flight.land()
+        if self.makes_equal:
+            self.replica.local.made_equal(self.indices)
+
+
+def _reduce(
+    plan: BucketPlan,
+    tensors: Sequence[torch.Tensor],
+    states: Sequence[State],
+    leave: Callable[[_Flight], bool] | None = None,
+) -> None:
+    """Average the tensors of a plan; what `leave` takes is somebody else's to land."""
     sources = [real_view(tensor.detach()) for tensor in tensors]
-    flights: deque[tuple[EagerOps, Generator[None, None, list[torch.Tensor]]]] = deque()
+    flights: deque[_Flight] = deque()
     for bucket in plan.buckets:
         indices = [member.gradient.index for member in bucket.members]
         members, remembered = [sources[index] for index in indices], [states[index] for index in indices]
         ops = EagerOps(bucket, members, members[0].device, state=remembered)
         reducing = reduce_bucket(bucket, ops)
         next(reducing)
-        flights.append((ops, reducing))
+        flight = _Flight(ops, reducing, sources)
+        if leave is not None and leave(flight):
+            continue
+        flights.append(flight)
         if len(flights) == IN_FLIGHT:
-            _land(*flights.popleft(), sources)
+            flights.popleft().land()
     while flights:
-        _land(*flights.popleft(), sources)
-
-
-def _land(ops: EagerOps, reducing: Generator[None, None, list[torch.Tensor]], tensors: Sequence[torch.Tensor]) -> None:
-    """Wait for a bucket and put the averages where the tensors lie."""
-    reduced = finished(reducing)
-    for member, place in zip(ops.bucket.members, ops.bucket.places(), strict=True):
-        tensors[member.gradient.index].copy_(view_of(member, reduced[place.tensor], place.offset))
-    ops.remember()
+        flights.popleft().land()

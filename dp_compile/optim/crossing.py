@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.observers import UPDATE, Told
+from dp_compile.engine.observers import UNTOLD, UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import agree_in_call
 from dp_compile.errors import ConfigError, ReductionError
@@ -116,14 +116,21 @@ class Crossing:
             sum(left.nbytes for left in self._left),
             frozenset(index for left in self._left for index in left.indices),
         )
-        if self._left:
-            poisons = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
-            for left in self._left:
-                left.depart(poisons=poisons)
-            replica = self._left[0].replica
-            root = replica.outline.root()
-            if root is not None:
-                _put_hooks(root, replica)
+        self._depart(self._left)
+
+    def leave_behind(self, left: Left) -> bool:
+        """Keep what came behind a step, if the last forward waited for each parameter by itself. Whether it does."""
+        if self._last.stayed:
+            self.keep(left)
+            self._depart([left])
+        return bool(self._last.stayed)
+
+    def _depart(self, departing: Sequence[Left]) -> None:
+        poisons = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
+        for left in departing:
+            left.depart(poisons=poisons)
+        if departing and (root := departing[0].replica.outline.root()) is not None:
+            _put_hooks(root, departing[0].replica)
 
     def forward_runs(self, *, whole: bool) -> None:
         self._stays = whole
@@ -186,7 +193,7 @@ class LeftBehind:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Left(ABC):
-    """What a backward has left of some parameters. Holds them as long as that is so.
+    """What a backward, or an average behind a step, has left of some parameters. Holds them as long as that is so.
 
     `indices`: of the parameters. `buckets`: by their numbers in the plan, those that it is of. `told`: who hears of the
     backward.
@@ -196,7 +203,7 @@ class Left(ABC):
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
-    told: Told
+    told: Told = UNTOLD
     addresses: tuple[int, ...] = ()
     """Of its parameters, when the backward ended."""
     versions: tuple[tuple[int, int], ...] = ()

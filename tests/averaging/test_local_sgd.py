@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,9 @@ from torch.distributed.algorithms.model_averaging import averagers as theirs
 
 import dp_compile
 from dp_compile import averaging
+from dp_compile.averaging import exchange
+from dp_compile.optim.crossing import POISON_VARIABLE
+from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=1)
@@ -20,7 +24,7 @@ LOCAL_FROM, LOCAL_TO, STEPS = 3, 9, 12
 PERIOD = 3
 
 
-def build() -> nn.Module:
+def build() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
 
@@ -97,6 +101,116 @@ def test_reduced_then_local_then_reduced(ranks2: Ranks, how: str, zero_first: bo
     one, other = ranks2.run(train, how, zero_first)
     for mine, theirs_ in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs_, rtol=0, atol=0)
+
+
+# --- averages that the next forward waits for ---------------------------------------------------------------------
+
+
+def in_flight_now() -> int:
+    """How many buckets are in flight in this process."""
+    return len({id(each) for each in in_flight.values()})
+
+
+class Broken(nn.Tanh):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def crossing_model(
+    parts: slice = slice(None), activation: nn.Module | None = None
+) -> tuple[Any, Any, torch.optim.Optimizer]:
+    torch._dynamo.reset()
+    plain = build()
+    plain[1] = activation or plain[1]
+    model: Any = dp_compile.replicate(plain, config=CONFIG)
+    optimizer = torch.optim.SGD(nn.ModuleList(model[parts]).parameters(), lr=0.1, momentum=0.9)
+    dp_compile.optim.in_backward(model, optimizer, overlap_forward=True)
+    return model, torch.compile(model, backend="dp_compile"), optimizer
+
+
+def train_crossing(breaks: bool, bucket_mb: float) -> list[int]:
+    """As `train`. How many buckets are in flight behind each local step; whoever reads from them reads NaN."""
+    exchange.BUCKET_MB = bucket_mb  # type: ignore[misc]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(POISON_VARIABLE, "1")
+        model, run, optimizer = crossing_model(activation=Broken() if breaks else nn.Tanh())
+        averager = averaging.PeriodicModelAverager(PERIOD, LOCAL_FROM + PERIOD - 1)
+        counts = []
+        for step in range(STEPS):
+            model.set_requires_gradient_sync(not LOCAL_FROM <= step < LOCAL_TO)
+            optimizer.zero_grad()
+            run(batch(step)).square().sum().backward()
+            optimizer.step()
+            if step < LOCAL_TO:
+                averager.average_parameters(model.parameters())
+            counts.append(in_flight_now())
+            if step == LOCAL_TO - 1:
+                averaging.PeriodicModelAverager(2).average_parameters(momenta(optimizer))
+        for found, expected in zip(model.parameters(), alone(range(STEPS)).parameters(), strict=True):
+            torch.testing.assert_close(found, expected)
+    return [counts[step] for step in range(LOCAL_FROM, LOCAL_TO)]
+
+
+@pytest.mark.parametrize(("breaks", "bucket_mb", "buckets"), [(False, 25.0, 1), (False, 1e-5, 4), (True, 25.0, 0)])
+def test_averages_that_the_next_forward_waits_for(ranks2: Ranks, breaks: bool, bucket_mb: float, buckets: int) -> None:
+    """Behind a forward of several graphs nothing stays in flight."""
+    for counts in ranks2.run(train_crossing, breaks, bucket_mb):
+        assert counts == [0, 0, buckets] * 2
+
+
+def read_too_early(fault: str) -> list[str]:
+    """Something happens while averages are in flight; then two forwards."""
+    exchange.ASK_S = 1.0  # type: ignore[misc]
+    model, run, optimizer = crossing_model(slice(2))
+    other = torch.optim.SGD(model[2].parameters(), lr=0.1)  # leaves gradients where they are
+    weight = next(model.parameters())
+    averager = averaging.PeriodicModelAverager(2)
+    model.set_requires_gradient_sync(False)
+    run(batch(0)).sum().backward()
+    optimizer.step()
+    other.step()
+    averager.average_parameters(model.parameters())
+    assert in_flight_now() == 1
+    errors = []
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "written":
+            with torch.no_grad():
+                weight += 1
+        elif fault == "lost":
+            patch.setattr(exchange, "finished", partial(lose, exchange.finished))
+        elif fault == "uncompiled":
+            assert not model(batch(1)).isnan().any()
+            assert not in_flight_now()
+        elif fault == "reduced":
+            model.set_requires_gradient_sync(True)
+        for _ in range(2):
+            try:
+                run(batch(1))[0, 0].backward()
+                optimizer.step()
+            except (dp_compile.ReductionError, dp_compile.CommunicationError) as error:
+                errors.append(str(error))
+    return errors
+
+
+def lose(finish: Any, reducing: Any) -> None:
+    finish(reducing)
+    raise RuntimeError("Operation timed out!")  # gloo's
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("uncompiled", ()),
+        ("reduced", ()),
+        ("written", ("0.weight changed while an average was in flight", "the average of 0.weight")),
+        ("lost", ("average_parameters() at step 0: all ranks were there", "the average of 0.weight")),
+    ],
+)
+def test_what_comes_between(ranks2: Ranks, fault: str, said: tuple[str, ...]) -> None:
+    for errors in ranks2.run(read_too_early, fault):
+        assert len(errors) == len(said)
+        assert all(text in error for text, error in zip(said, errors, strict=True)), errors
 
 
 def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
