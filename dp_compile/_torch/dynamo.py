@@ -54,6 +54,10 @@ with named():
     # `size_hint` in torch 2.11.
     _size_hint = getattr(_symbolic_shapes, "optimization_hint", None) or _symbolic_shapes.size_hint  # type: ignore[attr-defined]
 
+if torch.cuda.is_available():
+    # As `_enable` does: a backward under CUDA graphs looks for it where nobody may have imported it (torch 2.13).
+    from torch._inductor import cudagraph_trees as cudagraph_trees
+
 _session: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
     torch.compiler, "_compile_session_context", contextlib.nullcontext
 )

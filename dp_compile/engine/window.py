@@ -49,7 +49,11 @@ class Capturing:
         global _current
         if compiler.capture_is_running() or not _turn.acquire(blocking=False):
             return None
-        _window.acquire()
+        try:
+            _window.acquire()  # while another thread's backward enters the engine; an interrupt may come meanwhile
+        except BaseException:
+            _turn.release()
+            raise
         self._backward = _current = Backward(tuple(self._replicas))
         return self._backward
 
