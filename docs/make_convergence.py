@@ -1,7 +1,7 @@
 """How well a decentralized training converges beside a synchronous one: `python docs/make_convergence.py`.
 
 Trains the main job on four ranks, for each of `PANELS` once synchronously and once with ranks that mix parameters over
-`TOPOLOGY`: half an hour on two cores. Held-out losses lie in `docs/decentralized/convergence.json`, with the commands,
+`TOPOLOGY`: forty minutes on two cores. Held-out losses lie in `docs/decentralized/convergence.json`, with the commands,
 the picture beside it. `--picture` only draws it anew.
 """
 
@@ -27,6 +27,7 @@ TOPOLOGY: Final = "one-peer-exp"
 ALWAYS: Final = ("--ranks", "4", "--steps", "300", "--evaluate-every", "25")
 PANELS: Final = {
     "AdamW, learning rate 0.002": (),
+    "AdamW, learning rate 0.003": ("--lr", "3e-3"),
     "AdamW, learning rate 0.004": ("--lr", "4e-3"),
     "SGD, momentum 0.9, learning rate 0.1": ("--momentum", "0.9", "--lr", "0.1"),
 }
