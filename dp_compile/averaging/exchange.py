@@ -319,6 +319,7 @@ class _LeftAverage(Left):
     missing: Callable[[], contextlib.AbstractContextManager[None]]
     makes_equal: bool
     what = "average"
+    of_backward = False
 
     @property
     def nbytes(self) -> int:

@@ -135,6 +135,11 @@ class Crossing:
     def forward_runs(self, *, whole: bool) -> None:
         self._stays = whole
 
+    def step_begins(self) -> None:
+        """What was left behind another step is not for this one to write on; what its own backward left stays."""
+        if any(not left.of_backward for left in self._left):
+            self.arrive()
+
     def step_ended(self) -> None:
         """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
         self._last = replace(self._last, stayed=self._stays)
@@ -211,6 +216,8 @@ class Left(ABC):
     is_over: bool = False
     what: ClassVar[str]
     """What is left of a parameter, in a word."""
+    of_backward: ClassVar[bool] = True
+    """Whether a backward has left it, and not somebody behind a step."""
 
     @property
     @abstractmethod

@@ -179,6 +179,10 @@ def read_too_early(fault: str) -> list[str]:
                 weight += 1
         elif fault == "lost":
             patch.setattr(exchange, "finished", partial(lose, exchange.finished))
+        elif fault == "stepped":
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()  # once more: it updates averages
+            assert not in_flight_now()
         elif fault == "uncompiled":
             assert not model(batch(1)).isnan().any()
             assert not in_flight_now()
@@ -203,6 +207,7 @@ def lose(finish: Any, reducing: Any) -> None:
     [
         ("uncompiled", ()),
         ("reduced", ()),
+        ("stepped", ()),
         ("written", ("0.weight changed while an average was in flight", "the average of 0.weight")),
         ("lost", ("average_parameters() at step 0: all ranks were there", "the average of 0.weight")),
     ],
