@@ -231,7 +231,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "a call of a part": lambda model, run: model.layers[1](batch(77)),
     "evaluation": lambda model, run: evaluated(model, run),
     "inference mode": lambda model, run: inferred(model, run),
-    "an averager": lambda model, run: averaged_in_place(model.layers[1].weight),
+    "an averager": lambda model, run: averaged_in_place(model),
     "the end of a join": lambda model, run: joined(model),
     "fake tensors": lambda model, run: beside_fake_tensors(model),
     "code of another backend": lambda model, run: torch.compile(penalty, backend="aot_eager")(model),
@@ -239,9 +239,10 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def averaged_in_place(parameter: nn.Parameter) -> torch.Tensor:
-    PeriodicModelAverager(1).average_parameters([parameter])
-    return parameter.detach().clone()
+def averaged_in_place(model: Any) -> torch.Tensor:
+    PeriodicModelAverager(1).average_parameters([model.layers[1].weight])
+    found: torch.Tensor = model.get_parameter("layers.1.weight")  # itself it is in flight again
+    return found.detach().clone()
 
 
 def joined(model: Any) -> torch.Tensor:
