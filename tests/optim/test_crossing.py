@@ -241,7 +241,7 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
 
 def averaged_in_place(model: Any) -> torch.Tensor:
     PeriodicModelAverager(1).average_parameters([model.layers[1].weight])
-    found: torch.Tensor = model.get_parameter("layers.1.weight")  # itself it is in flight again
+    found: torch.Tensor = model.get_parameter("layers.1.weight")  # the average is in flight, too
     return found.detach().clone()
 
 
