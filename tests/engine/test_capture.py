@@ -725,7 +725,11 @@ def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> 
         timed.append(arguments)
         return 0.0
 
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("this torch cannot do that")
+
     monkeypatch.setattr(dynamo, "_untimed", [])  # tests let nothing be timed
+    monkeypatch.setattr(dynamo, "stand_ins", fail)  # so that Dynamo traces the backward
     monkeypatch.setattr(torch._dynamo.guards, "profile_guard_manager", timer)
     Twin(mlp()).step(batch())
     assert len(timed) == 1  # and not what the probe compiles
