@@ -39,7 +39,8 @@ from dp_compile.plan.reduction import Averaging
 BUCKET_MB: Final = 25.0
 """As large as those of torch's DDP; for each dtype and type of device its own."""
 IN_FLIGHT: Final = 2
-"""Buckets that are on their way at a time: one is filled while the other travels, and memory stays small."""
+"""Buckets that are on their way at a time, but for those left to the next forward: one is filled while the other
+travels, and memory stays small."""
 ASK_S: Final = 5.0
 """How long ranks that could not reach each other look for those that are missing."""
 CALL: Final = "average_parameters()"
@@ -185,18 +186,33 @@ class Exchange:
         with self.naming_who_is_missing(process_group, step), torch.no_grad():
             if not _all_mean_the_same(tensors[0].device, step, look.hash, process_group):
                 self._compare(process_group, tensors, step)
-            leave = partial(self._leave, tensors, step, process_group) if may_cross else None
+            leave = None
+            if may_cross:
+                lie = Counter(tensor.data_ptr() for tensor in tensors if tensor.numel())
+                shared = frozenset(address for address, count in lie.items() if count > 1)
+                leave = partial(self._leave, tensors, shared, step, process_group)
             _reduce(look.plan, tensors, states or [{}] * len(tensors), leave)
 
     def _leave(
-        self, tensors: Sequence[torch.Tensor], step: int, process_group: dist.ProcessGroup, flight: _Flight
+        self,
+        tensors: Sequence[torch.Tensor],
+        shared: frozenset[int],
+        step: int,
+        process_group: dist.ProcessGroup,
+        flight: _Flight,
     ) -> bool:
-        """Leave a bucket that was launched to the next forward, if that waits for what lies in it."""
+        """Leave a bucket that was launched to the next forward, if that waits for what lies in it.
+
+        `shared`: addresses at which several of the tensors lie.
+        """
         bucket = flight.ops.bucket
-        found = [owners.find(tensors[member.gradient.index]) for member in bucket.members]
+        members = [tensors[member.gradient.index] for member in bucket.members]
+        found = [owners.find(member) for member in members]
         replicas = {place[0] for place in found if place is not None}
         if None in found or len(replicas) > 1 or len(bucket.key.reduction.stages) > 1:
             return False  # later stages would be launched when somebody reads: on each rank in another order
+        if shared.intersection(member.data_ptr() for member in members):
+            return False  # one that arrives would have written to another that is in flight
         (replica,) = replicas
         crossing = next((each.crossing for each in replica.after.updates if each.crossing is not None), None)
         if not isinstance(crossing, Crossing):

@@ -45,7 +45,7 @@ class Crossing(Leaves, Protocol):
 
     @property
     def has_in_flight(self) -> bool:
-        """Whether there is something."""
+        """Whether there is something of a backward."""
 
     def arrive(self) -> None:
         """Do it now."""
@@ -108,7 +108,9 @@ class InBackward:
 def begin(replica: Replica) -> None:
     """A backward of the module begins: its optimizers may refuse it."""
     if replica.after.updates:
-        replica.after.updates = [each for each in replica.after.updates if each.is_alive]
+        if not all(each.is_alive for each in replica.after.updates):
+            replica.arrive()  # an average that is in flight outlives the optimizer that lets it cross
+            replica.after.updates = [each for each in replica.after.updates if each.is_alive]
         for each in () if replica.rehearses else replica.after.updates:
             each.begin()
 

@@ -61,8 +61,10 @@ class Capturing:
         global _current
         if self._backward is not None:
             _current = None
-            _window.release()
-            _turn.release()
+            try:
+                _window.release()
+            finally:
+                _turn.release()
 
 
 def wait_for_window() -> None:

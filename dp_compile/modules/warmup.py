@@ -91,6 +91,7 @@ def warmup(
         DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
     """
     replica, examples = replica_of(module), list(batches)
+    replica.arrive()  # else what arrives meanwhile would be taken back with the counters, as if of the warm-up
     if not examples:
         raise ConfigError("warmup() needs at least one batch, got none.")
     kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)

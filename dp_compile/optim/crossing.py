@@ -1,5 +1,7 @@
 """Updates that a backward has left: kept until their gradients arrive, done before anybody reads the parameters.
 
+Averages of parameters that were left behind a step are kept and waited for in the same way (`averaging/exchange.py`).
+
 | who reads                                                        | what waits                                    |
 |------------------------------------------------------------------|-----------------------------------------------|
 | a forward in one graph of the backend `dp_compile`               | an op in front of each first read, and its end |
@@ -17,6 +19,7 @@ A forward of another backend is refused where it is traced. Whoever reads a para
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import os
@@ -153,7 +156,7 @@ class Crossing:
 
     @property
     def has_in_flight(self) -> bool:
-        return not all(each.is_over for each in self._left)
+        return any(each.of_backward and not each.is_over for each in self._left)
 
     def arrive(self) -> None:
         """Let nothing be in flight."""
@@ -163,7 +166,8 @@ class Crossing:
                 each.arrive()
         except BaseException:
             for each in left:
-                each.drop()
+                with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: said once, by name
+                    each.drop()
             raise
 
     def release(self) -> None:
@@ -210,7 +214,7 @@ class Left(ABC):
     buckets: tuple[int, ...]
     told: Told = UNTOLD
     addresses: tuple[int, ...] = ()
-    """Of its parameters, when the backward ended."""
+    """Of its parameters, when it was left."""
     versions: tuple[tuple[int, int], ...] = ()
     """Where each of them lay then, and how often it had been written to."""
     is_over: bool = False
@@ -296,12 +300,13 @@ class Left(ABC):
 
     def _finish(self) -> None:
         numbers = " and ".join(map(str, self.buckets))
+        whose = f"bucket {numbers} {self.what}" if numbers else self.what  # an average's buckets are not of the plan
         # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that. Or it is
         # Dynamo, which looks at the module's buffers while it traces; or somebody who computes with fake tensors.
         with (
             compiler.not_compiling(),
             autograd.without_dispatch_modes(),
-            autograd.named_range(f"dp_compile::bucket {numbers} {self.what}, in the next forward"),
+            autograd.named_range(f"dp_compile::{whose}, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
             self.replica.local.updating(self.indices),

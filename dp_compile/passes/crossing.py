@@ -38,14 +38,15 @@ _library.define("part_starts() -> ()")
 
 
 class InFlight(Protocol):
-    """An update whose gradients are on their way."""
+    """An update whose gradients are on their way, or an average."""
 
     def arrive(self) -> None:
-        """Wait for them, and update. Does nothing the second time."""
+        """Wait, and let the parameters be those of the step. Does nothing the second time."""
 
 
 in_flight: dict[int, InFlight] = {}
-"""By the address of each parameter whose update is in flight: of all modules, for a forward has no other key."""
+"""By the address of each parameter whose update or average is in flight: of all modules, as a forward has no other
+key."""
 
 
 def arrive(parameters: Sequence[torch.Tensor], after: torch.Tensor | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.distributed.algorithms.model_averaging import averagers as theirs
 import dp_compile
 from dp_compile import averaging
 from dp_compile.averaging import exchange
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.optim.crossing import POISON_VARIABLE
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
@@ -164,21 +166,28 @@ def read_too_early(fault: str) -> list[str]:
     exchange.ASK_S = 1.0  # type: ignore[misc]
     model, run, optimizer = crossing_model(slice(2))
     other = torch.optim.SGD(model[2].parameters(), lr=0.1)  # leaves gradients where they are
+    buckets = 4 if fault == "lost, several" else 1
     weight = next(model.parameters())
     averager = averaging.PeriodicModelAverager(2)
     model.set_requires_gradient_sync(False)
     run(batch(0)).sum().backward()
     optimizer.step()
     other.step()
-    averager.average_parameters(model.parameters())
-    assert in_flight_now() == 1
     errors = []
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "BUCKET_MB", 1e-5 if buckets > 1 else 25.0)
+        averager.average_parameters(model.parameters())
+        assert in_flight_now() == buckets
+        assert not replica_of(model).has_in_flight()  # nothing that clocks of the last backward have not seen
         if fault == "written":
             with torch.no_grad():
                 weight += 1
-        elif fault == "lost":
+        elif fault.startswith("lost"):
             patch.setattr(exchange, "finished", partial(lose, exchange.finished))
+            if buckets > 1:
+                with pytest.raises(dp_compile.CommunicationError):  # and not what the other buckets' waits raise
+                    model.state_dict()
+                assert not in_flight_now()
         elif fault == "stepped":
             weight.grad = torch.ones_like(weight)
             optimizer.step()  # once more: it updates averages
@@ -186,6 +195,9 @@ def read_too_early(fault: str) -> list[str]:
         elif fault == "uncompiled":
             assert not model(batch(1)).isnan().any()
             assert not in_flight_now()
+        elif fault == "warmed up":
+            dp_compile.warmup(model, [batch(1)], lambda x: run(x)[0, 0], accumulation=False, gradients_kept=False)
+            model.set_requires_gradient_sync(True)
         elif fault == "reduced":
             model.set_requires_gradient_sync(True)
         for _ in range(2):
@@ -208,14 +220,58 @@ def lose(finish: Any, reducing: Any) -> None:
         ("uncompiled", ()),
         ("reduced", ()),
         ("stepped", ()),
+        ("warmed up", ()),
         ("written", ("0.weight changed while an average was in flight", "the average of 0.weight")),
         ("lost", ("average_parameters() at step 0: all ranks were there", "the average of 0.weight")),
+        ("lost, several", ("the average of 0.weight", "the average of 0.weight")),
     ],
 )
 def test_what_comes_between(ranks2: Ranks, fault: str, said: tuple[str, ...]) -> None:
     for errors in ranks2.run(read_too_early, fault):
         assert len(errors) == len(said)
         assert all(text in error for text, error in zip(said, errors, strict=True)), errors
+
+
+def without_the_optimizer() -> torch.Tensor:
+    """The optimizer that crosses the step is gone, and a backward reaches parameters past the forward."""
+    model, run, optimizer = crossing_model()
+    parameters = list(model.parameters())
+    model.set_requires_gradient_sync(False)
+    run(batch(0)).sum().backward()
+    optimizer.step()
+    averaging.PeriodicModelAverager(2).average_parameters(parameters)
+    assert in_flight_now()
+    del optimizer
+    gc.collect()
+    torch.stack([each.sum() for each in parameters]).sum().backward()
+    assert not in_flight_now()
+    return torch.cat([each.detach().flatten() for each in model.state_dict().values()])
+
+
+def test_an_average_arrives_without_its_optimizer(ranks2: Ranks) -> None:
+    here, there = ranks2.run(without_the_optimizer)
+    assert torch.equal(here, there)
+
+
+def with_one_memory() -> torch.Tensor:
+    """Two parameters in one memory, averaged in two buckets: one that arrives is no change of the other."""
+    model, run, optimizer = crossing_model(activation=nn.Linear(5, 5))
+    model[1].bias.data = model[0].bias.data
+    averager = averaging.PeriodicModelAverager(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exchange, "BUCKET_MB", 1e-5)
+        model.set_requires_gradient_sync(False)
+        for step in range(3):
+            run(batch(step)).sum().backward()
+            optimizer.step()
+            averager.average_parameters(model.parameters())
+            assert in_flight_now() == 4
+    return torch.cat([each.detach().flatten() for each in model.state_dict().values()])
+
+
+def test_parameters_in_one_memory_do_not_stay_in_flight(ranks2: Ranks) -> None:
+    here, there = ranks2.run(with_one_memory)
+    assert torch.equal(here, there)
 
 
 def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
