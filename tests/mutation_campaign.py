@@ -215,6 +215,8 @@ class Campaign:
         imported, *failed = report.read_text().splitlines() or [""]
         if not hung and not failed and process.returncode != PASSED:
             raise NotPlanted(f"pytest ended with {process.returncode}: {' / '.join(output.splitlines()[-3:])}")
+        if not hung and not failed and " passed" not in (said := output.strip().rpartition("\n")[2]):
+            raise NotPlanted(f"no test ran: {said}")  # a test that was skipped here has not missed the fault
         if imported and not Path(imported).is_relative_to(tree):
             raise NotPlanted(f"the tests imported {imported}, not the copy in {tree}")
         return Run(tuple(dict.fromkeys(failed)), hung)

@@ -54,12 +54,15 @@ def test_a_list_that_is_wrong_is_refused(text: str, said: str, tmp_path: Path) -
 
 SUMS = "def add(a, b):\n    return a + b\n"
 TESTS = """\
+import pytest
 from dp_compile.sums import add
 
 def test_zero(): assert add(3, 0) == 3
 def test_three(): assert add(1, 2) == 3
 def test_four(): assert add(2, 2) == 4
 def test_red(): assert add(1, 1) == 3
+@pytest.mark.skip(reason="needs a GPU")
+def test_skipped(): assert add(1, 1) == 3
 """
 
 
@@ -91,8 +94,9 @@ def test_a_campaign_says_what_saw_a_fault(tree: Path) -> None:
 
 
 def test_a_campaign_is_not_taken_in(tree: Path) -> None:
-    """By a test that fails anyway, one that is not there, a fault that does not fit, or one that never ends."""
+    """By a test that fails anyway, is skipped or not there, a fault that does not fit, or one that never ends."""
     assert "fails without the fault too: tests/test_sums.py::test_red" in row(tree, "return 2", "red")
+    assert "no test ran: 1 skipped" in row(tree, "return 2", "skipped")
     assert "pytest ended with 4" in row(tree, "return 2", "gone")
     assert "is no Python" in row(tree, "return (", "zero")
     assert row(tree, "while True: pass", "zero", limit_s=3) == "| sum | why | hang"
