@@ -33,8 +33,9 @@ ROOMS = (
     ("engine",),
     ("passes",),
     ("config",),
-    ("fx", "plan"),
+    ("fx",),
     ("_torch",),
+    ("plan",),
     ("errors",),
 )
 PRIVATE_TORCH = {

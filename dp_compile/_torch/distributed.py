@@ -17,6 +17,7 @@ from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import own_part
 from dp_compile._torch.missing import named
 from dp_compile.errors import ConfigError
+from dp_compile.plan.backends import CLASSES, Backend
 
 with named():
     from torch._C._distributed_c10d import GradBucket as GradBucket
@@ -26,6 +27,7 @@ with named():
         _should_compress,
     )
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        _get_default_group,
         _get_default_store,
         _get_process_group_name,
         _resolve_process_group,
@@ -63,6 +65,44 @@ def group_name(group: dist.ProcessGroup) -> str:
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The inverse of `group_name`."""
     return _resolve_process_group(cast(Any, name))
+
+
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
+    """What the backend of a group can do with tensors on a type of device. `None`: the default group.
+
+    A group may have one backend for each type; the first one if it has none for this type. Nothing is read from
+    `dist.get_backend()`: it returns `undefined` for a group that `init_process_group()` made without a name.
+    """
+    found = _backend_object(group or _get_default_group(), device_type)
+    stated = getattr(found, "dp_compile_backend", None)
+    if isinstance(stated, Backend):
+        return stated
+    known = (CLASSES[kind.__name__] for kind in type(found).__mro__ if kind.__name__ in CLASSES)
+    return next(known, None) or Backend(str(found.name()), device_type)
+
+
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether torch's gloo carries tensors on a type of device."""
+    return type(_backend_object(group, device_type)).__name__ == "ProcessGroupGloo"
+
+
+def working_device(group: dist.ProcessGroup | None) -> str:
+    """The type of device a group is for: the accelerator if it has a backend that works on it, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and backend_of(group, accelerator.type).device == accelerator.type:
+        return accelerator.type
+    return "cpu"
+
+
+def _backend_object(group: dist.ProcessGroup, device_type: str) -> Any:
+    """A group in Python is its own backend. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps those of torch."""
+    if type(group) is not dist.ProcessGroup:
+        return group
+    types = [each.type for each in group._device_types]
+    if not types:
+        return group
+    found = cast(Any, group)._get_backend(torch.device(device_type if device_type in types else types[0]))
+    return getattr(found, "wrapped_pg", found)
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

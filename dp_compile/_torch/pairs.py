@@ -52,10 +52,9 @@ def take_turns(group: str, device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     try:
-        backend = dist.get_backend_config(distributed.group_of_name(group))
+        return distributed.is_gloo(distributed.group_of_name(group), device.type)
     except (RuntimeError, ValueError):  # there is none: a plan is looked at without ranks
         return False
-    return "cpu:gloo" in backend.split(",")
 
 
 _memories: list[Callable[[torch.Tensor], torch.Tensor | None]] = []

@@ -28,6 +28,7 @@ from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError, DesyncError, DPCompileError
+from dp_compile.plan.backends import FAKE
 from dp_compile.plan.certificate import percent_above
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import (
@@ -234,7 +235,7 @@ def _measured(replica: Replica) -> ReadyTimes | None:
 
 
 def _measured_cost(replica: Replica) -> AllReduceCost | None:
-    if replica.config.cost is not None or replica.group.backend == "fake":
+    if replica.config.cost is not None or replica.group.backend == FAKE:
         return None
     try:
         group, timeout_s = replica.group, replica.config.timeout_s

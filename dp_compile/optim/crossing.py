@@ -44,7 +44,6 @@ from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
-from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import Bucket, Layout, Rows
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
@@ -504,8 +503,7 @@ def plan_for(replica: Replica) -> None:
 
     def crossing(planned: Planned, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
         nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-        lanes = LANES.get(group.backend, 1)
-        return plan_crossing(planned, times, config.cost or measured or nominal, layout, lanes=lanes)
+        return plan_crossing(planned, times, config.cost or measured or nominal, layout, lanes=group.backend.lanes)
 
     if revise is not None:
         replica.revisions.revise = lambda times, measured: crossing(revise(times, measured), times, measured)
