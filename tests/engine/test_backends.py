@@ -1,4 +1,4 @@
-"""What the backend of a group can do is read from the backend itself, whatever the group was called when it was made."""
+"""What the backend of a group can do is read from the backend itself, not from the name the group was made with."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_gloo_by_any_name(name: str | None, debug: str, monkeypatch: pytest.Monk
 def test_calibration_is_on_the_device_of_the_group(
     works_on: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Red before: `get_backend()` of a group made by `init_process_group()` is `undefined`, and so gloo was measured."""
+    """`get_backend()` of a group made by `init_process_group()` is `undefined`, for which gloo was measured."""
     devices = []
 
     def fitted(stages: Any, *, group: dist.ProcessGroup, device: torch.device) -> CostFit:
