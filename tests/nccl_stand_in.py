@@ -14,6 +14,7 @@ Sums are added up in the order of the ranks, in the dtype of the tensor: every r
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 import weakref
@@ -330,6 +331,15 @@ class StandIn(dist.ProcessGroup):
             "broadcast", given, writes, lambda g: [self._gathered(x)[root] for x in g] if writes else _sent(self, g)
         )
 
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """Inputs are given by the root only."""
+        root, (output,) = 0 if opts is None else opts.rootRank, outputs
+        given = torch.cat([each.flatten() for each in inputs[0]]) if inputs else output.new_zeros(output.numel())
+        given = given if root == self.rank() else output.new_zeros(output.numel() * self.size())
+        return self._launch(
+            "scatter", [given], [output], lambda g: [self._gathered(g[0])[root].chunk(self.size())[self.rank()]]
+        )
+
     def barrier(self, opts: Any = None) -> Work:  # type: ignore[override]
         work = self.allreduce([torch.zeros(1)])
         work.wait()  # by the host, as NCCL's
@@ -355,6 +365,47 @@ def _listed(tensors: Any) -> list[torch.Tensor]:
 
 def _said(op: Any) -> str:
     return str(getattr(op, "name", op)).rpartition(".")[2].lower()
+
+
+def use(name: str = "stand-in", timeout_s: float = 60.0, default: bool = False) -> None:
+    """Make the default group of this rank anew with the stand-in, if it is another one. Every rank calls it.
+
+    Args:
+        name: of a backend, or a text as `cpu:nccl2,cuda:gloo`.
+        timeout_s: of each collective.
+        default: give no name to `init_process_group`, but make this backend torch's default for the CPU.
+    """
+    before = dist.group.WORLD
+    assert before is not None
+    if _made.get(before) == (name, default):
+        return
+    if not _stores:
+        _stores.append(dist.distributed_c10d._get_default_store())
+    rank, ranks = before.rank(), before.size()
+    dist.destroy_process_group()
+    for each in name.split(","):
+        if (plain := each.rpartition(":")[2]) != "gloo":
+            register(plain)
+    backends = dist.Backend.default_device_backend_map
+    usual, backends["cpu"] = backends["cpu"], name if default else backends["cpu"]
+    try:
+        dist.init_process_group(
+            None if default else name,
+            store=dist.PrefixStore(f"stand-in/{next(_count)}", _stores[0]),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    finally:
+        backends["cpu"] = usual
+    assert isinstance(dist.group.WORLD, StandIn)
+    _made[dist.group.WORLD] = name, default
+
+
+_made: Final[weakref.WeakKeyDictionary[Any, tuple[str, bool]]] = weakref.WeakKeyDictionary()
+_count: Final = itertools.count()
+_stores: Final[list[Any]] = []
+"""The store of the first default group, which outlives it."""
 
 
 def register(*names: str) -> None:

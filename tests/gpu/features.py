@@ -277,11 +277,10 @@ class Pair:
         return loss if self.scalers is None else self.scalers[side].scale(loss)
 
     def step(self, *, before_zero: Callable[[], object] = lambda: None) -> None:
-        is_updated_there = hasattr(self.mine, "total_norm") or self.max_norm is not None
         for side, (module, optimizer) in enumerate(((self.ours, self.mine), (self.theirs, self.other))):
             if self.scalers is not None and side == 1:
                 self.scalers[1].unscale_(optimizer)
-            if self.max_norm is not None and (side == 1 or not is_updated_there):
+            if self.max_norm is not None and side == 1:  # ours is clipped in its backward
                 nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
             if self.scalers is None:
                 optimizer.step()
@@ -708,12 +707,11 @@ def mixed_precision(place: Place) -> Difference:
 def grad_scaler(place: Place) -> Difference:
     """The gradients of the last rank overflow in step 4: no rank steps, and all scales shrink."""
     pair = Pair.made(place, scaled=True)
-    with torch.autocast(place.device.type, F16):
-        for number in range(STEPS):
-            overflows = number == 4 and dist.get_rank() == dist.get_world_size() - 1
+    for number in range(STEPS):
+        overflows = number == 4 and dist.get_rank() == dist.get_world_size() - 1
+        with torch.autocast(place.device.type, F16):  # anew in each step: it keeps what it has cast
             pair.backward(number, factor=math.inf if overflows else 1.0)
-            with torch.autocast(place.device.type, enabled=False):
-                pair.step()
+        pair.step()
     return pair.compared(_of_half(place))
 
 
@@ -950,7 +948,7 @@ def run_feature(
             if watch.aborted:
                 own["detail"] = f"{watch.aborted}; {own['detail']}"
         watch.publish(own)
-    everyone = _collected(store, topic, time.monotonic() + GRACE_S + 5.0)
+    everyone = _collected(store, topic, max(started + within_s, time.monotonic()) + 2 * GRACE_S)
     if missing := [rank for rank, each in enumerate(everyone) if each is None]:
         raise RuntimeError(f"ranks {missing} have not ended {feature.name!r}, {way}. No other feature can run.")
     if any(each["broken"] for each in everyone if each):
