@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import nccl_stand_in
 import pytest
@@ -15,9 +16,11 @@ import torch
 import torch.distributed as dist
 from features import CAPTURED, FEATURES, Difference, Feature, Net, Place, Verdict, run_feature
 from meshes import keep_groups
+from torch import nn
 from torch.distributed import ReduceOp
 
 import dp_compile
+import dp_compile.plan.crossing
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.reduction import Averaging, Levels
@@ -172,6 +175,27 @@ def test_one_rank_asks_for_no_average() -> None:
     assert [stage.reduce_op for stage in Averaging().reduction("0", NCCL, 4, "float32", levels).stages] == [
         "avg", "avg", "",
     ]  # fmt: skip
+
+
+def cut(backend: str) -> int:
+    """Buckets that hold rows of a gradient, of a module whose updates are left for the next forward."""
+    if backend != "gloo":
+        nccl_stand_in.use(backend)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    with mock.patch.object(dp_compile.plan.crossing, "PIECE_NBYTES", 16):
+        dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters()), overlap_forward=True)
+    members = [member for bucket in replica_of(model).plan.buckets for member in bucket.members]
+    dp_compile.unreplicate(model)
+    return sum(member.rows is not None for member in members)
+
+
+def test_one_lane_cuts_no_gradient(stand_in: Ranks, ranks2: Ranks) -> None:
+    """gloo carries two collectives of a group at a time, and gets a large gradient in two pieces; NCCL one."""
+    assert ranks2.run(cut, "gloo") == [2, 2]
+    assert stand_in.run(cut, "stand-in") == [0, 0]
 
 
 def calibrated() -> tuple[list[str], float]:
