@@ -180,7 +180,7 @@ class StandIn(dist.ProcessGroup):
         self.options = SimpleNamespace(_timeout=timeout)
         self._name = self._description = ""
         self._inner = dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
-        self._count = 0
+        self._count, self._is_aborted = 0, False
         self._lane: Lane = queue.SimpleQueue()
         self._pending: weakref.WeakSet[Work] = weakref.WeakSet()
         thread = threading.Thread(target=_run, args=(self._lane,), name="stand-in for NCCL", daemon=True)
@@ -215,7 +215,8 @@ class StandIn(dist.ProcessGroup):
         return self._count
 
     def abort(self) -> None:
-        """Each collective that has not ended raises."""
+        """Each collective that has not ended raises, and so does every launch from now on."""
+        self._is_aborted = True
         for work in tuple(self._pending):
             work.ran(error=dist.DistBackendError("the process group was aborted"))
         self.shutdown()
@@ -232,6 +233,8 @@ class StandIn(dist.ProcessGroup):
         writes: Sequence[torch.Tensor],
         collective: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
     ) -> Work:
+        if self._is_aborted:
+            raise dist.DistBackendError("the process group was aborted")
         for each in (*reads, *writes):
             if each.device.type != "cpu":
                 raise ValueError(f"No backend type associated with device type {each.device.type}")

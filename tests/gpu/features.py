@@ -1,6 +1,6 @@
 """Every feature of the README's table, trained with this package and with a reference that is not of it, and compared.
 
-`.ci/gpu` runs the table with NCCL on GPUs; `tests/engine/test_nccl_forms.py` with a stand-in for NCCL on CPUs. Each
+`.ci/gpu` runs the table with NCCL on GPUs; `tests/gpu/test_nccl_forms.py` with a stand-in for NCCL on CPUs. Each
 feature trains `STEPS` steps in the default process group with other data on each rank. References are torch's own: its
 DDP with the same hook, ZeroRedundancyOptimizer, FSDP2, its averagers; for eight bits a formula in NumPy.
 
@@ -950,7 +950,10 @@ def run_feature(
         watch.publish(own)
     everyone = _collected(store, topic, max(started + within_s, time.monotonic()) + 2 * GRACE_S)
     if missing := [rank for rank, each in enumerate(everyone) if each is None]:
-        raise RuntimeError(f"ranks {missing} have not ended {feature.name!r}, {way}. No other feature can run.")
+        raise RuntimeError(
+            f"ranks {missing} have not ended {feature.name!r}, {way}, so no other feature can run. "
+            f"This rank: {own['detail']}"
+        )
     if any(each["broken"] for each in everyone if each):
         _start_again(store, topic)
     found = [each for each in everyone if each]
