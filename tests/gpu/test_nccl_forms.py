@@ -49,18 +49,14 @@ def four() -> Iterator[Ranks]:
 
 BY_DAY = {
     "bucket_cap_mb",
-    "gradients divided by 3",
     "strategy coalesced",
     "convolutions, apart from their bucket",
     "bf16 on the wire",
     "QuantizedHook int8, error feedback",
-    "two modules in one backward",
     "shard=True",
     "shard=True, clipped, scaled, inf on one rank",
-    "overlap_forward=True",
     "shard=True, overlap_forward=True",
     "torch's post_localSGD_hook, each rank alone",
-    "decentralize, all ranks mix",
 }
 """Captured; what is eager costs little and is run for all."""
 
