@@ -6,19 +6,17 @@ Models are small and share shapes: compile time is the budget, and the second pa
 
 from __future__ import annotations
 
-import time
-
-BEGIN_S = time.perf_counter()  # before torch is imported: G9 measures that too
-
 import ctypes
 import faulthandler
+import importlib
 import json
 import logging
 import os
-import shutil
+import re
 import signal
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_a_gpu import FAILED, MEASURED, NEEDS_A_GPU, NOT_RUN, OUT_OF_TIME, Task, rows_of
+from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, Task, rows_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +34,6 @@ from dp_compile.bench import catalogue, fabric, reference
 from dp_compile.bench.contract import Batch, Trainer, Workload
 from dp_compile.bench.modes.loop import loop_around
 from dp_compile.bench.modes.torch_ddp import wrap
-from dp_compile.bench.workloads import _text
 from dp_compile.insight.profiling import measured_step, with_profile
 from dp_compile.insight.timelines import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
@@ -45,10 +42,14 @@ from dp_compile.train.gpt import GPT, GPTConfig
 GPT_ON_A_GPU = GPTConfig(vocabulary=50304, context=1024, width=768, layers=4, heads=12)
 """GPT-2's shapes with a third of its layers: a layer more costs seconds of compilation and shows nothing new."""
 GPT_REHEARSED = GPTConfig(vocabulary=128, context=32, width=32, layers=1, heads=2)
+IN_GENERATED_CODE = ("default", "bf16 on the wire", "in_backward", "shard=True")
+"""The features of G2 that are compiled by Inductor on a GPU too."""
 GROUP_TIMEOUT_S = 60.0
 FEATURE_S = 70.0
 """A feature that takes longer hangs; its process is ended with all stacks, and the runner starts it again."""
 PR_SET_PDEATHSIG = 1
+PLANT = "DP_COMPILE_GPU_PLANT"
+"""The variable with which a test plants a fault: `module:function`, called before the experiment."""
 
 
 # --- what the experiments share -------------------------------------------------------------------------------------
@@ -101,7 +102,8 @@ def gpt(task: Task, losses: list[torch.Tensor]) -> Workload:
         return found
 
     def batch(generator: torch.Generator) -> Batch:
-        return _text(config.vocabulary, sequences, config.context, generator)
+        tokens = torch.randint(0, config.vocabulary, (sequences, config.context + 1), generator=generator)
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return Workload("gpt", lambda: GPT(config).bfloat16(), batch, loss)
 
@@ -202,44 +204,33 @@ def g1(task: Task) -> None:
 
 
 def g2(task: Task) -> None:
-    """Each feature with two ranks and torch's DDP as reference, captured and eager; the role is the backend."""
-    from features import FEATURES, run_feature
+    """Each feature of the README's table with two ranks. A role is a backend and a way: captured, eager, or both."""
+    from features import CAPTURED, EAGER, FEATURES, run_feature
 
-    pairs = [(feature, captured) for captured in (True, False) for feature in FEATURES]
-    claims = [f"{each.name}, {'captured' if captured else 'eager'}, {task.role}" for each, captured in pairs]
-    done = {row["claim"] for row in rows_of(task.results, task.experiment)} - set(_waiting(task))
-    if not done:
+    backend, *ways = task.role.split()
+    ways = ways or [CAPTURED, EAGER]
+    wanted = [each for each in FEATURES if task.ranks in each.ranks and re.search(task.features, each.name)]
+    cases = [(each, way, "aot_eager") for way in ways for each in wanted if way in each.ways]
+    if task.device == "cuda" and CAPTURED in ways:  # generated code last: it takes most of the time
+        cases += [(each, CAPTURED, "inductor") for each in wanted if each.name in IN_GENERATED_CODE]
+    claims = [f"{each.name}: {way}, {compiler}, {backend}" for each, way, compiler in cases]
+    waiting = {row["claim"] for row in rows_of(task.results, task.experiment) if row["status"] == PLANNED}
+    if not task.again:
         task.planned(*claims)
-    groups = 0
-    device = open_group(task, task.role)
-    for number, ((feature, captured), claim) in enumerate(zip(pairs, claims, strict=True)):
-        if claim in done:
+    device = open_group(task, backend)
+    for (feature, way, compiler), claim in zip(cases, claims, strict=True):
+        if task.again and claim not in waiting:
             continue
+        if feature.needs not in ("", task.device):
+            task.record(claim, NEEDS_A_GPU)
+            continue
+        task.publish(f"now.{task.role}.{task.rank}", claim)
         faulthandler.dump_traceback_later(FEATURE_S, exit=True)
-        verdict = run_feature(feature, device, captured=captured)
-        difference = verdict.largest_difference
-        figure = f"largest difference {difference:.1e}; {verdict.seconds:.1f} s"
-        task.record(claim, verdict.passed, figure, verdict.detail)
-        task.publish(f"verdict.{task.role}.{number}.{task.rank}", verdict.passed)
-        other = task.read(f"verdict.{task.role}.{number}.{1 - task.rank}", of=f"{task.role}.{1 - task.rank}")
-        if not (verdict.passed and other):  # ranks may be out of step in this group
-            groups += 1
-            _abort_group()
-            open_group(task, task.role, number=groups)
+        verdict = run_feature(feature, device, captured=way == CAPTURED, compiler=compiler)
         faulthandler.cancel_dump_traceback_later()
-
-
-def _waiting(task: Task) -> list[str]:
-    return [row["claim"] for row in rows_of(task.results, task.experiment) if row["status"] == "planned"]
-
-
-def _abort_group() -> None:
-    group = dist.group.WORLD
-    if dist.get_backend() == "nccl" and group is not None:
-        dist.distributed_c10d._abort_process_group(group)
-    else:
-        dist.destroy_process_group()
-    torch._dynamo.reset()
+        if task.rank == 0:  # it is the same on all ranks
+            figure = f"largest difference {verdict.largest_difference:.1e}; {verdict.seconds:.1f} s"
+            task.record(claim, verdict.passed, figure, verdict.detail)
 
 
 # --- G3 -------------------------------------------------------------------------------------------------------------
@@ -248,9 +239,7 @@ FAULT_STEP = 4
 
 
 def g3(task: Task) -> None:
-    """One case, on two ranks: rank 1 is killed in a backward, or skips a step. "judge" reads what rank 0 printed."""
-    if task.role == "judge":
-        return _judge_faults(task)
+    """One case, on two ranks: rank 1 is killed in a backward, or skips a step. `judge_g3` reads what rank 0 printed."""
     timeout_s = 5.0 if task.rehearse else 20.0
     device = open_group(task, task.role.split()[-1] if task.rehearse else "", timeout_s=timeout_s)
     logging.basicConfig(level=logging.WARNING)
@@ -274,33 +263,14 @@ def g3(task: Task) -> None:
         if "reading" in task.role:  # as loops do that log each step: the host waits outside of the backward
             loss.item()
     synchronize()
-    print("no error")
-
-
-def _judge_faults(task: Task) -> None:
-    """What the rank that is left said, and when it ended."""
-    scratch = Path(task.scratch)
-    for case in sorted({path.name.split(".")[1] for path in scratch.glob("out.*.0")} - {"judge"}):
-        what = "rank 1 is killed in a backward" if "kill" in case else "rank 1 skips a step"
-        how = {"reading": ", the loop reads each loss", "blocking": ", TORCH_NCCL_BLOCKING_WAIT=1"}
-        claim = f"{what}{how.get(case.split()[-1], '')} ({case.split()[-1] if task.rehearse else 'nccl'}): "
-        printed = (scratch / f"out.{case}.0").read_text(errors="replace")
-        ended = scratch / f"ended.{case}.0"
-        seconds = json.loads(ended.read_text())["seconds"] if ended.exists() else None
-        task.record(
-            f"{claim}rank 0 ends", ended.exists(), "" if seconds is None else f"{seconds:.0f} s after the start"
-        )
-        line = next((each for each in printed.splitlines() if "rank 1" in each and "synchronised backward" in each), "")
-        task.record(f"{claim}rank 0 names rank and step", bool(line), line.strip()[-300:], printed[-800:])
+    task.read("never", of=f"{task.role}.0")  # this rank has no more steps, and is there until rank 0 has given up
 
 
 # --- G4 -------------------------------------------------------------------------------------------------------------
 
 
 def g4(task: Task) -> None:
-    """One step of a three-layer model: "plain" fills the cache, then once for each tool; "judge" reads their logs."""
-    if task.role == "judge":
-        return _judge_tools(task)
+    """One step of a three-layer model: "plain" fills the cache, then once for each tool; `judge_g4` reads logs."""
     os.environ.update(fabric.environment(AllReduceCost(1e-6, 0.0)), TORCH_DIST_INIT_BARRIER="0")
     device = device_of(task)
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=8)
@@ -318,26 +288,10 @@ def g4(task: Task) -> None:
     synchronize()
     furthest = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True))
     if task.role == "plain":
-        task.record("the step that is checked has eager gradients", furthest < 1e-3, f"largest difference {furthest:.1e}")
+        task.record(
+            "the step that is checked has eager gradients", furthest < 1e-3, f"largest difference {furthest:.1e}"
+        )
     print(dp_compile.report(model))
-
-
-def _judge_tools(task: Task) -> None:
-    marks = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
-    for tool, mark in marks.items():
-        claim, log = f"{tool} finds nothing in one step", Path(task.scratch, f"{tool}.log")
-        if task.rehearse:
-            task.record(claim, NEEDS_A_GPU)
-        elif not shutil.which("compute-sanitizer"):
-            task.record(claim, NOT_RUN, "no compute-sanitizer here")
-        elif not log.exists() or "SUMMARY" not in (text := log.read_text(errors="replace")):
-            died = Path(task.scratch, f"ended.{tool}.0")
-            text = log.read_text(errors="replace") if log.exists() else ""
-            status = FAILED if died.exists() else OUT_OF_TIME
-            task.record(claim, status, detail=(died.read_text() if died.exists() else "") + text[-1000:])
-        else:
-            said = next(line for line in text.splitlines() if "SUMMARY" in line)
-            task.record(claim, mark in text, said.strip("= "), text[:1500])
 
 
 # --- G5 -------------------------------------------------------------------------------------------------------------
@@ -351,58 +305,69 @@ def g5(task: Task) -> None:
     if network == "nccl":
         return _g5_on_the_real_network(task)
     ranks, modes = int(network), ("ours", "ddp") if task.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
-    sizes = (8,) if task.rehearse else (8, 64)
-    roles = [f"{each}@{size}" for size in sizes for each in modes]
-    ratios, each, rounds = ((0.5, 2.0), 3, 2) if task.rehearse else ((0.5, 1.0, 2.0), 5, 3)
-    predicted = {
-        ratio: f"{ranks} ranks, comm/compute {ratio:g}: exposed time as predicted, within 5 % of the step"
-        for ratio in ratios
-    }
-    beside = {ratio: f"{ranks} ranks, comm/compute {ratio:g}: step time without and with the network" for ratio in ratios}
+    ratios = (0.5, 2.0) if task.rehearse else (0.5, 1.0, 2.0)
+    what = {ratio: f"{ranks} ranks, comm/compute {ratio:g}" for ratio in ratios}
+    predicted = {ratio: f"{text}: exposed time as predicted, within 5 % of the step" for ratio, text in what.items()}
+    steps = {ratio: f"{text}: step time without and with the network" for ratio, text in what.items()}
     if mode == "ours":
-        task.planned(*predicted.values(), *beside.values())
-    device = device_of(task)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        task.planned(*predicted.values(), *steps.values())
+    if task.device == "cuda":
+        torch.cuda.set_device(device_of(task))
     os.environ.update(fabric.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=ranks)
-    group: Any = dist.group.WORLD
     training = Training(task, mode)
     training.steps(5)
-    model = training.trainer.model if mode == "ours" else None
-    times: dict[float, list[float]] = {0.0: []} | {ratio: [] for ratio in ratios}
-    costs: dict[float, AllReduceCost] = {}
-
-    def work(number: int) -> None:
-        group.cost = FREE
-        times[0.0].append(training.steps(each))
-        if number == 0:
-            if model is not None:
-                with dp_compile.measure(model):
-                    training.steps(each)
-                task.publish(f"step.{ranks}", dp_compile.step_of(model).to_json())
-            return
-        if not costs:
-            costs.update(_costs(task, ranks, ratios))
-        for ratio, cost in costs.items():
-            group.cost = cost
-            training.steps(1)
-            times[ratio].append(training.steps(each))
-
-    in_turns(task, roles, rounds, work)
+    roles = [f"{each}@{size}" for size in ((8,) if task.rehearse else (8, 64)) for each in modes]
+    costs, times = _timed_on_networks(task, training, roles, ratios)
     task.publish(f"times.{task.role}", [[ratio, min(found)] for ratio, found in times.items() if found])
-    if model is None:
+    if mode != "ours":
         return
     for ratio, cost in costs.items():
-        group.cost = cost
-        _predicted_and_measured(task, training, model, cost, predicted[ratio], is_kept=ratio == ratios[-2])
+        set_cost(cost)
+        _predicted_and_measured(task, training, cost, predicted[ratio], is_kept=ranks == 8 and ratio == ratios[-2])
     found = {name: dict(task.read(f"times.{name}@{ranks}", of=f"{name}@{ranks}.0") or ()) for name in modes}
-    for ratio, claim in beside.items():
+    for ratio, claim in steps.items():
         texts = [
             f"{name} {ms(seen[0.0])}, {ms(seen[ratio])}" if ratio in seen else f"{name} failed"
             for name, seen in found.items()
         ]
         task.record(claim, MEASURED if all(found.values()) else False, "; ".join(texts))
+
+
+def set_cost(cost: AllReduceCost) -> None:
+    """What a collective of the played network takes from now on."""
+    group: Any = dist.group.WORLD
+    group.cost = cost
+
+
+def _timed_on_networks(
+    task: Task, training: Training, roles: Sequence[str], ratios: Sequence[float]
+) -> tuple[dict[float, AllReduceCost], dict[float, list[float]]]:
+    """By ratio of communication to compute: the cost of a collective, and seconds a step. 0: a network for free.
+
+    The first turns are without a network; ours measures its backward then, which the ratios are of.
+    """
+    each, rounds = (3, 2) if task.rehearse else (5, 3)
+    times: dict[float, list[float]] = {0.0: []} | {ratio: [] for ratio in ratios}
+    costs: dict[float, AllReduceCost] = {}
+    mode, _, ranks = task.role.partition("@")
+
+    def work(number: int) -> None:
+        set_cost(FREE)
+        times[0.0].append(training.steps(each))
+        if number == 0 and mode == "ours":
+            with dp_compile.measure(training.trainer.model):
+                training.steps(each)
+            task.publish(f"step.{ranks}", dp_compile.step_of(training.trainer.model).to_json())
+        if number > 0 and not costs:
+            costs.update(_costs(task, int(ranks), ratios))
+        for ratio, cost in costs.items():
+            set_cost(cost)
+            training.steps(1)
+            times[ratio].append(training.steps(each))
+
+    in_turns(task, roles, rounds, work)
+    return costs, times
 
 
 def _costs(task: Task, ranks: int, ratios: Sequence[float]) -> dict[float, AllReduceCost]:
@@ -414,18 +379,14 @@ def _costs(task: Task, ranks: int, ratios: Sequence[float]) -> dict[float, AllRe
     step = Step.from_json(text)
     assert step.measured is not None
     latency_s = 10e-6 + (ranks - 1) * 1e-6
-    return {
-        ratio: AllReduceCost(latency_s, ratio * step.measured.compute_s / step.plan.nbytes) for ratio in ratios
-    }
+    return {ratio: AllReduceCost(latency_s, ratio * step.measured.compute_s / step.plan.nbytes) for ratio in ratios}
 
 
-def _predicted_and_measured(
-    task: Task, training: Training, model: nn.Module, cost: AllReduceCost, claim: str, *, is_kept: bool
-) -> None:
+def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost, claim: str, *, is_kept: bool) -> None:
     """Predicted from the step on a free network, measured from a trace of `torch.profiler` on this one."""
     from torch.profiler import ProfilerActivity, profile
 
-    step = dp_compile.step_of(model)
+    step = dp_compile.step_of(training.trainer.model)
     prediction = dp_compile.what_if(step, cost=cost, strategies=("as planned",), curve=False).rows[0]
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if task.device == "cuda" else [])]
     training.steps(1)
@@ -597,10 +558,12 @@ def g8(task: Task) -> None:
         "graph": f"a step in one CUDA graph, replayed {replays} times: parameters equal to the bit",
         "reduce-overhead": 'mode="reduce-overhead": parameters equal to the bit after 10 steps',
     }
+    if task.rehearse:
+        for each in claims.values():
+            task.record(each, NEEDS_A_GPU)
+        return
     claim = claims[task.role]
     task.planned(claim)
-    if task.rehearse:
-        return task.record(claim, NEEDS_A_GPU)
     device = open_group(task)
     x = torch.randn(64, 256, device=device)
 
@@ -642,8 +605,6 @@ def g8(task: Task) -> None:
             step()
             fast()
         graph_s, plain_s = _seconds_on(device, fast), _seconds_on(device, step)
-        for each in (recorded, plain):
-            assert each is not None
     pairs = list(zip(recorded.parameters(), plain.parameters(), strict=True))
     if task.role == "graph":  # one plain step more was timed
         graph.replay()
@@ -656,31 +617,15 @@ def g8(task: Task) -> None:
 
 def g9(task: Task) -> None:
     """A role is `MODE cold` or `MODE warm`: a process that takes three steps, in a cache that is empty or full."""
-    if task.role == "judge":
-        return _judge_starts(task)
     *mode, when = task.role.split()
     open_group(task)
-    ready_s = time.perf_counter() - BEGIN_S
+    ready_s = time.time() - task.begun_s
     training = Training(task, mode[0])
     ends_s = []
     for _ in range(3):
         training.steps(1)
-        ends_s.append(time.perf_counter() - BEGIN_S)
+        ends_s.append(time.time() - task.begun_s)
     task.publish(f"start.{' '.join(mode)}.{when}", [ready_s, *ends_s])
-
-
-def _judge_starts(task: Task) -> None:
-    names = {path.name.split(".")[1].rpartition(" ")[0] for path in Path(task.scratch).glob("out.* *.0")}
-    for when in ("cold", "warm"):
-        for mode in sorted(names, key=lambda each: (not each.startswith("ours"), each)):
-            path = Path(task.scratch, f"start.{mode}.{when}")
-            claim = f"{when} start, {mode}: seconds until three steps are done"
-            if not path.exists():
-                task.record(claim, False, detail="the process ended before")
-                continue
-            ready_s, *ends_s = json.loads(path.read_text())
-            steps = ", ".join(f"{end - begin:.1f}" for begin, end in zip([ready_s, *ends_s], ends_s, strict=False))
-            task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ready_s:.1f}, steps {steps})")
 
 
 EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9}
@@ -692,6 +637,9 @@ def main(text: str) -> None:
     torch.set_num_threads(1 if task.rehearse else 4)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is a kernel for each allocation
+    if planted := os.environ.get(PLANT):
+        module, _, function = planted.partition(":")
+        getattr(importlib.import_module(module), function)()
     EXPERIMENTS[task.experiment](task)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,21 +31,26 @@ PART_S = 274.0
 """Of the 280 s of a part; starting and ending take the rest."""
 OLDEST = (2, 11)
 NEEDED = ("torch", "sympy", "numpy", "tqdm")
+SLOWER = 3
+"""A rehearsal is done in less than the time of a run on two idle cores, but cores are shared."""
+STOPPED = "was stopped"
+MOST_DEATHS = 4
 GRACE_S = 25.0
 """How long the other processes of an experiment may go on after one of them failed."""
-JUDGE_S = 8.0
-"""Kept for each wave that is still to come: the last one often says what became of those before."""
 CACHE = Path(os.environ.get("DP_COMPILE_GPU_CACHE", "/tmp/dp_compile_gpu"))
 """Compiled code: the second part finds what the first has compiled, on the same warm machine."""
 
 PASSED, FAILED, MEASURED, NEEDS_A_GPU = "passed", "FAILED", "measured", "needs a GPU"
-PLANNED, NOT_RUN, OUT_OF_TIME = "planned", "not run", "not run (time)"
+PLANNED, NOT_RUN, OUT_OF_TIME, BEGUN = "planned", "not run", "not run (time)", "begun"
 WORST_FIRST = (FAILED, OUT_OF_TIME, NOT_RUN, NEEDS_A_GPU, PASSED, MEASURED, PLANNED)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a process of an experiment is given: which one it is, where it runs, until when (Unix time)."""
+    """What a process of an experiment is given: which one it is, where it runs, from when until when (Unix times).
+
+    `features`: a pattern for those of G2. `again`: it was started before, and died.
+    """
 
     experiment: str
     role: str
@@ -54,8 +59,11 @@ class Task:
     device: str
     rehearse: bool
     gpus: int
+    features: str
+    again: bool
     out: str
     scratch: str
+    begun_s: float
     until_s: float
 
     @property
@@ -111,6 +119,7 @@ class Machine:
     gpus: int
     nccl: tuple[int, ...]
     rehearse: bool
+    features: str = ""
 
     @property
     def ranks(self) -> int:
@@ -120,15 +129,18 @@ class Machine:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`processes(machine)` are started together. `limit_s`: on a GPU. `resumes`: started again after a death, for the
-    claims that have no result yet."""
+    """`processes(machine)` start together. `limit_s`: on a GPU. `judge`: records what processes left that may die.
+
+    Processes that say which claim they examine (`now.ROLE.RANK`) are started again after a death, for those that have
+    no result yet.
+    """
 
     name: str
     title: str
     part: str
     limit_s: float
-    processes: Any
-    resumes: bool = False
+    processes: Callable[[Machine], list[Process]]
+    judge: Callable[[Task], None] | None = None
 
 
 def roles(*names: str, wave: int = 0, ranks: int = 1, **given: Any) -> list[Process]:
@@ -161,7 +173,11 @@ def g1(machine: Machine) -> list[Process]:
 
 
 def g2(machine: Machine) -> list[Process]:
-    return [each for role in (("stand-in", "gloo") if machine.rehearse else ("nccl",)) for each in pair(machine, role)]
+    """Pairs of ranks at the same time: with one, the GPU would wait for its compiler."""
+    names = ("nccl captured", "nccl eager")
+    if machine.rehearse:
+        names = ("stand-in captured", "stand-in eager", "gloo captured")
+    return [each for name in names for each in pair(machine, name)]
 
 
 def g3(machine: Machine) -> list[Process]:
@@ -172,7 +188,25 @@ def g3(machine: Machine) -> list[Process]:
         for each in pair(machine, case, may_die=True):
             more = blocking if "blocking" in case else {}
             found.append(Process(**{**asdict(each), "environment": {**each.environment, **more}}))
-    return [*found, Process("judge", wave=1)]
+    return found
+
+
+def judge_g3(task: Task) -> None:
+    """What the rank that is left said, and when it ended."""
+    scratch = Path(task.scratch)
+    for case in sorted(path.name.split(".")[1] for path in scratch.glob("out.*.0")):
+        fault, *how = case.split()
+        what = {"kill": "rank 1 is killed in a backward", "skip": "rank 1 skips a step"}[fault]
+        known = {"reading": "nccl, the loop reads each loss", "blocking": "nccl, TORCH_NCCL_BLOCKING_WAIT=1"}
+        claim = f"{what} ({known.get(how[0], how[0]) if how else 'nccl'})"
+        printed = (scratch / f"out.{case}.0").read_text(errors="replace")
+        ended = scratch / f"ended.{case}.0"
+        seconds = f"{json.loads(ended.read_text())['seconds']:.0f} s after the start" if ended.exists() else ""
+        task.record(f"{claim}: rank 0 ends", ended.exists(), seconds)
+        lines = [line for line in printed.splitlines() if "rank 1" in line and "synchronised backward" in line]
+        task.record(
+            f"{claim}: rank 0 names rank and step", bool(lines), lines[-1][-400:] if lines else "", printed[-800:]
+        )
 
 
 def g4(machine: Machine) -> list[Process]:
@@ -183,13 +217,35 @@ def g4(machine: Machine) -> list[Process]:
         for tool in ("memcheck", "racecheck"):
             prefix = ("compute-sanitizer", "--tool", tool, "--log-file", f"{{scratch}}/{tool}.log")
             found.append(Process(tool, wave=1, prefix=prefix, environment=uncached, may_die=True))
-    return [*found, Process("judge", wave=2)]
+    return found
+
+
+def judge_g4(task: Task) -> None:
+    """What the tools wrote at the end of their logs."""
+    marks = {"memcheck": "ERROR SUMMARY: 0 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards"}
+    for tool, mark in marks.items():
+        claim, log = f"{tool} finds nothing in one step", Path(task.scratch, f"{tool}.log")
+        text = log.read_text(errors="replace") if log.exists() else ""
+        said = [line for line in text.splitlines() if "SUMMARY" in line]
+        ended = Path(task.scratch, f"ended.{tool}.0").exists()
+        if task.rehearse:
+            task.record(claim, NEEDS_A_GPU)
+        elif not shutil.which("compute-sanitizer"):
+            task.record(claim, NOT_RUN, "no compute-sanitizer here")
+        elif said:
+            task.record(claim, mark in said[-1], said[-1].strip("= "), text[:1500])
+        else:
+            task.record(claim, FAILED if ended else OUT_OF_TIME, detail=f"no summary in its log: {text[-1000:]}")
 
 
 def g5(machine: Machine) -> list[Process]:
     modes = ("ours", "ddp") if machine.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
     found = roles(*(f"{mode}@{ranks}" for ranks in ((8,) if machine.rehearse else (8, 64)) for mode in modes))
     return [*found, *(roles("ours@nccl", ranks=machine.ranks) if machine.ranks > 1 else ())]
+
+
+def g8(machine: Machine) -> list[Process]:
+    return roles("graph", *(() if machine.rehearse else ("reduce-overhead",)))
 
 
 def g9(machine: Machine) -> list[Process]:
@@ -202,19 +258,35 @@ def g9(machine: Machine) -> list[Process]:
             caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
             caches |= {"DP_COMPILE_CACHE": "1"} if "kept" in mode else {}
             found.append(Process(f"{mode} {when}", wave=wave, environment=caches))
-    return [*found, Process("judge", wave=2)]
+    return found
+
+
+def judge_g9(task: Task) -> None:
+    """How long the processes took that have published it."""
+    names = {path.name.split(".")[1].rpartition(" ")[0] for path in Path(task.scratch).glob("out.*.0")}
+    for when in ("cold", "warm"):
+        for mode in sorted(names, key=lambda each: (not each.startswith("ours"), each)):
+            path = Path(task.scratch, f"start.{mode}.{when}")
+            claim = f"{when} start, {mode}: seconds until three steps are done"
+            if not path.exists():
+                status = FAILED if Path(task.scratch, f"ended.{mode} {when}.0").exists() else OUT_OF_TIME
+                task.record(claim, status)
+                continue
+            ready_s, *ends_s = json.loads(path.read_text())
+            steps = ", ".join(f"{end - begin:.1f}" for begin, end in zip([ready_s, *ends_s], ends_s, strict=False))
+            task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ready_s:.1f}, steps {steps})")
 
 
 EXPERIMENTS = (
     Experiment("G1", "one rank: our step, plain compile, DDP, compiled DDP", "first", 80, g1),
-    Experiment("G2", "two ranks: every feature, bits equal to torch's DDP", "first", 110, g2, resumes=True),
-    Experiment("G3", "two ranks: a rank is killed, a rank skips a step", "first", 50, g3),
-    Experiment("G4", "compute-sanitizer: memory and races", "first", 50, g4),
+    Experiment("G2", "two ranks: every feature, bits equal to torch's DDP", "first", 110, g2),
+    Experiment("G3", "two ranks: a rank is killed, a rank skips a step", "first", 50, g3, judge_g3),
+    Experiment("G4", "compute-sanitizer: memory and races", "first", 50, g4, judge_g4),
     Experiment("G5", "overlap on a played network of 8 and 64 ranks", "second", 100, g5),
     Experiment("G6", "what a collective's blocks take from products", "second", 30, lambda _: roles("copies")),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
-    Experiment("G8", "CUDA graphs", "second", 45, lambda _: roles("graph", "reduce-overhead")),
-    Experiment("G9", "start of a process, cold and warm", "second", 80, g9),
+    Experiment("G8", "CUDA graphs", "second", 45, lambda _: g8),
+    Experiment("G9", "start of a process, cold and warm", "second", 80, g9, judge_g9),
 )
 
 
@@ -234,65 +306,103 @@ class Run:
         return self.end_s - time.monotonic()
 
     def run(self, experiment: Experiment) -> None:
-        """Start its processes, wait, kill what is left; report what has no result."""
+        """Start its processes, wait, kill what is left; report what has no result. A CPU gets three times as long."""
         results, begin_s = self.out / "results.jsonl", time.monotonic()
-        append(results, {"experiment": experiment.name, "claim": experiment.title, "status": "begun"})
-        limit_s = min(experiment.limit_s, self.left_s())
-        died: list[str] = []
+        limit_s = min(experiment.limit_s * (SLOWER if self.machine.rehearse else 1), self.left_s())
+        append(results, _line(experiment, experiment.title, BEGUN))
         if limit_s < 10:
             return append(results, _line(experiment, experiment.title, OUT_OF_TIME, "the part's 280 s were used up"))
+        died: list[str] = []
         with tempfile.TemporaryDirectory(prefix=f"dp_compile-{experiment.name}-") as scratch:
-            while True:
-                ended = self._once(experiment, scratch, begin_s + limit_s)
+            for again in range(1 + MOST_DEATHS):
+                begun = _Begun(self, experiment, scratch, begin_s + limit_s, again=again > 0)
+                ended = begun.run()
                 died += [f"{each} {how}" for each, how in ended.items() if how]
-                waiting = [row["claim"] for row in rows_of(results, experiment.name) if row["status"] == PLANNED]
-                if not (waiting and experiment.resumes and any(ended.values())):
-                    break
-                append(results, _line(experiment, waiting[0], FAILED, detail="; ".join(filter(None, died))))
-                if begin_s + limit_s - time.monotonic() < 20 or len(waiting) == 1:
+                deadly = {claim: how for claim, how in begun.under_way(ended) if claim in self._waiting(experiment)}
+                append(results, *(_line(experiment, claim, FAILED, detail=how) for claim, how in deadly.items()))
+                if not deadly or not self._waiting(experiment) or begun.left_s() < 15:
                     break
         seconds = time.monotonic() - begin_s
         out_of_time = seconds >= limit_s
-        why = f"more than {limit_s:.0f} s" if out_of_time else "; ".join(died)
-        for row in rows_of(results, experiment.name):
-            if row["status"] == PLANNED:
-                append(results, _line(experiment, row["claim"], OUT_OF_TIME if out_of_time else FAILED, detail=why))
+        why = f"stopped after {limit_s:.0f} s" if out_of_time else "; ".join(died)
         status = OUT_OF_TIME if out_of_time else FAILED if died else PASSED
-        append(results, _line(experiment, experiment.title, status, f"{seconds:.0f} s", why))
+        for claim in self._waiting(experiment):
+            append(results, _line(experiment, claim, OUT_OF_TIME if out_of_time else FAILED, detail=why))
+        append(results, _line(experiment, experiment.title, status, why if out_of_time else f"{seconds:.0f} s", why))
 
-    def _once(self, experiment: Experiment, scratch: str, end_s: float) -> dict[str, str]:
-        """All waves. By process how it ended; an empty text: well, or as it was meant to."""
+    def _waiting(self, experiment: Experiment) -> list[str]:
+        rows = rows_of(self.out / "results.jsonl", experiment.name)
+        return [row["claim"] for row in rows if row["status"] == PLANNED]
+
+
+Started = dict[str, tuple[Process, "subprocess.Popen[bytes]", Path]]
+"""By role and rank: the process, and the file of what it prints."""
+
+
+@dataclass
+class _Begun:
+    """The processes of one experiment, once. `end_s`: on the monotonic clock."""
+
+    of: Run
+    experiment: Experiment
+    scratch: str
+    end_s: float
+    again: bool
+
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
+
+    def run(self) -> dict[str, str]:
+        """By process how it died; an empty text if it ended well, or as it was meant to."""
         ended: dict[str, str] = {}
-        processes = experiment.processes(self.machine)
-        shutil.rmtree(scratch, ignore_errors=True)
-        Path(scratch).mkdir()
-        waves = sorted({each.wave for each in processes})
-        for wave in waves:
-            wave_end_s = end_s - JUDGE_S * (len(waves) - 1 - waves.index(wave))
-            started: dict[str, tuple[Process, subprocess.Popen[bytes], Path]] = {}
+        processes = self.experiment.processes(self.of.machine)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        Path(self.scratch).mkdir()
+        for wave in sorted({each.wave for each in processes}):
+            started: Started = {}
             try:
                 for each in (process for process in processes if process.wave == wave):
-                    name, log = f"{each.role}.{each.rank}", Path(scratch, f"out.{each.role}.{each.rank}")
-                    started[name] = each, self._start(experiment, each, scratch, log, end_s), log
-                ended |= _wait(started, scratch, wave_end_s)
+                    log = Path(self.scratch, f"out.{each.role}.{each.rank}")
+                    started[f"{each.role}.{each.rank}"] = each, self._start(each, log), log
+                ended |= _wait(started, self.scratch, self.end_s)
             finally:
-                for _, process, _ in started.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                with (self.out / "log.txt").open("a") as whole:
-                    for name, (_, _, log) in started.items():
-                        text = log.read_text(errors="replace")
-                        whole.write(f"--- {experiment.name} {name}: {ended.get(name) or 'ended'}\n{text[-60_000:]}\n")
+                self._stop(started, ended)
+        if self.experiment.judge is not None:
+            self.experiment.judge(self._task(Process("judge")))
         return ended
 
-    def _start(
-        self, experiment: Experiment, process: Process, scratch: str, log: Path, end_s: float
-    ) -> subprocess.Popen[bytes]:
-        until_s = time.time() + end_s - time.monotonic()
-        given = experiment.name, process.role, process.rank, process.ranks, self.device, self.machine.rehearse
-        task = Task(*given, self.machine.gpus, str(self.out), scratch, until_s)
-        command = [*process.prefix, sys.executable, str(HERE / "experiments.py"), json.dumps(asdict(task))]
+    def under_way(self, ended: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """The claims that processes examined when they died, each with how."""
+        for name, how in ended.items():
+            path = Path(self.scratch, f"now.{name}")
+            if how not in ("", STOPPED) and path.exists():
+                yield json.loads(path.read_text()), how
+
+    def _task(self, process: Process) -> Task:
+        run, now_s = self.of, time.time()
+        return Task(
+            experiment=self.experiment.name,
+            role=process.role,
+            rank=process.rank,
+            ranks=process.ranks,
+            device=run.device,
+            rehearse=run.machine.rehearse,
+            gpus=run.machine.gpus,
+            features=run.machine.features,
+            again=self.again,
+            out=str(run.out),
+            scratch=self.scratch,
+            begun_s=now_s,
+            until_s=now_s + self.left_s(),
+        )
+
+    def _start(self, process: Process, log: Path) -> subprocess.Popen[bytes]:
+        command = [
+            *process.prefix,
+            sys.executable,
+            str(HERE / "experiments.py"),
+            json.dumps(asdict(self._task(process))),
+        ]
         environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(CACHE / "inductor"),
@@ -301,18 +411,29 @@ class Run:
             "PYTHONUNBUFFERED": "1",
             "PYTHONFAULTHANDLER": "1",
             "OMP_NUM_THREADS": "1",
-            **({"CUDA_VISIBLE_DEVICES": ""} if self.machine.rehearse else {}),
+            **({"CUDA_VISIBLE_DEVICES": ""} if self.of.machine.rehearse else {}),
             **process.environment,
         }
-        filled = [part.replace("{scratch}", scratch) for part in command]
-        environment = {name: value.replace("{scratch}", scratch) for name, value in environment.items()}
-        with log.open("ab") as stream:
+        command = [part.replace("{scratch}", self.scratch) for part in command]
+        environment = {name: value.replace("{scratch}", self.scratch) for name, value in environment.items()}
+        with log.open("ab") as to:
             return subprocess.Popen(
-                filled, cwd=ROOT, env=environment, stdout=stream, stderr=stream, start_new_session=True
+                command, cwd=ROOT, env=environment, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
             )
 
+    def _stop(self, started: Started, ended: Mapping[str, str]) -> None:
+        """Kill what is left, with all that it has started, and keep what was printed."""
+        for _, process, _ in started.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        with (self.of.out / "log.txt").open("a") as whole:
+            for name, (_, _, log) in started.items():
+                text = log.read_text(errors="replace")
+                whole.write(f"--- {self.experiment.name} {name}: {ended.get(name) or 'ended'}\n{text[-60_000:]}\n")
 
-def _wait(started: Mapping[str, tuple[Process, subprocess.Popen[bytes], Path]], scratch: str, end_s: float) -> Any:
+
+def _wait(started: Started, scratch: str, end_s: float) -> dict[str, str]:
     """Until all have ended, `end_s`, or `GRACE_S` after a death that was not meant."""
     ended: dict[str, str] = {}
     begin_s = time.monotonic()
@@ -327,7 +448,7 @@ def _wait(started: Mapping[str, tuple[Process, subprocess.Popen[bytes], Path]], 
                 if ended[name]:
                     end_s = min(end_s, time.monotonic() + GRACE_S)
         time.sleep(0.02)
-    return ended | {name: "" if started[name][0].may_die else "was stopped" for name in started if name not in ended}
+    return ended | {name: "" if started[name][0].may_die else STOPPED for name in started if name not in ended}
 
 
 # --- results --------------------------------------------------------------------------------------------------------
@@ -349,13 +470,12 @@ def rows_of(results: Path, experiment: str | None = None) -> list[dict[str, Any]
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for line in _lines(results):
         key = line["experiment"], line["claim"]
-        if line["status"] == "begun":
+        if line["status"] == BEGUN:
             rows = {each: row for each, row in rows.items() if each[0] != line["experiment"]}
             continue
         known = rows.get(key)
         if known is None or WORST_FIRST.index(line["status"]) < WORST_FIRST.index(known["status"]):
-            # The claim keeps its place in the table.
-            rows[key] = line
+            rows[key] = line  # in the place of the one before
     return [row for row in rows.values() if experiment in (None, row["experiment"])]
 
 
@@ -374,7 +494,7 @@ def summary(rows: Sequence[Mapping[str, Any]], head: str) -> str:
         status = f"**{row['status']}**" if row["status"] == FAILED else row["status"]
         cells = row["experiment"], row["claim"], status, row.get("figure", "")
         lines.append("| " + " | ".join(" ".join(str(cell).replace("|", "/").split()) for cell in cells) + " |")
-    details = [row for row in rows if row["status"] in (FAILED, OUT_OF_TIME, NOT_RUN) and row.get("detail")]
+    details = [row for row in rows if row["status"] == FAILED and row.get("detail")]
     lines += ["", "## Details", ""] if details else []
     for row in details:
         lines += [f"- {row['experiment']}, {row['claim']}: {' '.join(str(row['detail']).split())[:1500]}"]
@@ -444,11 +564,12 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help="the same on this CPU, with small sizes")
     parser.add_argument("--out", type=Path, help="the folder of the results (gpu-results/DATE)")
     parser.add_argument("--only", default="", help="names of experiments, separated by commas")
+    parser.add_argument("--features", default="", help="only features of G2 whose names this pattern matches")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: all that was asked has passed; 1: something failed, or cannot start; 3: nothing failed, but not all was run."""
+    """0: nothing failed; 1: something failed, or cannot start; 3: nothing failed, but not everything was run."""
     begin_s, asked, seen = time.monotonic(), parsed(arguments), probe()
     for each in (lacks := missing(seen, rehearse=asked.rehearse)):
         print(f"missing: {each}", file=sys.stderr)
@@ -458,14 +579,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "machine.txt").write_text(about(seen))
     gpus = 0 if asked.rehearse else seen["gpus"]
-    run = Run(out, Machine(gpus, tuple(seen["nccl"]), asked.rehearse), "cpu" if asked.rehearse else "cuda")
+    machine = Machine(gpus, tuple(seen["nccl"]), asked.rehearse, asked.features)
+    run = Run(out, machine, "cpu" if asked.rehearse else "cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of an experiment are killed too
     where = "a rehearsal on a CPU" if asked.rehearse else f"{gpus} x {seen['name']}, NCCL {seen['nccl']}"
     head = f".ci/gpu, {time.strftime('%Y-%m-%d %H:%M')}: {where}, torch {seen['torch']}"
     print(f"results: {out}", flush=True)
     names = set(asked.only.split(",")) if asked.only else {each.name for each in EXPERIMENTS}
     for part in (asked.part,) if asked.part else ("first", "second"):
-        run.end_s = begin_s + PART_S
+        run.end_s = begin_s + PART_S * (SLOWER if asked.rehearse else 1)
         for experiment in (each for each in EXPERIMENTS if each.part == part and each.name in names):
             run.run(experiment)
             rows = rows_of(out / "results.jsonl")
