@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, Task, rows_of
+from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, SLOWER, Task, rows_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -45,8 +45,10 @@ GPT_REHEARSED = GPTConfig(vocabulary=128, context=32, width=32, layers=1, heads=
 IN_GENERATED_CODE = ("default", "bf16 on the wire", "in_backward", "shard=True")
 """The features of G2 that are compiled by Inductor on a GPU too."""
 GROUP_TIMEOUT_S = 60.0
-FEATURE_S = 70.0
-"""A feature that takes longer hangs; its process is ended with all stacks, and the runner starts it again."""
+FEATURE_S = 35.0
+"""A feature that takes longer is given up by `run_feature`. Where that does not help, the process ends with all stacks
+after as long again, and the runner starts it for the features that are left. Three times as long on a shared CPU.
+"""
 PR_SET_PDEATHSIG = 1
 PLANT = "DP_COMPILE_GPU_PLANT"
 """The variable with which a test plants a fault: `module:function`, called before the experiment."""
@@ -217,7 +219,7 @@ def g2(task: Task) -> None:
     waiting = {row["claim"] for row in rows_of(task.results, task.experiment) if row["status"] == PLANNED}
     if not task.again:
         task.planned(*claims)
-    device = open_group(task, backend)
+    device, within_s = open_group(task, backend), FEATURE_S * (SLOWER if task.rehearse else 1)
     for (feature, way, compiler), claim in zip(cases, claims, strict=True):
         if task.again and claim not in waiting:
             continue
@@ -225,8 +227,8 @@ def g2(task: Task) -> None:
             task.record(claim, NEEDS_A_GPU)
             continue
         task.publish(f"now.{task.role}.{task.rank}", claim)
-        faulthandler.dump_traceback_later(FEATURE_S, exit=True)
-        verdict = run_feature(feature, device, captured=way == CAPTURED, compiler=compiler)
+        faulthandler.dump_traceback_later(2 * within_s, exit=True)
+        verdict = run_feature(feature, device, captured=way == CAPTURED, compiler=compiler, within_s=within_s)
         faulthandler.cancel_dump_traceback_later()
         if task.rank == 0:  # it is the same on all ranks
             figure = f"largest difference {verdict.largest_difference:.1e}; {verdict.seconds:.1f} s"

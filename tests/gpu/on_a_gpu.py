@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -182,12 +182,12 @@ def g2(machine: Machine) -> list[Process]:
 
 def g3(machine: Machine) -> list[Process]:
     cases = ("kill stand-in", "skip gloo") if machine.rehearse else ("kill", "skip", "kill reading", "kill blocking")
-    blocking = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+    quick = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}  # the watchdog would write a record of all collectives first
     found = []
     for case in cases:
+        more = quick | ({"TORCH_NCCL_BLOCKING_WAIT": "1"} if "blocking" in case else {})
         for each in pair(machine, case, may_die=True):
-            more = blocking if "blocking" in case else {}
-            found.append(Process(**{**asdict(each), "environment": {**each.environment, **more}}))
+            found.append(replace(each, environment={**each.environment, **more}))
     return found
 
 
@@ -241,7 +241,7 @@ def judge_g4(task: Task) -> None:
 def g5(machine: Machine) -> list[Process]:
     modes = ("ours", "ddp") if machine.rehearse else ("ours", "ddp", "ddp_compiled", "python_reducer")
     found = roles(*(f"{mode}@{ranks}" for ranks in ((8,) if machine.rehearse else (8, 64)) for mode in modes))
-    return [*found, *(roles("ours@nccl", ranks=machine.ranks) if machine.ranks > 1 else ())]
+    return [*found, *(roles("ours@nccl", ranks=machine.ranks, wave=1) if machine.ranks > 1 else ())]
 
 
 def g8(machine: Machine) -> list[Process]:
@@ -285,7 +285,7 @@ EXPERIMENTS = (
     Experiment("G5", "overlap on a played network of 8 and 64 ranks", "second", 100, g5),
     Experiment("G6", "what a collective's blocks take from products", "second", 30, lambda _: roles("copies")),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
-    Experiment("G8", "CUDA graphs", "second", 45, lambda _: g8),
+    Experiment("G8", "CUDA graphs", "second", 45, g8),
     Experiment("G9", "start of a process, cold and warm", "second", 80, g9, judge_g9),
 )
 
