@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, SLOWER, Task, rows_of
+from on_a_gpu import MEASURED, NEEDS_A_GPU, PLANNED, Task, rows_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -47,7 +47,7 @@ IN_GENERATED_CODE = ("default", "bf16 on the wire", "in_backward", "shard=True")
 GROUP_TIMEOUT_S = 60.0
 FEATURE_S = 35.0
 """A feature that takes longer is given up by `run_feature`. Where that does not help, the process ends with all stacks
-after as long again, and the runner starts it for the features that are left. Three times as long on a shared CPU.
+after as long again, and the runner starts it for the features that are left.
 """
 PR_SET_PDEATHSIG = 1
 PLANT = "DP_COMPILE_GPU_PLANT"
@@ -219,7 +219,7 @@ def g2(task: Task) -> None:
     waiting = {row["claim"] for row in rows_of(task.results, task.experiment) if row["status"] == PLANNED}
     if not task.again:
         task.planned(*claims)
-    device, within_s = open_group(task, backend), FEATURE_S * (SLOWER if task.rehearse else 1)
+    device, within_s = open_group(task, backend), FEATURE_S * task.patience
     for (feature, way, compiler), claim in zip(cases, claims, strict=True):
         if task.again and claim not in waiting:
             continue

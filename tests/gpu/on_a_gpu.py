@@ -31,8 +31,10 @@ PART_S = 274.0
 """Of the 280 s of a part; starting and ending take the rest."""
 OLDEST = (2, 11)
 NEEDED = ("torch", "sympy", "numpy", "tqdm")
-SLOWER = 3
-"""A rehearsal is done in less than the time of a run on two idle cores, but cores are shared."""
+WHOLE = "its processes end by themselves"
+"""The last claim of each experiment."""
+PATIENCE = 3
+"""By how much limits of a rehearsal are longer. Two idle cores take less than a GPU is given, but cores are shared."""
 STOPPED = "was stopped"
 MOST_DEATHS = 4
 GRACE_S = 25.0
@@ -60,6 +62,7 @@ class Task:
     rehearse: bool
     gpus: int
     features: str
+    patience: float
     again: bool
     out: str
     scratch: str
@@ -114,12 +117,13 @@ class Process:
 
 @dataclass(frozen=True)
 class Machine:
-    """What the experiments are adapted to. `nccl`: its version, `(0, 0, 0)` without a GPU."""
+    """What the experiments are adapted to. `nccl`: its version, `(0, 0, 0)` without a GPU. `patience`: times limits."""
 
     gpus: int
     nccl: tuple[int, ...]
     rehearse: bool
     features: str = ""
+    patience: float = 1.0
 
     @property
     def ranks(self) -> int:
@@ -306,12 +310,12 @@ class Run:
         return self.end_s - time.monotonic()
 
     def run(self, experiment: Experiment) -> None:
-        """Start its processes, wait, kill what is left; report what has no result. A CPU gets three times as long."""
+        """Start its processes, wait, kill what is left; report what has no result."""
         results, begin_s = self.out / "results.jsonl", time.monotonic()
-        limit_s = min(experiment.limit_s * (SLOWER if self.machine.rehearse else 1), self.left_s())
-        append(results, _line(experiment, experiment.title, BEGUN))
+        limit_s = min(experiment.limit_s * self.machine.patience, self.left_s())
+        append(results, _line(experiment, WHOLE, BEGUN))
         if limit_s < 10:
-            return append(results, _line(experiment, experiment.title, OUT_OF_TIME, "the part's 280 s were used up"))
+            return append(results, _line(experiment, WHOLE, OUT_OF_TIME, "the part's 280 s were used up"))
         died: list[str] = []
         with tempfile.TemporaryDirectory(prefix=f"dp_compile-{experiment.name}-") as scratch:
             for again in range(1 + MOST_DEATHS):
@@ -328,7 +332,7 @@ class Run:
         status = OUT_OF_TIME if out_of_time else FAILED if died else PASSED
         for claim in self._waiting(experiment):
             append(results, _line(experiment, claim, OUT_OF_TIME if out_of_time else FAILED, detail=why))
-        append(results, _line(experiment, experiment.title, status, why if out_of_time else f"{seconds:.0f} s", why))
+        append(results, _line(experiment, WHOLE, status, why if out_of_time else f"{seconds:.0f} s", why))
 
     def _waiting(self, experiment: Experiment) -> list[str]:
         rows = rows_of(self.out / "results.jsonl", experiment.name)
@@ -389,6 +393,7 @@ class _Begun:
             rehearse=run.machine.rehearse,
             gpus=run.machine.gpus,
             features=run.machine.features,
+            patience=run.machine.patience,
             again=self.again,
             out=str(run.out),
             scratch=self.scratch,
@@ -490,9 +495,12 @@ def summary(rows: Sequence[Mapping[str, Any]], head: str) -> str:
     counts = {status: sum(row["status"] == status for row in rows) for status in WORST_FIRST}
     counted = ", ".join(f"{number} {status}" for status, number in counts.items() if number)
     lines = [f"# {head}", "", counted, "", "| | claim | | figure |", "|---|---|---|---|"]
+    titles = {each.name: each.title for each in EXPERIMENTS}
     for row in rows:
+        if row["experiment"] in titles:
+            lines.append(f"| **{row['experiment']}** | **{titles.pop(row['experiment'])}** | | |")
         status = f"**{row['status']}**" if row["status"] == FAILED else row["status"]
-        cells = row["experiment"], row["claim"], status, row.get("figure", "")
+        cells = "", row["claim"], status, row.get("figure", "")
         lines.append("| " + " | ".join(" ".join(str(cell).replace("|", "/").split()) for cell in cells) + " |")
     details = [row for row in rows if row["status"] == FAILED and row.get("detail")]
     lines += ["", "## Details", ""] if details else []
@@ -565,6 +573,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="the folder of the results (gpu-results/DATE)")
     parser.add_argument("--only", default="", help="names of experiments, separated by commas")
     parser.add_argument("--features", default="", help="only features of G2 whose names this pattern matches")
+    parser.add_argument("--patience", type=float, help=f"limits are so many times longer ({PATIENCE} in a rehearsal)")
     return parser.parse_args(arguments)
 
 
@@ -579,7 +588,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "machine.txt").write_text(about(seen))
     gpus = 0 if asked.rehearse else seen["gpus"]
-    machine = Machine(gpus, tuple(seen["nccl"]), asked.rehearse, asked.features)
+    machine = Machine(
+        gpus, tuple(seen["nccl"]), asked.rehearse, asked.features, asked.patience or (PATIENCE if asked.rehearse else 1)
+    )
     run = Run(out, machine, "cpu" if asked.rehearse else "cuda")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the processes of an experiment are killed too
     where = "a rehearsal on a CPU" if asked.rehearse else f"{gpus} x {seen['name']}, NCCL {seen['nccl']}"
@@ -587,7 +598,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"results: {out}", flush=True)
     names = set(asked.only.split(",")) if asked.only else {each.name for each in EXPERIMENTS}
     for part in (asked.part,) if asked.part else ("first", "second"):
-        run.end_s = begin_s + PART_S * (SLOWER if asked.rehearse else 1)
+        run.end_s = begin_s + PART_S * machine.patience
         for experiment in (each for each in EXPERIMENTS if each.part == part and each.name in names):
             run.run(experiment)
             rows = rows_of(out / "results.jsonl")

@@ -11,7 +11,19 @@ from typing import Any
 import on_a_gpu
 import pytest
 import torch
-from on_a_gpu import FAILED, NEEDS_A_GPU, OUT_OF_TIME, PASSED, PLANNED, Experiment, Machine, Process, Run, Task
+from on_a_gpu import (
+    FAILED,
+    NEEDS_A_GPU,
+    OUT_OF_TIME,
+    PASSED,
+    PLANNED,
+    WHOLE,
+    Experiment,
+    Machine,
+    Process,
+    Run,
+    Task,
+)
 
 ROOT = Path(__file__).parents[2]
 ONE_CARD = Machine(gpus=1, nccl=(2, 28, 9), rehearse=False)
@@ -87,7 +99,7 @@ def rows(run: Run) -> dict[str, tuple[str, str]]:
 
 
 def experiment(limit_s: float, *roles: str) -> Experiment:
-    return Experiment("X", "the whole", "first", limit_s, lambda _: [Process(each) for each in roles])
+    return Experiment("X", "title", "first", limit_s, lambda _: [Process(each) for each in roles])
 
 
 def test_a_process_that_dies_fails_what_it_had_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +108,7 @@ def test_a_process_that_dies_fails_what_it_had_planned(tmp_path: Path, monkeypat
     run.run(experiment(30, "one"))
     found = rows(run)
     assert found["a"] == (PASSED, "")
-    assert found["b"] == found["the whole"] == (FAILED, "one.0 ended with 1: what went wrong")
+    assert found["b"] == found[WHOLE] == (FAILED, "one.0 ended with 1: what went wrong")
     assert "what went wrong" in (tmp_path / "log.txt").read_text()
 
 
@@ -110,7 +122,7 @@ def test_one_that_hangs_is_killed_and_its_numbers_stay(tmp_path: Path, monkeypat
     assert {claim: status for claim, (status, _) in rows(run).items()} == {
         "a": PASSED,
         "b": OUT_OF_TIME,
-        "the whole": OUT_OF_TIME,
+        WHOLE: OUT_OF_TIME,
     }
     child = Path("/proc", (tmp_path / "child").read_text(), "stat")
     assert not child.exists() or child.read_text().split()[2] == "Z"
@@ -123,7 +135,7 @@ def test_what_killed_a_process_has_failed_and_the_rest_is_run(tmp_path: Path, mo
     run = run_of(tmp_path, monkeypatch, script)
     run.run(experiment(40, "one"))
     found = {claim: status for claim, (status, _) in rows(run).items()}
-    assert found == {"a": NEEDS_A_GPU, "b": FAILED, "c": PASSED, "the whole": FAILED}
+    assert found == {"a": NEEDS_A_GPU, "b": FAILED, "c": PASSED, WHOLE: FAILED}
     assert "killed by SIGABRT" in rows(run)["b"][1]
 
 
@@ -131,7 +143,7 @@ def test_no_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run = run_of(tmp_path, monkeypatch, "")
     run.end_s = time.monotonic() + 5
     run.run(experiment(30, "one"))
-    assert rows(run) == {"the whole": (OUT_OF_TIME, "")}
+    assert rows(run) == {WHOLE: (OUT_OF_TIME, "")}
 
 
 def test_the_worst_rank_counts_and_a_second_run_replaces(tmp_path: Path) -> None:
@@ -148,7 +160,8 @@ def test_the_worst_rank_counts_and_a_second_run_replaces(tmp_path: Path) -> None
     (row,) = on_a_gpu.rows_of(results)
     assert row["status"] == FAILED
     table = on_a_gpu.summary([row], "head")
-    assert "| G1 | c | **FAILED** | 1 / 2 |" in table
+    assert "| **G1** | **one rank: our step, plain compile, DDP, compiled DDP** | | |" in table
+    assert "|  | c | **FAILED** | 1 / 2 |" in table
     assert "- G1, c: d" in table
     results.write_text(results.read_text() + "\n")
     line("begun", "title")
@@ -157,7 +170,15 @@ def test_the_worst_rank_counts_and_a_second_run_replaces(tmp_path: Path) -> None
 
 
 def test_a_reader_is_told_when_a_process_has_ended(tmp_path: Path) -> None:
-    given = {"device": "cpu", "rehearse": True, "gpus": 0, "features": "", "again": False, "out": str(tmp_path)}
+    given = {
+        "device": "cpu",
+        "rehearse": True,
+        "gpus": 0,
+        "features": "",
+        "patience": 1.0,
+        "again": False,
+        "out": str(tmp_path),
+    }
     task = Task("X", "one", 0, 1, scratch=str(tmp_path), begun_s=0.0, until_s=time.time() + 30, **given)
     task.publish("there", [1, 2])
     assert task.read("there") == [1, 2]
