@@ -95,7 +95,7 @@ def synchronize() -> None:
 def gpt(task: Task, losses: list[torch.Tensor]) -> Workload:
     """A GPT in bfloat16; `losses` gets the loss of each batch, computed in float32."""
     config = GPT_REHEARSED if task.rehearse else GPT_ON_A_GPU
-    sequences = 2 if task.rehearse else 8
+    sequences = 2 if task.rehearse else 4
 
     def loss(call: Callable[..., torch.Tensor], batch: Batch) -> torch.Tensor:
         inputs, targets = batch
@@ -637,7 +637,8 @@ def main(text: str) -> None:
     task = Task(**json.loads(text))
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a runner that was killed cannot end its processes
     torch.set_num_threads(1 if task.rehearse else 4)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Flash attention's backward has its own order of sums unless this raises; some features have no such algorithm.
+    torch.use_deterministic_algorithms(True, warn_only=task.experiment == "G2")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is a kernel for each allocation
     if planted := os.environ.get(PLANT):
         module, _, function = planted.partition(":")
