@@ -38,7 +38,7 @@ PATIENCE = 3
 STOPPED = "was stopped"
 MOST_DEATHS = 4
 GRACE_S = 25.0
-"""How long the other processes of an experiment may go on after one of them failed."""
+"""How long the other ranks of a group may go on after one of them died."""
 CACHE = Path(os.environ.get("DP_COMPILE_GPU_CACHE", "/tmp/dp_compile_gpu"))
 """Compiled code: the second part finds what the first has compiled, on the same warm machine."""
 
@@ -204,9 +204,8 @@ def judge_g3(task: Task) -> None:
         known = {"reading": "nccl, the loop reads each loss", "blocking": "nccl, TORCH_NCCL_BLOCKING_WAIT=1"}
         claim = f"{what} ({known.get(how[0], how[0]) if how else 'nccl'})"
         printed = (scratch / f"out.{case}.0").read_text(errors="replace")
-        ended = scratch / f"ended.{case}.0"
-        seconds = f"{json.loads(ended.read_text())['seconds']:.0f} s after the start" if ended.exists() else ""
-        task.record(f"{claim}: rank 0 ends", ended.exists(), seconds)
+        ended = json.loads((scratch / f"ended.{case}.0").read_text())
+        task.record(f"{claim}: rank 0 ends", ended["code"] is not None, f"{ended['seconds']:.0f} s after the start")
         lines = [line for line in printed.splitlines() if "rank 1" in line and "synchronised backward" in line]
         task.record(
             f"{claim}: rank 0 names rank and step", bool(lines), lines[-1][-400:] if lines else "", printed[-800:]
@@ -231,7 +230,8 @@ def judge_g4(task: Task) -> None:
         claim, log = f"{tool} finds nothing in one step", Path(task.scratch, f"{tool}.log")
         text = log.read_text(errors="replace") if log.exists() else ""
         said = [line for line in text.splitlines() if "SUMMARY" in line]
-        ended = Path(task.scratch, f"ended.{tool}.0").exists()
+        path = Path(task.scratch, f"ended.{tool}.0")
+        ended = path.exists() and json.loads(path.read_text())["code"] is not None
         if task.rehearse:
             task.record(claim, NEEDS_A_GPU)
         elif not shutil.which("compute-sanitizer"):
@@ -273,8 +273,9 @@ def judge_g9(task: Task) -> None:
             path = Path(task.scratch, f"start.{mode}.{when}")
             claim = f"{when} start, {mode}: seconds until three steps are done"
             if not path.exists():
-                status = FAILED if Path(task.scratch, f"ended.{mode} {when}.0").exists() else OUT_OF_TIME
-                task.record(claim, status)
+                ended = Path(task.scratch, f"ended.{mode} {when}.0")
+                died = ended.exists() and json.loads(ended.read_text())["code"] is not None
+                task.record(claim, FAILED if died else OUT_OF_TIME)
                 continue
             ready_s, *ends_s = json.loads(path.read_text())
             steps = ", ".join(f"{end - begin:.1f}" for begin, end in zip([ready_s, *ends_s], ends_s, strict=False))
@@ -429,9 +430,7 @@ class _Begun:
     def _stop(self, started: Started, ended: Mapping[str, str]) -> None:
         """Kill what is left, with all that it has started, and keep what was printed."""
         for _, process, _ in started.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _kill(process)
         with (self.of.out / "log.txt").open("a") as whole:
             for name, (_, _, log) in started.items():
                 text = log.read_text(errors="replace")
@@ -439,21 +438,42 @@ class _Begun:
 
 
 def _wait(started: Started, scratch: str, end_s: float) -> dict[str, str]:
-    """Until all have ended, `end_s`, or `GRACE_S` after a death that was not meant."""
+    """Until all have ended, or `end_s`. Ranks of a role in which one has died have `GRACE_S`."""
     ended: dict[str, str] = {}
-    begin_s = time.monotonic()
-    while len(ended) < len(started) and time.monotonic() < end_s:
+    begin_s, until_s = time.monotonic(), dict.fromkeys((each.role for each, _, _ in started.values()), end_s)
+    while len(ended) < len(started):
         for name, (each, process, log) in started.items():
-            if name not in ended and process.poll() is not None:
-                code, seconds = process.returncode, time.monotonic() - begin_s
-                Path(scratch, f"ended.{name}").write_text(json.dumps({"code": code, "seconds": round(seconds, 1)}))
-                last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-                how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-                ended[name] = f"{how}: {''.join(last)[:300]}" if code and not each.may_die else ""
-                if ended[name]:
-                    end_s = min(end_s, time.monotonic() + GRACE_S)
+            if name in ended:
+                continue
+            code, how = process.poll(), STOPPED
+            if code is not None:
+                how = _death(code, log)
+            elif time.monotonic() < until_s[each.role]:
+                continue
+            _kill(process)
+            ended[name] = "" if each.may_die else how
+            seconds = round(time.monotonic() - begin_s, 1)
+            Path(scratch, f"ended.{name}").write_text(json.dumps({"code": code, "seconds": seconds}))
+            if ended[name]:
+                until_s[each.role] = min(until_s[each.role], time.monotonic() + GRACE_S)
         time.sleep(0.02)
-    return ended | {name: "" if started[name][0].may_die else STOPPED for name in started if name not in ended}
+    return ended
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _death(code: int, log: Path) -> str:
+    """How a process ended, with its last line; nothing if it ended well."""
+    if code == 0:
+        return ""
+    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    return f"{how}: {''.join(last)[:300]}"
 
 
 # --- results --------------------------------------------------------------------------------------------------------
