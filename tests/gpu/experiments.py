@@ -43,7 +43,7 @@ GPT_ON_A_GPU = GPTConfig(vocabulary=50304, context=1024, width=768, layers=4, he
 """GPT-2's shapes with a third of its layers: a layer more costs seconds of compilation and shows nothing new."""
 GPT_REHEARSED = GPTConfig(vocabulary=128, context=32, width=32, layers=1, heads=2)
 MAIN_FEATURES = ("default", "bucket_cap_mb", "bf16 on the wire", "in_backward", "shard=True")
-"""Features that G2 compiles by Inductor too, on a GPU; and those that it rehearses with gloo, which all other tests use."""
+"""Features of G2 that Inductor compiles too, on a GPU; and those rehearsed with gloo, on which all other tests run."""
 GROUP_TIMEOUT_S = 60.0
 FEATURE_S = 35.0
 """A feature that takes longer is given up by `run_feature`. Where that does not help, the process ends with all stacks
