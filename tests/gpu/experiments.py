@@ -304,7 +304,7 @@ FREE = AllReduceCost(1e-6, 0.0)
 
 
 def g5(task: Task) -> None:
-    """A role is `MODE@RANKS`: a mode on a played network of so many ranks. `ours@nccl`: on the real one."""
+    """A role is `MODE@RANKS`: a mode on a simulated network of so many ranks. `ours@nccl`: on the real one."""
     mode, _, network = task.role.partition("@")
     if network == "nccl":
         return _g5_on_the_real_network(task)
@@ -339,7 +339,7 @@ def g5(task: Task) -> None:
 
 
 def set_cost(cost: AllReduceCost) -> None:
-    """What a collective of the played network takes from now on."""
+    """What a collective of the simulated network takes from now on."""
     group: Any = dist.group.WORLD
     group.cost = cost
 

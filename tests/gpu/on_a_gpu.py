@@ -287,7 +287,7 @@ EXPERIMENTS = (
     Experiment("G2", "two ranks: every feature, bits equal to torch's DDP", "first", 110, g2),
     Experiment("G3", "two ranks: a rank is killed, a rank skips a step", "first", 50, g3, judge_g3),
     Experiment("G4", "compute-sanitizer: memory and races", "first", 50, g4, judge_g4),
-    Experiment("G5", "overlap on a played network of 8 and 64 ranks", "second", 100, g5),
+    Experiment("G5", "overlap on a simulated network of 8 and 64 ranks", "second", 100, g5),
     Experiment("G6", "what a collective's blocks take from products", "second", 30, lambda _: roles("copies")),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
     Experiment("G8", "CUDA graphs", "second", 45, g8),
@@ -373,7 +373,10 @@ class _Begun:
             finally:
                 self._stop(started, ended)
         if self.experiment.judge is not None:
-            self.experiment.judge(self._task(Process("judge")))
+            try:
+                self.experiment.judge(self._task(Process("judge")))
+            except (OSError, ValueError, LookupError) as error:  # the experiments after this one still run
+                ended["judge.0"] = f"{type(error).__name__}: {error}"
         return ended
 
     def under_way(self, ended: Mapping[str, str]) -> Iterator[tuple[str, str]]:
