@@ -68,11 +68,9 @@ LOWERING_NAMES: Final = (
 
 _lock: Final = threading.Lock()
 _is_known: bool = False
-_NOTHING_FOUND: Final = "the trial has failed"
-_TRIALS: Final = 3
-"""Another thread's capture may make a trial fail, so there is another one; each costs a tenth of a second."""
-_failed: int = 0
-"""How many trials have ended with an error that says nothing about names."""
+_MOST_FAILURES: Final = 3
+_failures: int = 0
+"""How many trials ended with an error that says nothing. Each costs half a second, and one precedes each backward."""
 
 
 def check() -> None:
@@ -83,17 +81,14 @@ def check() -> None:
     Raises:
         UnsupportedTorchError: torch has changed something that is relied on; the text names it.
     """
-    global _is_known, _failed
+    global _is_known
     if _is_known or "torch._dynamo" not in sys.modules or compiler.forced_eager():
         return
     with _lock:
         if not _is_known and not (file := _memory()).exists():
             findings = _find_out()
             if findings is None:  # Something is in the way: another time.
-                return
-            if findings == [_NOTHING_FOUND]:
-                _failed += 1
-                _is_known = _failed == _TRIALS
+                _is_known = _failures >= _MOST_FAILURES
                 return
             if findings:
                 raise UnsupportedTorchError(
@@ -118,7 +113,7 @@ def _memory() -> Path:
 
 
 def _find_out() -> list[str] | None:
-    """What is not as it has to be; `None` if that cannot be said now, `_NOTHING_FOUND` if the trial itself failed."""
+    """What is not as it has to be; `None` if that cannot be said now."""
     trial = _Trial()
     thread = threading.Thread(target=trial.run, name="dp_compile probe", daemon=True)
     thread.start()
@@ -144,8 +139,9 @@ class _Trial:
         except (AttributeError, ImportError, TypeError) as error:
             self.findings = [*self._found, f"{type(error).__name__}: {error}"]
         except Exception as error:
+            global _failures
+            _failures += 1
             logger.warning("it could not be tried out whether this torch behaves as it has to: %s", error)
-            self.findings = [_NOTHING_FOUND]
         else:
             self.findings = self._found if ran else None
 
@@ -160,11 +156,8 @@ class _Trial:
             return False
         weight, bias = (torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True) for _ in range(2))
         heard: list[torch.Tensor] = []
-
-        def hear(parameter: torch.Tensor) -> None:  # torch 2.11 cannot trace `heard.append` itself as a hook
-            heard.append(parameter)
-
-        weight.register_post_accumulate_grad_hook(hear)
+        # A function: Dynamo of torch 2.11 cannot trace `heard.append` itself.
+        weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter))
         forward = trial.compiled_ahead_of_time(lambda weight, bias: torch.tanh(weight @ weight + bias).sum())
         output, before = forward(weight, bias), (compiler.captures(), compiler.compiled_graphs())
         kind = type(output.grad_fn).__name__
