@@ -244,7 +244,9 @@ FAULT_STEP = 4
 
 def g3(task: Task) -> None:
     """One case, on two ranks: rank 1 is killed in a backward, or skips a step. `judge_g3` reads what rank 0 printed."""
-    timeout_s = 5.0 if task.rehearse else 20.0
+    timeout_s = 10.0 if task.rehearse else 20.0
+    task.publish(f"ready.{task.role}.{task.rank}", True)  # else a slow import of the other rank counts
+    task.read(f"ready.{task.role}.{1 - task.rank}", of=f"{task.role}.{1 - task.rank}")
     device = open_group(task, task.role.split()[-1] if task.rehearse else "", timeout_s=timeout_s)
     logging.basicConfig(level=logging.WARNING)
     torch.manual_seed(0)
