@@ -55,6 +55,10 @@ def patches_of(graph_pass: CustomGraphPass) -> dict[str, Any]:
     if hasattr(_config.triton, "mix_order_reduction"):
         # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
+    if hasattr(getattr(_config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
+        # On by default since 2.14 (pytorch#184240): it moves launches and waits that the graph pass has placed within
+        # its own bound of memory, and past ops that Inductor sees no dependency on, as those that write into a bucket.
+        patches["aten_distributed_optimizations.enable_simple_overlap"] = False
     return patches
 
 

@@ -150,7 +150,8 @@ class _Trial:
             return False
         weight, bias = (torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True) for _ in range(2))
         heard: list[torch.Tensor] = []
-        weight.register_post_accumulate_grad_hook(heard.append)
+        # A function of Python: Dynamo of torch 2.11 does not trace `heard.append`.
+        weight.register_post_accumulate_grad_hook(lambda each: heard.append(each))
         forward = trial.compiled_ahead_of_time(lambda weight, bias: torch.tanh(weight @ weight + bias).sum())
         output, before = forward(weight, bias), (compiler.captures(), compiler.compiled_graphs())
         kind = type(output.grad_fn).__name__
