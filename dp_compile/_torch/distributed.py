@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,9 @@ with named():
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
+
+
+_BY_PARAMETER: Final = "param_dtype_override_fn"
 
 
 def orthogonalize(matrices: torch.Tensor, epsilon: float) -> None:
@@ -129,6 +133,27 @@ def is_wrap_policy(policy: object) -> bool:
 def run_wrap_policy(policy: Any, module: nn.Module, ignored: set[nn.Module]) -> dict[nn.Module, dict[str, Any]]:
     """The modules that such a policy names, each with the arguments of its own that it gives."""
     return cast(dict[nn.Module, dict[str, Any]], policy._run_policy(module, ignored, {}))
+
+
+def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
+    """The dtype in which `fully_shard` reduces gradients under a `MixedPrecisionPolicy`; `None`: their own.
+
+    Without a `reduce_dtype` FSDP2 reduced in `param_dtype` until torch 2.14. Since 2.15 it reduces in the dtype of the
+    parameters, in the promoted one where they differ (pytorch#197203, in one release with pytorch#196626, whose field
+    tells). May go with the last torch that lacks the field.
+
+    Args:
+        parameters: what the policy is for; those without a gradient of floating dtype do not count.
+    """
+    if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
+        return policy.reduce_dtype or policy.param_dtype
+    dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def is_by_parameter(policy: Any) -> bool:
+    """Whether a `MixedPrecisionPolicy` gives each parameter a dtype of compute of its own (torch 2.15 and later)."""
+    return getattr(policy, _BY_PARAMETER, None) is not None
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:

@@ -55,6 +55,10 @@ def patches_of(graph_pass: CustomGraphPass) -> dict[str, Any]:
     if hasattr(_config.triton, "mix_order_reduction"):
         # Drops writes to slices of a concatenation, which is what a bucket is (pytorch#193061, in 2.10 to 2.13).
         patches["triton.mix_order_reduction"] = False
+    if hasattr(getattr(_config, "aten_distributed_optimizations", None), "enable_simple_overlap"):
+        # On by default since 2.14 (pytorch#184240): it moves launches and waits that the graph pass has placed within
+        # its own bound of memory, and past ops that Inductor sees no dependency on, as those that write into a bucket.
+        patches["aten_distributed_optimizations.enable_simple_overlap"] = False
     return patches
 
 
@@ -173,23 +177,21 @@ def lower_as_call(op: Any, *args: Any) -> Any:
     return _fallback_handler(op, add_to_fallback_set=False)(*args)
 
 
-def can_run_first() -> bool:
-    """Whether `run_first` works with this torch."""
-    return hasattr(_state.graph, "additional_star_deps")
-
-
 def run_first(buffer: Any, users: Sequence[Any]) -> None:
-    """Let the call that makes a buffer run before all else, as it needs nothing, and these of its users behind it.
+    """Let the call that makes a buffer run before all else, as it needs nothing, and these of its users after it.
 
-    They write into its memory, which is no dependency that Inductor sees. Nobody else gets the memory later.
+    They write into its memory, which is no dependency that Inductor sees. No other buffer gets the memory later.
     """
     graph = _state.graph
     operation = buffer.get_defining_op()
     graph.operations.remove(operation)
     graph.operations.insert(0, operation)
     graph.never_reuse_buffers.add(buffer.get_name())
+    # The dependencies below only order: without another user the call would be eliminated. (Those that also count as
+    # uses, `additional_star_deps`, went with pytorch#188301, in 2.15.)
+    operation.has_side_effects = lambda: True
     for user in users:
-        graph.additional_star_deps[user.get_operation_name()].add(buffer.get_name())
+        graph.additional_buffer_deps[user.get_operation_name()].add(buffer.get_name())
 
 
 def empty_cache() -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.units import BucketPolicy, modules_named, units_of
 
-POLICY: Final = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+_POLICY: Final = ("param_dtype", "output_dtype", "cast_forward_inputs")
 """The options that FSDP2's policy has."""
 
 
@@ -158,6 +158,7 @@ def options_by_module(module: nn.Module, policy: Any, ignored: Collection[nn.Mod
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     names = {each: fully_qualified(name) for name, each in module.named_modules()}
+    places = {name: each for each, name in names.items()}
     units: dict[str, Any] = {}
     try:
         found = distributed.run_wrap_policy(policy, module, set(ignored))
@@ -196,6 +197,23 @@ def options_by_module(module: nn.Module, policy: Any, ignored: Collection[nn.Mod
             f"mp_policy: a part computes in its own dtype with all below it, and {', '.join(overridden)} would not. "
             "Leave out one of each."
         )
-    wires = {name: each.reduce_dtype or each.param_dtype for name, each in units.items()}
-    options: dict[str, Any] = {name: getattr(whole, name) for name in POLICY}
+    wires = {name: options_of_policy(each, places[name], ignored)["reduce_dtype"] for name, each in units.items()}
+    options = options_of_policy(whole, module, ignored)
     return options | {"full_precision_modules": tuple(full), "reduce_dtypes": wires}
+
+
+def options_of_policy(policy: Any, module: nn.Module, ignored: Collection[nn.Module]) -> dict[str, Any]:
+    """What torch's `MixedPrecisionPolicy` says of a module, as options.
+
+    Raises:
+        ConfigError: it gives each parameter a dtype of its own.
+    """
+    if distributed.is_by_parameter(policy):
+        raise ConfigError(
+            "mp_policy has a param_dtype_override_fn, by which FSDP2 casts each parameter to a dtype of its own. "
+            "Name modules that compute in their own dtype instead: ReplicateConfig(full_precision_modules=...)."
+        )
+    left_alone = {inner for each in ignored for inner in each.modules()}
+    own = (each for part in module.modules() if part not in left_alone for each in part.parameters(recurse=False))
+    options: dict[str, Any] = {name: getattr(policy, name) for name in _POLICY}
+    return options | {"reduce_dtype": distributed.reduce_dtype_of(policy, own)}

@@ -41,7 +41,7 @@ from dp_compile.modules.forward_hooks import (
     refuse_traced_backward,
     remove_forward_hooks,
 )
-from dp_compile.modules.kinds import POLICY, options_by_module, wires_of, with_names
+from dp_compile.modules.kinds import options_by_module, options_of_policy, wires_of, with_names
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import PlanRequest, make_plan, on_its_levels
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
@@ -141,7 +141,9 @@ def replicate(
             are views of their buckets, whatever is said, and a bucket never writes over one that somebody kept.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
-            `fully_shard`: the dtype of compute, of what is sent, of outputs. `config` has the same, and more. Or a
+            `fully_shard` of the installed torch: the dtype of compute, of what is sent, of outputs. Without a
+            `reduce_dtype`, gradients are sent in `param_dtype`, since torch 2.15 in the parameters' dtype. `config` has
+            the same, and more; its `reduce_dtype=None` means `param_dtype` with every torch. Or a
             `torch.distributed.fsdp.wrap.CustomPolicy` that gives `{"mp_policy": ...}` for some modules: what is sent of
             their gradients, and whether they compute in their own dtype (no `param_dtype`); for the whole module: its.
         passes: passes over the captured backward instead of the default ones; `()` for none.
@@ -312,7 +314,7 @@ def _options_of(
             f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a CustomPolicy, got "
             f"{type(policy).__name__}.{advice * distributed.is_wrap_policy(policy)}"
         )
-    return {name: getattr(policy, name) for name in POLICY}
+    return options_of_policy(policy, module, check_ignored(ignored))
 
 
 def _check_not_pending(module: nn.Module) -> None:

@@ -332,6 +332,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
                 f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
         given = {"reduce_dtype", "reduce_dtypes", "gradient_divide_factor", "gradient_predivide_factor"}
+        if {each.dtype for each in behind(module).parameters() if each.requires_grad} == {owner.config.reduce_dtype}:
+            given.remove("reduce_dtype")  # A hook does not contradict it. A policy without one gives it on torch 2.15.
         if modules is None and (
             said := [option for option in sorted(given) if getattr(owner.config, option) not in (None, ())]
         ):

@@ -137,7 +137,7 @@ def _writers(bucket: Any) -> Iterator[Any]:
 def _kept_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.device) -> Any:
     """The memory of a bucket that later backwards use again; `None`: it is allocated where it is first filled."""
     place = place_of(node)
-    if place is None or not is_kept(node) or not inductor.can_run_first():
+    if place is None or not is_kept(node):
         return None
     memory = inductor.lower_as_call(BUCKET_MEMORY, place.replica, place.number, numel, dtype, device)
     memory.realize()

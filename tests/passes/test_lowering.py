@@ -365,12 +365,12 @@ def test_a_bucket_is_right_whatever_its_members_are(
 class Probe(Pipeline):
     """Notes a setting while Inductor compiles."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], bool]) -> None:
         super().__init__((), (), lambda records: None)
-        self.seen: list[bool] = []
+        self.read, self.seen = read, list[bool]()
 
     def __call__(self, graph: fx.Graph) -> None:
-        self.seen.append(inductor_config.triton.mix_order_reduction)
+        self.seen.append(self.read())
 
 
 @pytest.fixture
@@ -382,7 +382,20 @@ def mix_order_reductions_allowed() -> Iterator[None]:
 @pytest.mark.usefixtures("mix_order_reductions_allowed")
 def test_reductions_of_mixed_order_are_off_where_buckets_are_made() -> None:
     """pytorch#193061: on GPUs they forget the part of a concatenation that a sum should be written to."""
-    probe = Probe()
+    probe = Probe(lambda: inductor_config.triton.mix_order_reduction)
     inductor.compile_with_inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)
     assert probe.seen == [False]
     assert inductor_config.triton.mix_order_reduction
+
+
+@pytest.mark.skipif(
+    not hasattr(inductor_config.aten_distributed_optimizations, "enable_simple_overlap"),
+    reason="Inductor moves no collectives of its own accord before torch 2.14 (pytorch#184240)",
+)
+def test_inductor_moves_no_launches_or_waits_where_buckets_are_made() -> None:
+    """It does everywhere else: the setting of the process stays what it is."""
+    probe = Probe(lambda: inductor_config.aten_distributed_optimizations.enable_simple_overlap)
+    with inductor_config.patch(fx_graph_cache=False):
+        inductor.compile_with_inductor(trace(lambda x: (x.sin(),), torch.randn(3)), [torch.randn(3)], probe)
+    assert probe.seen == [False]
+    assert inductor_config.aten_distributed_optimizations.enable_simple_overlap
