@@ -622,7 +622,7 @@ def out_of_memory(side: Side) -> None:
     names=("rank 1",),
     has_to_be_refused=True,
     faulty=(1,),
-    group_timeout_s=5.0,
+    group_timeout_s=3.0,
 )
 def a_rank_dies(side: Side) -> None:
     if side.is_truth:

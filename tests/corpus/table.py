@@ -135,6 +135,15 @@ def _count(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
     return "\n".join([*lines, ""])
 
 
+def summary(rows: Mapping[str, list[str]]) -> str:
+    """The sentence of the README, from the cells of a page by row."""
+    counts = []
+    for place, subject in enumerate(SUBJECTS.values()):
+        bad = sum(cells[place].startswith("**") for cells in rows.values())
+        counts.append(f"{bad} of {subject.title}")
+    return f"wrong, crashed or hung: {', '.join(counts)}"
+
+
 def _timeouts() -> str:
     usual = max(set(times := [case.group_timeout_s for case in CASES.values()]), key=times.count)
     short: dict[float, list[str]] = {}

@@ -19,6 +19,11 @@ from dp_compile.testing.ranks import Ranks
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "corpus.md"
 OURS = [name for name, subject in SUBJECTS.items() if subject.ours]
+MAY_REFUSE = {
+    *("3a", "3b", "5c", "6a", "6b", "10b", "11", "15b", "19a", "19b", "21a", "21b", "32"),
+    *(("8a", "ours_eager"), ("8b", "ours_eager")),
+}
+"""Rows in which an error by name is the best there is today. In all others ours trains, and has to go on doing so."""
 WITHIN_S = 30.0
 """An error in the first step comes after compiling, on machines that run other tests too. The page has 10 s."""
 
@@ -36,8 +41,8 @@ def test_ours_is_right_or_refuses_by_name(pool: Ranks, name: str, subject: str, 
     if subject in CASES[name].known:
         request.applymarker(pytest.mark.xfail(strict=False, reason=CASES[name].known[subject]))
     outcome = run(pool, CASES[name], SUBJECTS[subject], WITHIN_S)
-    assert outcome.kind in (RIGHT, REFUSED, NOT_OFFERED), outcome
-    assert outcome.kind != NOT_OFFERED or (name, subject) == ("21a", "ours_eager"), outcome
+    allowed = {RIGHT} | ({REFUSED} if MAY_REFUSE & {name, (name, subject)} else set())
+    assert outcome.kind in allowed or (name, subject, outcome.kind) == ("21a", "ours_eager", NOT_OFFERED), outcome
 
 
 @pytest.mark.nightly
@@ -67,8 +72,10 @@ def test_the_page_has_all_rows_and_ours_are_right_or_refused() -> None:
             assert good or subject in CASES[name].known, (name, subject, cells[subject])
 
 
-def test_the_readme_links_to_the_page() -> None:
-    assert "(docs/corpus.md)" in "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
+def test_the_readme_links_to_the_page_and_has_its_figures() -> None:
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
+    assert "(docs/corpus.md)" in first_screen
+    assert table.summary(rows_of(PAGE.read_text())) in first_screen
 
 
 # --- what ranks saw, put together -----------------------------------------------------------------------------------
