@@ -33,6 +33,10 @@ class PostLocalSGDOptimizer(TorchOptimizer):
         averager: one of this package, or torch's.
     """
 
+    _step_supports_amp_scaling = True
+    """torch's `GradScaler` then calls `step` also where gradients overflowed. It would leave the call out on that rank
+    alone, and with it the averaging: ranks would average after different steps (pytorch#76282)."""
+
     def __init__(self, optim: torch.optim.Optimizer, averager: averagers.ModelAverager) -> None:
         self.optim, self.averager = optim, averager
 
@@ -49,12 +53,29 @@ class PostLocalSGDOptimizer(TorchOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the local optimizer, and one call of the averager.
 
+        Under a `GradScaler`, the local step is left out where gradients are not finite; the averager is called.
+
         Args:
             closure: as for the local optimizer; what it returns is returned.
         """
-        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)  # set by `GradScaler.step`
+        if found_inf is None:
+            loss = self.optim.step() if closure is None else self.optim.step(closure)
+        else:
+            loss = None
+            self._step_unscaled(found_inf, getattr(self, "grad_scale", None))
         self.averager.average_parameters(self.param_groups)
         return loss
+
+    def _step_unscaled(self, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """What `GradScaler.step` does for other optimizers. `scale`: `None` if gradients are divided already."""
+        if bool(found_inf):
+            return
+        if scale is not None:
+            for parameter in parameters_in(self.param_groups):
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale.to(parameter.grad.device))
+        self.optim.step()
 
 
 class OuterOptimizer(PostLocalSGDOptimizer):

@@ -166,6 +166,8 @@ class _Outermost:
     def run(self) -> tuple[torch.Tensor, ...]:
         # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
         found = _search(self.call) if self.call.accumulate_grad else _NOTHING
+        if not self.call.accumulate_grad:
+            _warn_of_local_gradients(self.call.inputs)
         try:
             if found.replicas:
                 return _reduce(found, self.call, self)
@@ -223,6 +225,23 @@ class _Outermost:
                 reduction_round.finish()
                 replica.arrivals_in = None
                 _complete(replica, ())
+
+
+def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
+    """`torch.autograd.grad` with respect to parameters: correct for a norm or a penalty, wrong for an update."""
+    names: dict[Replica, list[str]] = {}
+    for each in inputs:
+        found = owners.find(each)
+        if found is not None and found[0].sync and found[0].group.world_size > 1:
+            names.setdefault(found[0], []).append(found[0].names[found[1]])
+    for replica, of_module in names.items():
+        warn_once(
+            logger,
+            [replica],
+            "torch.autograd.grad returns the gradients of this rank alone: those of %s are not reduced. For an update "
+            "call backward(), or average them over the ranks.",
+            ", ".join(of_module[:2]) + (f" and {len(of_module) - 2} more" if len(of_module) > 2 else ""),
+        )
 
 
 def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
@@ -352,7 +371,7 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
 def _arrivals_without_hooks(replicas: Sequence[Replica], by_hooks: Sequence[Replica]) -> Mapping[Replica, Arrivals]:
     """Where hooks report in modules that torch's reducer reduces, or that nobody reduces in this backward."""
     others = [replica for replica in replicas if replica not in by_hooks]
-    return {each: NotedArrivals() if each.sync else LocalArrivals(each) for each in others}
+    return {each: NotedArrivals(each) if each.sync else LocalArrivals(each) for each in others}
 
 
 def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
@@ -406,7 +425,15 @@ def _complete_reducer(replica: Replica, call: _Call) -> None:
     unused = sorted(missing - reached)
     if unused and replica.config.unused != "find":
         parameters = [replica.parameters[index] for index in unused]
-        autograd.run_engine(tuple(parameters), tuple(map(torch.zeros_like, parameters)), False, False, (), True, True)
+        frozen = [each for each in parameters if not each.requires_grad]  # after `replicate`: the reducer waits for it
+        for each in frozen:
+            each.requires_grad_(True)
+        try:
+            zeros = tuple(map(torch.zeros_like, parameters))
+            autograd.run_engine(tuple(parameters), zeros, False, False, (), True, True)
+        finally:
+            for each in frozen:
+                each.requires_grad_(False)
     replica.reducer.finish()
     replica.local.note_steps()
     used = sorted({*noted.seen, *reached, *replica.local.used})

@@ -82,9 +82,19 @@ class LocalArrivals:
 class NotedArrivals:
     """A backward that torch's reducer reduces."""
 
+    replica: Replica
     seen: set[int] = field(default_factory=set)
 
     def arrive(self, index: int) -> None:
+        # The reducer sends what the first of several backwards gave: it reports the next one as "marked ready only
+        # once", or not at all if all buckets were sent by then (torch 2.13).
+        if index in self.seen and not self.replica.config.static_graph:
+            raise ReductionError(
+                f"{self.replica.names[index]} got gradients from two backwards inside one backward, as of reentrant "
+                "checkpoints that share it, and torch's C++ reducer, which reduces where the forward is not compiled, "
+                "reduces the first alone. Compile the forward, pass static_graph=True, or use "
+                "checkpoint(..., use_reentrant=False)."
+            )
         self.seen.add(index)
 
 
