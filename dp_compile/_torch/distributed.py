@@ -38,7 +38,10 @@ with named():
     from torch.nn.parallel.distributed import (
         DistributedDataParallel as TorchDDP,  # users may put ours under its public name
     )
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+    POST_FORWARD: Any = _BufferCommHookLocation.POST_FORWARD
+    FP16_COMPRESS: Any = dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]
     # Newer torches warn of the names that older ones have alone.
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -46,6 +49,11 @@ with named():
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
+
+_BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+_SENT: Final = frozenset(
+    {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
+)
 
 
 _BY_PARAMETER: Final = "param_dtype_override_fn"
@@ -202,10 +210,10 @@ def connect_again(store: Store, timeout_s: float) -> Store:
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
     """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype.
 
-    Of DTensors the parts that the ranks hold, which have to be parts alike.
+    Of DTensors the parts that the ranks hold, which have to be parts alike. Tensors have the same strides on all ranks.
     """
     if tensors:
-        _broadcast_coalesced(group, list(map(own_part, tensors)), bucket_bytes, source)
+        _broadcast_coalesced(group, list(map(_as_sent, tensors)), bucket_bytes, source)
 
 
 def broadcast_state(
@@ -213,7 +221,20 @@ def broadcast_state(
 ) -> None:
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
-        _sync_params_and_buffers(group, list(map(own_part, tensors)), bucket_bytes, source)
+        _sync_params_and_buffers(group, list(map(_as_sent, tensors)), bucket_bytes, source)
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, each element once, in a dtype that every backend copies.
+
+    gloo knows neither 16-bit integers nor float8 (torch 2.13), and an expanded tensor cannot be written to.
+    """
+    tensor = own_part(tensor)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    same_size = _BY_SIZE.get(tensor.element_size())
+    return tensor if tensor.dtype in _SENT or same_size is None else tensor.view(same_size)
 
 
 def join_is_on(joinable: Joinable) -> bool:
@@ -255,6 +276,16 @@ def is_torch_ddp(module: nn.Module) -> bool:
 def count_as_torch_ddp(kind: type[nn.Module]) -> None:
     """Let instances of a class pass `isinstance(module, torch.nn.parallel.DistributedDataParallel)`."""
     cast(Any, TorchDDP).register(kind)
+
+
+def of_torch_ddp(name: str) -> Any:
+    """What torch's DDP has under a name, for a class in its place; of a static method its function."""
+    return getattr(TorchDDP, name)
+
+
+def runs_before_forward(location: Any) -> bool:
+    """Whether torch's `_BufferCommHookLocation` is the one before the forward, not the one after it."""
+    return bool(location == _BufferCommHookLocation.PRE_FORWARD)
 
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:

@@ -157,6 +157,24 @@ def device_of(given: int | torch.device, option: str) -> torch.device:
     return given
 
 
+def check_copied(target: Selection, *, buffers: bool) -> None:
+    """Refuse what cannot be copied from the first rank.
+
+    Args:
+        buffers: buffers are copied too, not only parameters.
+
+    Raises:
+        ModuleError: one is sparse, quantized or nested.
+    """
+    for name, tensor in {**target.frozen, **(target.buffers if buffers else {})}.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise ModuleError(
+                f"{name} is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can "
+                "be copied from the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, "
+                "or name the module that owns it in ignored_modules."
+            )
+
+
 def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
     return ignored | {submodule for submodule in module.modules() if _is_fully_sharded(submodule)}
 
@@ -256,7 +274,8 @@ def _check_kinds(target: Selection, *, fake_allowed: bool) -> None:
         if owners.find(parameter) is not None:
             raise ModuleError(
                 f"parameter {name} is replicated already. Call replicate() once, on the outermost module, or name the "
-                "module that owns it in ignored_modules."
+                "module that owns it in ignored_modules. To replicate it again, call dp_compile.unreplicate() first, "
+                "on the module or on its DistributedDataParallel, which some name may still hold."
             )
     reduced = {id(parameter) for parameter in target.trainable.values()}
     for name, submodule in target.module.named_modules():

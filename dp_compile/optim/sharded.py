@@ -769,6 +769,7 @@ class Sharded(InBackward):
                     "hand; and once the module is not replicated any more, load "
                     "dp_compile.optim.full_state_dict(optimizer) into an optimizer of its own."
                 )
+        self._check_gradients(optimizer)
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

@@ -653,16 +653,20 @@ class TestRefused:
                 {"param_dtype": BF16, "full_precision_modules": [nn.LayerNorm(6)]},
                 "must be of module .*, got LayerNorm. A",
             ),
-            ({"full_precision_modules": (nn.LayerNorm,)}, "full_precision_modules is an exception from param_dtype or"),
-            (
-                {"full_precision_in_eval": True},
-                "full_precision_in_eval is an exception from param_dtype or buffer_dtype",
-            ),
         ],
     )
     def test_options(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(dp_compile.ConfigError, match=message):
             dp_compile.ReplicateConfig(**options)
+
+    @pytest.mark.parametrize("option", [{"full_precision_modules": (nn.LayerNorm,)}, {"full_precision_in_eval": True}])
+    def test_an_exception_needs_a_rule(self, option: dict[str, Any]) -> None:
+        """Which may come from `mp_policy`, beside the config."""
+        config = dp_compile.ReplicateConfig(backend="aot_eager", **option)
+        with pytest.raises(dp_compile.ConfigError, match="is an exception from param_dtype or buffer_dtype"):
+            dp_compile.replicate(Net(), config=config)
+        model = dp_compile.replicate(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16), config=config)
+        assert vars(model)
 
     def test_policies(self) -> None:
         for policy, message in [
