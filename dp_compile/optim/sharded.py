@@ -111,6 +111,9 @@ class _LeftGather(Left):
     def nbytes(self) -> int:
         return self.round.values.nbytes
 
+    def written_to(self) -> object:
+        return self._versions_now()
+
     def poison(self) -> None:
         self.is_poisoned = True
         for parameter in self.parameters:
