@@ -176,6 +176,9 @@ class _Outermost:
             result = self.call.run()
             self.finish()
             return result
+        except BaseException as error:
+            leave({replica: this.launches for replica, this in self.late.items()}, error)
+            raise
         finally:
             for replica in self.late:
                 replica.arrivals_in = None
@@ -349,8 +352,12 @@ class _Start:
     def leave(self, error: BaseException) -> None:
         """The backward failed on this rank: complete its part in the collectives of the others."""
         met = self.by_hooks is not None
-        if is_of_other_ranks(error) or (self._has_begun and not met) or not any(_has_others(self.synced)):
-            return  # they do not come, or hear of it where they meet
+        if not any(replica.group.has_others for replica in self.synced):
+            return
+        if is_of_other_ranks(error) or (self._has_begun and not met):
+            # They do not come, or hear of it where they meet.
+            leave({replica: 0 for replica in self.synced if replica.local.reduced}, error)
+            return
         try:
             by_hooks = self.meet() if self.by_hooks is None else self.by_hooks
             launches = dict[Replica, int]()
@@ -367,10 +374,6 @@ class _Start:
             if is_of_other_ranks(another):
                 raise
             logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
-
-
-def _has_others(replicas: Sequence[Replica]) -> Iterator[bool]:
-    return (replica.group.has_others for replica in replicas)
 
 
 def _end(replica: Replica, call: _Call) -> None:

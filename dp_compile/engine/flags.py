@@ -5,6 +5,7 @@ The flags travel in the plan's last bucket; where torch's reducer reduces, in a 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,8 @@ def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
     table = table_in_backward(replica)
     if table is not None:
         key = _key_of_failure(replica, _settled[replica.group.name], dist.get_rank())
-        table.store.set(key, in_one_line(error, 500))
+        with contextlib.suppress(RuntimeError):  # no store: the flags say it without the text
+            table.store.set(key, in_one_line(error, 500))
     return _made(replica, [0.0] * len(replica.parameters) + [*FAILED])
 
 
@@ -158,10 +160,11 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
 
 def _who_failed(replica: Replica, number: int) -> str:
     table, done, own, texts = table_in_backward(replica), replica.history.synced_backwards, dist.get_rank(), list[str]()
-    for rank in () if table is None else dist.get_process_group_ranks(replica.group.process_group):
-        key = _key_of_failure(replica, number, rank)
-        if table is not None and rank != own and table.store.check([key]):
-            texts.append(f"; rank {rank} left backward {done + 1} with an error: {table.store.get(key).decode()}")
+    ranks = () if table is None else dist.get_process_group_ranks(replica.group.process_group)
+    for rank, key in ((rank, _key_of_failure(replica, number, rank)) for rank in ranks if rank != own):
+        with contextlib.suppress(RuntimeError):
+            if table is not None and table.store.check([key]):
+                texts.append(f"; rank {rank} left backward {done + 1} with an error: {table.store.get(key).decode()}")
     return (
         f"rank {own}, module of {replica.names[0]}: synchronised backward {done + 1} is void{''.join(texts[:4])}. No "
         "rank has its averages. Clear the gradients on every rank (zero_grad) and go on, or stop."

@@ -406,10 +406,9 @@ def reduce_eagerly(
                 for each in rounds:  # in the order in which they launch
                     each.finish()
             except BaseException as error:
-                if not is_of_other_ranks(error):
-                    for each in rounds:
-                        each.drop()
-                    leave({each.replica: each.launches for each in rounds}, error)
+                for each in () if is_of_other_ranks(error) else rounds:
+                    each.drop()
+                leave({each.replica: each.launches for each in rounds}, error)
                 raise
             if why := void():
                 audience.void(why)
@@ -425,15 +424,15 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
     """
     for replica, launched in launches.items():
         local = replica.local
-        if local.reduced is None:
+        if local.reduced is None and not is_of_other_ranks(error):
             stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]
             rest = ReductionRound(replica, absent=True, silent_launches=launched)
             rest.memory = None  # it may still be in use
             # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
             local.reduced = launched > rest.order().index((len(stages) - 1, 0))
             rest.complete_failed(error)
-            for group in groups_of(replica):
-                pairs.wait_for_all(group)
+        for group in () if is_of_other_ranks(error) else groups_of(replica):
+            pairs.wait_for_all(group)
         if local.reduced:
             local.missed = (
                 f"this rank left synchronised backward {replica.history.synced_backwards + 1} of the module of "

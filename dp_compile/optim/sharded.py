@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Final, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from torch.amp import GradScaler
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
+from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.observers import GATHER, UPDATE
 from dp_compile.engine.record import SHARDED, OptimizerRecord
@@ -672,7 +673,8 @@ class Sharded(InBackward):
         if self.ranks == 1:
             self._step(gradients)
             return
-        rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients)
+        held = _Held()
+        rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients, held)
         if self.crossing is not None:
             for each in rounds:
                 self.crossing.keep(
@@ -685,16 +687,19 @@ class Sharded(InBackward):
                         round=each,
                     )
                 )
+            held.release()
             return
         flights: deque[_Round] = deque()
         for each in rounds:
             flights.append(each)
             if len(flights) > _GATHERS_AHEAD:
-                with replica.told.following(GATHER):
+                with held, replica.told.following(GATHER):
                     flights.popleft().put_back(self.parameters)
         with replica.told.following(GATHER):
             for each in flights:
-                each.put_back(self.parameters)
+                with held:
+                    each.put_back(self.parameters)
+        held.release()
 
     def _numbers(self, replica: Replica) -> list[int]:
         """Buckets of the plan, those first that are waited for first.
@@ -704,18 +709,22 @@ class Sharded(InBackward):
         numbers = list(range(len(replica.plan.buckets)))
         return numbers if self.crossing is None else numbers[::-1]
 
-    def _rounds_of_parts(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
+    def _rounds_of_parts(
+        self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held
+    ) -> Iterator[_Round]:
         """Each rank's part of each bucket; updated and launched one by one, so that the first is on its way at once."""
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
         for number in filter(self._in_buckets.__contains__, self._numbers(replica)):
             bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
-            self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
+            with held:
+                if held.error is None:
+                    self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
             with replica.told.following(GATHER):
                 values = self._memory(number, numel, like)
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
-                work = launch_gather(stage, values)
+                work = held.launched(partial(launch_gather, stage, values))
             indices = tuple(member.gradient.index for member in bucket.members)
             yield _Round((number,), indices, own, others, values, work)
 
@@ -729,9 +738,12 @@ class Sharded(InBackward):
             values = like.new_empty(numel)
         return values.zero_() if nan_check_is_on() else values
 
-    def _rounds_of_whole(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
+    def _rounds_of_whole(
+        self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held
+    ) -> Iterator[_Round]:
         """What each rank has updated, from that rank to all others; launched one by one."""
-        self._step(gradients)
+        with held:
+            self._step(gradients)
         self._is_laid_out(replica)
         _, bucket_of, _ = self._looked_at
         chunks = [((), self.covered)] if self.crossing is None else [
@@ -747,7 +759,7 @@ class Sharded(InBackward):
                 source = dist.get_global_rank(self.group, rank)
                 with replica.told.following(GATHER):
                     values = torch.cat([flat(self.parameters[index]) for index in indices])
-                    work = dist.broadcast(values, source, group=self.group, async_op=True)
+                    work = held.launched(partial(dist.broadcast, values, source, group=self.group, async_op=True))
                 numels = [self.parameters[index].numel() for index in indices]
                 offsets = itertools.accumulate(numels, initial=0)
                 pieces = tuple(
@@ -772,6 +784,34 @@ class Sharded(InBackward):
                     "hand; and once the module is not replicated any more, load "
                     "dp_compile.optim.full_state_dict(optimizer) into an optimizer of its own."
                 )
+
+
+class _Held:
+    """Holds the first error inside until other ranks have all that they wait for from this one."""
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or is_of_other_ranks(error):
+            return False
+        self.error = self.error or error
+        return True
+
+    def launched(self, launch: Callable[[], dist.Work | None]) -> dist.Work:
+        """What is launched, the second time if the first one raised."""
+        work: dist.Work | None = None
+        with self:
+            work = launch()
+        work = work or launch()
+        assert work is not None
+        return work
+
+    def release(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

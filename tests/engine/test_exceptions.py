@@ -95,6 +95,7 @@ class Net(nn.Module):
         return result
 
 
+@dataclass(frozen=True)
 class TwoSums(dp_compile.FunctionalHook):
     """Of two rounds, with what the first one lost to bfloat16 in the next backward."""
 
