@@ -34,8 +34,14 @@ class LostStoreError(CommunicationError):
     """The key-value store is gone. So is all that ranks could say."""
 
 
+class VoidBackwardError(CommunicationError):
+    """The backward of some rank failed, and all ranks have taken part in it: they can go on."""
+
+
 def is_of_other_ranks(error: BaseException) -> bool:
     """Whether an error says that other ranks did not come, or cannot be reached."""
+    if isinstance(error, VoidBackwardError):
+        return False
     return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
 
 

@@ -41,7 +41,6 @@ from dp_compile.engine.hooks import (
     NotedArrivals,
     ReductionRound,
     Reporting,
-    groups_of,
     launches_so_far,
     leave,
     reduce_eagerly,
@@ -363,7 +362,7 @@ class _Start:
             launches = dict[Replica, int]()
             for replica, before in zip(self.synced, self._launches, strict=True):
                 # Modules that share a group launch one after the other.
-                earlier = sum(launches[each] for each in launches if groups_of(each) == groups_of(replica))
+                earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
                 stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
                 launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
             by_hooks = [replica for replica in self.synced if replica in by_hooks]

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import autograd
-from dp_compile.engine.agreement import exchange
+from dp_compile.engine.agreement import VoidBackwardError, exchange
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_in_backward
-from dp_compile.errors import CommunicationError, DesyncError, ReductionError
+from dp_compile.errors import DesyncError, ReductionError
 from dp_compile.plan.flags import FAILED, is_failed, is_mixed, is_moved_by_some, is_stepped, more_elements
 
 MAX_UNREAD: Final = 2
@@ -84,12 +84,12 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
     """Look at reduced flags on the host before anything becomes of the gradients.
 
     Raises:
-        CommunicationError: the backward failed on some rank.
+        VoidBackwardError: the backward failed on some rank.
     """
     if flags.is_cpu and not _are_fine(replica, flags) and is_failed(flags[len(replica.parameters) :].tolist()):
         replica.local.reduced = False
         _settled[replica.group.name] += 1
-        raise CommunicationError(_who_failed(replica, _settled[replica.group.name]))
+        raise VoidBackwardError(_who_failed(replica, _settled[replica.group.name]))
 
 
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
@@ -105,7 +105,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
             had a gradient which was not reduced. What happened on other ranks only is reported at once on a CPU, up to
             `MAX_UNREAD` backwards later on a GPU.
         DesyncError: ranks reduced different modules.
-        CommunicationError: the backward failed on some rank.
+        VoidBackwardError: the backward failed on some rank.
     """
     _settled[replica.group.name] += 1
     local, checks = replica.local, replica.config.check_reductions
@@ -141,7 +141,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
         more, any_unused = flags[n_parameters:].tolist(), bool(flags[:n_parameters].any())
     try:
         if is_failed(more):
-            raise CommunicationError(_who_failed(replica, unread.number))
+            raise VoidBackwardError(_who_failed(replica, unread.number))
         if not replica.config.check_reductions:
             return
         if is_mixed(more):
@@ -152,7 +152,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
             raise ReductionError(unread.missed or _moved_message(replica, here=unread.moved))
         if replica.config.unused == "error" and (unread.unused or any_unused):
             raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
-    except (CommunicationError, DesyncError, ReductionError):
+    except (VoidBackwardError, DesyncError, ReductionError):
         replica.unused.flags_unread.clear()
         raise
     replica.unused.flags_fine = flags.clone()  # they lie in a bucket, which would be kept with them

@@ -431,7 +431,7 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
             local.reduced = launched > rest.order().index((len(stages) - 1, 0))
             rest.complete_failed(error)
-        for group in () if is_of_other_ranks(error) else groups_of(replica):
+        for group in () if is_of_other_ranks(error) else replica.plan_groups:
             pairs.wait_for_all(group)
         if local.reduced:
             local.missed = (
@@ -441,15 +441,9 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             )
 
 
-def groups_of(replica: Replica) -> tuple[str, ...]:
-    """The groups in which its buckets are reduced, by name."""
-    stages = (stage for bucket in replica.plan.buckets for stage in bucket.key.reduction.stages)
-    return tuple(dict.fromkeys(stage.group for stage in stages))
-
-
 def launches_so_far(replica: Replica) -> int:
     """Collectives launched in its groups, of whatever. Only differences mean something."""
-    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in groups_of(replica))
+    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.plan_groups)
 
 
 def round_of_inner_backwards(replica: Replica) -> ReductionRound:

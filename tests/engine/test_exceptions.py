@@ -358,6 +358,35 @@ ALL = [
 ]
 
 
+SPANNING = [
+    Cell("in a hook before any launch", "plain", "hooks", False, KeyboardInterrupt),
+    Cell("in a hook of a gradient", "shard", "hooks", True),
+    Cell("in a hook of a gradient", "int8", "hooks", False, KeyboardInterrupt),
+    Cell("in a hook of a gradient", "int8", "captured", False),
+    Cell("in a post-accumulate hook", "capped", "hooks", False),
+    Cell("in an op between launches", "functional", "hooks", True, KeyboardInterrupt),
+    Cell("in an op between launches", "capped", "captured", False),
+    Cell("in an op between launches", "shard", "captured", True, KeyboardInterrupt),
+    Cell("at a launch", "bf16", "hooks", False),
+    Cell("in a wait", "shard", "hooks", False),
+    Cell("in a wait for a pair", "int8", "hooks", True),
+    Cell("behind the last wait", "capped", "captured", False),
+    Cell("in the update", "in_backward", "captured", False),
+    Cell("in the update", "shard", "hooks", False),
+    Cell("in a gather", "shard", "hooks", False, KeyboardInterrupt),
+    Cell("in the capture", "plain", "captured", False, KeyboardInterrupt),
+    Cell("in the compiler", "functional", "captured", False, KeyboardInterrupt),
+    Cell("in the forward", "plain", "hooks", False),
+]
+"""Each stage, each kind, both ways, all ranks and one, both errors."""
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids=str)
+def test_a_spanning_set(ranks2: Ranks, cell: Cell) -> None:
+    assert cell in ALL
+    judged(cell, ranks2.run(run, cell, timeout_s=6 * BOUND_S))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("cell", [each for each in ALL if each.kind != "two_levels"], ids=str)
 def test_every_cell(ranks2: Ranks, cell: Cell) -> None:
