@@ -149,7 +149,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
         if unread.stepped or is_stepped(more):
             raise ReductionError(stepped_message(replica, unread.stepped))
         if is_moved_by_some(more):
-            raise ReductionError(unread.missed or _moved_message(replica, here=unread.moved))
+            raise ReductionError(_who_missed_a_step(replica, unread) or _moved_message(replica, here=unread.moved))
         if replica.config.unused == "error" and (unread.unused or any_unused):
             raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
     except (VoidBackwardError, DesyncError, ReductionError):
@@ -211,13 +211,20 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
     )
 
 
+def _who_missed_a_step(replica: Replica, unread: UnreadFlags) -> str:
+    """Every rank comes here, for every rank has read the same flags; on a GPU in different backwards, so nobody asks."""
+    table = table_in_backward(replica) if unread.event is None else None
+    topic = f"dp_compile.missed/{replica.topic}/{unread.number}"
+    said = [unread.missed] if table is None else exchange(table, topic, unread.missed)
+    return "; ".join(filter(None, said))
+
+
 def _moved_message(replica: Replica, *, here: bool) -> str:
     where = "on this rank" if here else "on another rank"
     return (
         f"parameters of the module of {replica.names[0]} were changed {where} after a backward under no_sync, and not "
         "on every rank, so the ranks differ now: is no_sync used on some ranks only? Use it on all of them, or pass "
-        "check_reductions=False. Or a rank raised after the others had the gradients, and left out their step: that "
-        "rank says so. Then restore a checkpoint."
+        "check_reductions=False."
     )
 
 

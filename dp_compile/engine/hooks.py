@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, pairs
@@ -435,9 +436,9 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
             pairs.wait_for_all(group)
         if local.reduced:
             local.missed = (
-                f"this rank left synchronised backward {replica.history.synced_backwards + 1} of the module of "
-                f"{replica.names[0]} after the others had its gradients, and not every rank did: {in_one_line(error)}. "
-                "Parameters differ now. Restore a checkpoint on every rank."
+                f"rank {dist.get_rank()} left synchronised backward {replica.history.synced_backwards + 1} of the module "
+                f"of {replica.names[0]} after other ranks had its gradients: {in_one_line(error)}. Parameters differ "
+                "between ranks. Restore a checkpoint on every rank."
             )
 
 

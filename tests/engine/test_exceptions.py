@@ -300,7 +300,7 @@ def step(cell: Cell, model: nn.Module, forward: Any, x: torch.Tensor, arms: bool
         STAGES[cell.stage](model, output) if arms or "hook" not in cell.stage else nullcontext(),
     ):
         if arms:
-            bomb.error, bomb.after = cell.error, LATER.get(cell.stage, 0)
+            bomb.error, bomb.after = cell.error, 0 if cell.kind == "plain" else LATER.get(cell.stage, 0)
             if cell.stage == "in the forward":
                 bomb.tick()
         output.square().mean().backward()
@@ -337,7 +337,7 @@ def judged(cell: Cell, outcomes: list[Outcome]) -> str:
         assert each.seconds < BOUND_S / 2, (rank, each)
         if planted and not (cell.stage in AT_FIRST and not first):
             assert f"{cell.error.__name__}: planted" in first, (rank, each)
-        assert planted or not first or "planted" in first, (rank, each)
+        assert planted or not first or "planted" in first, (rank, outcomes)
     if all(each.done == STEPS for each in outcomes):
         near = {"bf16": 3e-3}.get(cell.kind, 2e-6)
         assert all(each.distance <= near for each in outcomes), outcomes
