@@ -435,9 +435,9 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
         for group in () if is_of_other_ranks(error) else replica.plan_groups:
             pairs.wait_for_all(group)
         if local.reduced:
+            number = replica.history.synced_backwards + 1
             local.missed = (
-                f"rank {dist.get_rank()} left synchronised backward {replica.history.synced_backwards + 1} of the module "
-                f"of {replica.names[0]} after other ranks had its gradients: {in_one_line(error)}. Parameters differ "
+                f"rank {dist.get_rank()} left synchronised backward {number} of the module of {replica.names[0]} after other ranks had its gradients: {in_one_line(error)}. Parameters differ "
                 "between ranks. Restore a checkpoint on every rank."
             )
 
