@@ -55,7 +55,7 @@ from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
-from dp_compile.errors import ReductionError, UnsupportedTorchError
+from dp_compile.errors import DesyncError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
 
@@ -310,6 +310,7 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
                     _end_reducers(found.replicas)
                     raise
                 for replica in synced:
+                    start.completed.append(replica)
                     _complete(replica, call.tensors)
         except BaseException as error:
             start.leave(error)
@@ -328,6 +329,8 @@ class _Start:
     call: _Call
     by_hooks: list[Replica] | None = None
     """Those that hooks reduce, once that is known."""
+    completed: list[Replica] = field(default_factory=list)
+    """Those whose gradients are reduced, and what follows that has begun."""
     _has_begun: bool = False
     _launches: list[int] = field(default_factory=list)
 
@@ -369,10 +372,22 @@ class _Start:
             if not met or any(replica.local.reduced is None for replica in by_hooks):
                 settle(by_hooks)
             leave({replica: launches[replica] for replica in by_hooks}, error)
+            self._follow(error)
         except Exception as another:
             if is_of_other_ranks(another):
                 raise
             logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
+
+    def _follow(self, error: BaseException) -> None:
+        """Where other ranks have the gradients, take part in what they do with them."""
+        others = [replica for replica in self.synced if replica.local.reduced]
+        for replica in others:
+            if replica not in self.completed:
+                with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
+                    complete_backward(replica, {})
+        for replica in others:
+            for each in replica.after.updates if replica.after.wanted and not replica.rehearses else ():
+                each.left_out(error)
 
 
 def _end(replica: Replica, call: _Call) -> None:

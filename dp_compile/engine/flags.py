@@ -212,7 +212,7 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
 
 
 def _who_missed_a_step(replica: Replica, unread: UnreadFlags) -> str:
-    """Every rank comes here, for every rank has read the same flags; on a GPU in different backwards: it does not ask."""
+    """Every rank comes here, as every rank has read the same flags; on a GPU in different backwards, so none asks."""
     table = table_in_backward(replica) if unread.event is None else None
     topic = f"dp_compile.missed/{replica.topic}/{unread.number}"
     said = [unread.missed] if table is None else exchange(table, topic, unread.missed)

@@ -437,8 +437,9 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
         if local.reduced:
             number = replica.history.synced_backwards + 1
             local.missed = (
-                f"rank {dist.get_rank()} left synchronised backward {number} of the module of {replica.names[0]} after other ranks had its gradients: {in_one_line(error)}. Parameters differ "
-                "between ranks. Restore a checkpoint on every rank."
+                f"rank {dist.get_rank()} left synchronised backward {number} of the module of {replica.names[0]} after "
+                f"other ranks had its gradients: {in_one_line(error)}. Parameters differ between ranks. Restore a "
+                "checkpoint on every rank."
             )
 
 

@@ -30,7 +30,7 @@ from torch.amp import GradScaler
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
-from dp_compile.engine.agreement import is_of_other_ranks
+from dp_compile.engine.agreement import VoidBackwardError, is_of_other_ranks
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.observers import GATHER, UPDATE
 from dp_compile.engine.record import SHARDED, OptimizerRecord
@@ -171,6 +171,8 @@ class Sharded(InBackward):
         """Gradients of whole parameters of this rank that are not used yet."""
         self._has_state = False
         """Whether any rank has state: known to all of them."""
+        self._is_open = False
+        """A backward has begun, and this rank has not come to the end of it."""
 
     # --- from the call to the end
 
@@ -449,6 +451,7 @@ class Sharded(InBackward):
 
     def begin(self) -> None:
         super().begin()
+        self._is_open = True
         replica = self._replicated()
         self._forget()
         if self._take_in_added(replica) and not self.cuts:  # else the plan may change before the end
@@ -557,8 +560,18 @@ class Sharded(InBackward):
             raise
         super().ended()
 
-    def _end(self, replica: Replica) -> None:
-        """Do what is left of the update, and let all ranks have all of it."""
+    def left_out(self, error: BaseException) -> None:
+        if self._is_open:
+            with contextlib.suppress(type(error)), torch.no_grad():
+                self._end(self._replicated(), error)
+            self.interrupted(error)
+
+    def _end(self, replica: Replica, failed: BaseException | None = None) -> None:
+        """Do what is left of the update, and let all ranks have all of it.
+
+        An error, or `failed`, is raised once other ranks have all that they wait for from this one.
+        """
+        self._is_open, held = False, _Held(failed)
         self._lay_out()
         still = {
             *replica.unused.untouched,
@@ -571,12 +584,12 @@ class Sharded(InBackward):
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = True
         if self._whole_step:
-            moves = self._may_step_with(gradients)
+            moves = self._may_step_with(gradients, held)
         self._forget()
         if moves:
             self._updated.update(self.covered)
             with replica.local.updating(self.covered):
-                self._gather(replica, gradients)
+                self._gather(replica, gradients, held)
         for index in self.covered:
             if index not in still:
                 self.parameters[index].grad = sharded_gradient(self.parameters[index])
@@ -636,24 +649,35 @@ class Sharded(InBackward):
             for index in gradients:
                 self._own[index].grad = None
 
-    def _may_step_with(self, gradients: Mapping[int, torch.Tensor]) -> bool:
-        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce."""
+    def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
+        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce.
+
+        Raises:
+            VoidBackwardError: another rank failed before it; nothing is updated on any rank.
+        """
         scaler, device = self._scaler, self.parameters[0].device
         found: list[torch.Tensor] = []
-        if scaler is not None:
-            with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
-                scaler.unscale_(optimizer)
-                found = optim.found_inf_tensors(scaler, optimizer)
-        norms = [
-            self._squares[index] if index in self._squares else _square(gradients[index]) for index in sorted(gradients)
-        ]
-        both = torch.zeros(2, dtype=torch.float64, device=device)
-        both[0] = torch.stack(norms).sum() if norms else 0.0
-        for each in found:
-            both[1] += each.to(device=device, dtype=torch.float64).squeeze()
+        both = torch.zeros(3, dtype=torch.float64, device=device)
+        with held:
+            if scaler is not None and held.error is None:
+                with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
+                    scaler.unscale_(optimizer)
+                    found = optim.found_inf_tensors(scaler, optimizer)
+            norms = [
+                self._squares[index] if index in self._squares else _square(gradients[index])
+                for index in sorted(gradients)
+            ]
+            both[0] = torch.stack(norms).sum() if norms else 0.0
+            for each in found:
+                both[1] += each.to(device=device, dtype=torch.float64).squeeze()
+        both[2] = float(held.error is not None)
         dist.all_reduce(both, group=self.group)
+        # Without a scaler a GPU is not waited for: the next backward says that parameters differ.
+        if (device.type == "cpu" or scaler is not None) and bool(both[2] > 0):
+            held.release()
+            raise VoidBackwardError("another rank failed before the update, which no rank does: its log says why.")
         for each in found:
-            each.copy_((both[1:] > 0).view(each.shape))
+            each.copy_((both[1:2] > 0).view(each.shape))
         if self._max_norm is not None:
             # As torch's own: of gradients of two dtypes in the wider one, whichever the first parameter has.
             kinds = {self.parameters[index].dtype for index in self.covered}
@@ -668,12 +692,11 @@ class Sharded(InBackward):
 
     # --- what all ranks get
 
-    def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> None:
+    def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> None:
         """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward."""
         if self.ranks == 1:
             self._step(gradients)
             return
-        held = _Held()
         rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients, held)
         if self.crossing is not None:
             for each in rounds:
@@ -743,7 +766,8 @@ class Sharded(InBackward):
     ) -> Iterator[_Round]:
         """What each rank has updated, from that rank to all others; launched one by one."""
         with held:
-            self._step(gradients)
+            if held.error is None:
+                self._step(gradients)
         self._is_laid_out(replica)
         _, bucket_of, _ = self._looked_at
         chunks = [((), self.covered)] if self.crossing is None else [
@@ -789,8 +813,8 @@ class Sharded(InBackward):
 class _Held:
     """Holds the first error inside until other ranks have all that they wait for from this one."""
 
-    def __init__(self) -> None:
-        self.error: BaseException | None = None
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
 
     def __enter__(self) -> None: ...
 

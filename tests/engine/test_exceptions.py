@@ -275,7 +275,7 @@ def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
             optimizer.step()
         except BaseException as error:
             errors.append(f"{type(error).__name__}: {error}")
-            if len(errors) == 2:
+            if len(errors) == 2 or "checkpoint" in errors[-1]:
                 break
         else:
             done += 1
