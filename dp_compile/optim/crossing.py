@@ -271,9 +271,10 @@ class Left(ABC):
             if self.is_over:
                 return
             self._land()
-            before = self.written_to()
+            before = None
             try:
                 self._check_not_written()
+                before = self.written_to()
                 self._finish()
             except BaseException as error:
                 if before is not None and before == self.written_to() and not is_of_other_ranks(error):
