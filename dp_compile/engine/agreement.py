@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.errors import CommunicationError, DesyncError
+from dp_compile.errors import CommunicationError, DesyncError, VoidBackwardError
 
 Statement = Mapping[str, Any]
 _MISSING: Final = object()
@@ -32,10 +32,6 @@ class MissingRankError(DesyncError):
 
 class LostStoreError(CommunicationError):
     """The key-value store is gone. So is all that ranks could say."""
-
-
-class VoidBackwardError(CommunicationError):
-    """The backward of some rank failed, and all ranks have taken part in it: they can go on."""
 
 
 def is_of_other_ranks(error: BaseException) -> bool:
