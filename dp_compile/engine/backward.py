@@ -32,6 +32,7 @@ from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, own_part
 from dp_compile.config import keeps_compiled
 from dp_compile.engine import drift, observers, probe, updates
+from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
 from dp_compile.engine.hooks import (
@@ -40,6 +41,8 @@ from dp_compile.engine.hooks import (
     NotedArrivals,
     ReductionRound,
     Reporting,
+    launches_so_far,
+    leave,
     reduce_eagerly,
     refuse_inner_step,
     round_of_inner_backwards,
@@ -50,9 +53,9 @@ from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision
-from dp_compile.engine.settling import agree_on_hooks, revise_if_due
+from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
-from dp_compile.errors import ReductionError, UnsupportedTorchError
+from dp_compile.errors import DesyncError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
 
@@ -174,6 +177,9 @@ class _Outermost:
             result = self.call.run()
             self.finish()
             return result
+        except BaseException as error:
+            leave({replica: this.launches for replica, this in self.late.items()}, error)
+            raise
         finally:
             for replica in self.late:
                 replica.arrivals_in = None
@@ -299,37 +305,108 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     if any(map(_wants_hooks, found.replicas)):
         probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
     synced = [replica for replica in found.replicas if replica.reduces]
-    with Watched(synced) as watched, updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
+    with Watched(synced) as watched:
         _check_alone(found.replicas)
         for replica in synced:
             replica.check_group()
-            _check_inputs(replica, call)
-            replica.local.begin()
-        # From here to `count_from_here` ranks talk to each other, so the order is a protocol: ranks without inputs hear
-        # of the backward first, then plans change, and who reduces is asked of the plans as they are then.
-        _announce(synced)
-        for replica in synced:
-            revise_if_due(replica)
-            _compare_after_step(replica)
-        by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
-        watched.count_from_here()
-        obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
+        start = _Start(found, synced, call)
         try:
-            with Reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
-                result = _run(found, by_hooks, obstacle, call)
+            with updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
                 for replica in synced:
-                    if replica not in by_hooks:
-                        _complete_reducer(replica, call)
-            outermost.finish()
-        except BaseException:
-            # A reducer of torch waits for the rest of its backward; the next one gets a new reducer.
-            _end_reducers(found.replicas)
+                    _check_inputs(replica, call)
+                by_hooks = start.by_hooks = start.meet()
+                watched.count_from_here()
+                obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
+                try:
+                    with Reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
+                        result = _run(found, by_hooks, obstacle, call)
+                        for replica in synced:
+                            if replica not in by_hooks:
+                                _complete_reducer(replica, call)
+                    outermost.finish()
+                except BaseException:
+                    # A reducer of torch waits for the rest of its backward; the next one gets a new reducer.
+                    _end_reducers(found.replicas)
+                    raise
+                for replica in synced:
+                    start.completed.append(replica)
+                    _complete(replica, call.tensors)
+        except BaseException as error:
+            start.leave(error)
             raise
-        for replica in synced:
-            _complete(replica, call.tensors)
     for replica in found.replicas:
         _end(replica, call)
     return result
+
+
+@dataclass(eq=False, slots=True)
+class _Start:
+    """Where ranks talk to each other before a backward is reduced, and where one of them leaves that fails."""
+
+    found: _Found
+    synced: Sequence[Replica]
+    call: _Call
+    by_hooks: list[Replica] | None = None
+    """Those that hooks reduce, once that is known."""
+    completed: list[Replica] = field(default_factory=list)
+    """Those whose gradients are reduced, and what follows that has begun."""
+    _has_begun: bool = False
+    _launches: list[int] = field(default_factory=list)
+
+    def meet(self) -> list[Replica]:
+        """Which modules hooks reduce.
+
+        The order is a protocol: ranks without inputs hear of the backward first, then plans change, and who reduces is
+        asked of the plans as they are then.
+        """
+        self._has_begun = True
+        for replica in self.synced:
+            replica.local.begin()
+        _announce(self.synced)
+        for replica in self.synced:
+            revise_if_due(replica)
+            _compare_after_step(replica)
+        by_hooks = [each for each in self.found.replicas if _choose_hooks(each, self.found.compiled, self.call.tensors)]
+        self._launches = list(map(launches_so_far, self.synced))
+        return by_hooks
+
+    def leave(self, error: BaseException) -> None:
+        """The backward failed on this rank: complete its part in the collectives of the others."""
+        met = self.by_hooks is not None
+        if not any(replica.group.has_others for replica in self.synced):
+            return
+        if is_of_other_ranks(error) or (self._has_begun and not met):
+            # They do not come, or hear of it where they meet.
+            leave({replica: 0 for replica in self.synced if replica.local.reduced}, error)
+            return
+        try:
+            by_hooks = self.meet() if self.by_hooks is None else self.by_hooks
+            launches = dict[Replica, int]()
+            for replica, before in zip(self.synced, self._launches, strict=True):
+                # Modules that share a group launch one after the other.
+                earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
+                stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
+                launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
+            by_hooks = [replica for replica in self.synced if replica in by_hooks]
+            if not met or any(replica.local.reduced is None for replica in by_hooks):
+                settle(by_hooks)
+            leave({replica: launches[replica] for replica in by_hooks}, error)
+            self._follow(error)
+        except Exception as another:
+            if is_of_other_ranks(another):
+                raise
+            logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
+
+    def _follow(self, error: BaseException) -> None:
+        """Where other ranks have the gradients, take part in what they do with them."""
+        others = [replica for replica in self.synced if replica.local.reduced]
+        for replica in others:
+            if replica not in self.completed:
+                with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
+                    complete_backward(replica, {})
+        for replica in others:
+            for each in replica.after.updates if replica.after.wanted and not replica.rehearses else ():
+                each.left_out(error)
 
 
 def _end(replica: Replica, call: _Call) -> None:

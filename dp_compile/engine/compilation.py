@@ -40,7 +40,7 @@ from dp_compile.engine.reduced_graph import (
 )
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
-from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
+from dp_compile.errors import DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.own_memory import OwnMemory
@@ -266,7 +266,7 @@ class CompiledBackward:
             try:
                 replica.hand_out(unused, averages, replica.used_by_nobody(unused, flags))
                 read_flags(replica, flags, unused)
-            except (ReductionError, DesyncError) as error:
+            except DPCompileError as error:
                 complaints.append(error)
         if complaints:
             raise complaints[0]

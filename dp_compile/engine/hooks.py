@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from dp_compile._torch import autograd
-from dp_compile._torch.distributed import GradBucket
+from dp_compile._torch import autograd, pairs
+from dp_compile._torch.distributed import GradBucket, group_of_name
 from dp_compile.engine import observers
-from dp_compile.engine.flags import flags_to_send, read_flags
+from dp_compile.engine.agreement import is_of_other_ranks
+from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view
 from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica
@@ -171,7 +173,9 @@ class ReductionRound:
     before: ReductionRound | None = None
     """The round of another module in the same backward. It launches everything first, as captured code does."""
     absent: bool = False
-    """This rank has no inputs left: it takes part with zeros and keeps nothing of the result."""
+    """This rank has no inputs left, or its backward failed: it takes part with zeros and keeps nothing."""
+    silent_launches: int = 0
+    """How many launches, in the plan's order, a backward that failed has made."""
     is_held: bool = False
     """Nothing is launched before the end, as an inner backward may add to a gradient once more."""
     reached: Callable[[], Collection[int]] = tuple
@@ -252,13 +256,10 @@ class ReductionRound:
                     lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
             unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.local.used})
-            flags = flags_to_send(replica, unused, used)
-            for bucket in replica.plan.buckets[len(self.flights) :]:
-                self._launch(bucket, flags)
-            while self.due:
-                self._launch_stage()
+            self._launch_rest(None if self.absent else flags_to_send(replica, unused, used))
             self.averages = self._wait()
             flags = self.averages[len(replica.parameters)]
+            refuse_failed(replica, flags)
             left_alone = replica.used_by_nobody(everything if self.absent else unused, flags)
             for flight in self.flights:
                 flight.ops.remember(left_alone)
@@ -273,6 +274,29 @@ class ReductionRound:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
                 replica.count_synced()
                 replica.arrivals_in = None
+
+    def _launch_rest(self, flags: torch.Tensor | None) -> None:
+        for bucket in self.replica.plan.buckets[len(self.flights) :]:
+            self._launch(bucket, flags)
+        while self.due:
+            self._launch_stage()
+
+    @property
+    def launches(self) -> int:
+        """How many collectives it has launched."""
+        return sum(flight.ops.launches for flight in self.flights)
+
+    def complete_failed(self, error: BaseException) -> None:
+        """Take part in what the backward that failed has not launched: with zeros, and with flags that say so."""
+        self._launch_rest(flags_of_failure(self.replica, error))
+        for flight in self.flights:
+            finished(flight.reducing)
+
+    def drop(self) -> None:
+        """Wait for what is in flight."""
+        for flight in self.flights:
+            if flight.ops.work is not None:
+                flight.ops.work.wait()
 
     def _wait(self) -> dict[int, torch.Tensor]:
         """For all buckets; of which each rank has a part, that is handed on."""
@@ -308,7 +332,7 @@ class ReductionRound:
         number = len(self.flights)
         ops = EagerOps(
             bucket,
-            [None if self.absent else self._source(member.gradient.index, flags) for member in bucket.members],
+            [self._source(member.gradient.index, flags) for member in bucket.members],
             self.replica.device,
             partial(self.audience.launching, self.module, number),
             partial(self.audience.waiting, self.module, number),
@@ -317,7 +341,7 @@ class ReductionRound:
         )
         self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
         if self.due is None:
-            self.due = deque(self._order())
+            self.due = deque(self.order())
         # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
         # stage before those, and buckets are launched in the plan's order.
         while self._launch_stage() != (number, 0):
@@ -326,19 +350,22 @@ class ReductionRound:
         while self.due and self.due[0][1] and not self._is_held_back(*self.due[0]):
             self._launch_stage()
 
-    def _order(self) -> Iterator[tuple[int, int]]:
+    def order(self) -> list[tuple[int, int]]:
+        """What is launched, as bucket and stage."""
         stages = [bucket.key.reduction.stages for bucket in self.replica.plan.buckets]
         if self.replica.strategy != "single":
-            return launch_order(stages)
+            return list(launch_order(stages))
         # No pass makes buckets: captured code reduces one gradient after the other.
-        return ((number, stage) for number, each in enumerate(stages) for stage in range(len(each)))
+        return [(number, stage) for number, each in enumerate(stages) for stage in range(len(each))]
 
     def _launch_stage(self) -> tuple[int, int]:
         """Launch what is due next, and wait for the stage before it."""
         assert self.due is not None
         number, stage = self.due.popleft()
+        flight = self.flights[number]
+        flight.ops.is_silent, self.silent_launches = self.silent_launches > 0, self.silent_launches - 1
         with torch.no_grad():
-            next(self.flights[number].reducing)
+            next(flight.reducing)
         return number, stage
 
     def _is_held_back(self, number: int, stage: int) -> bool:
@@ -347,7 +374,8 @@ class ReductionRound:
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters
-        source = parameters[index].grad if index < len(parameters) else flags
+        own = None if self.absent or index == len(parameters) else parameters[index].grad
+        source = flags if index == len(parameters) else own
         return None if source is None else own_view(source)
 
 
@@ -381,15 +409,53 @@ def reduce_eagerly(
         with observers.TellingOfBackward(observers.Backward(tuple(synced), captured=False)) as audience:
             for each in rounds:
                 each.audience = audience
-            result = run()
-            for each in rounds:
-                for index in () if pieces is None else pieces(each.replica):
-                    each.arrive(index)
-            for each in rounds:  # in the order in which they launch
-                each.finish()
+            try:
+                result = run()
+                for each in rounds:
+                    for index in () if pieces is None else pieces(each.replica):
+                        each.arrive(index)
+                for each in rounds:  # in the order in which they launch
+                    each.finish()
+            except BaseException as error:
+                for each in () if is_of_other_ranks(error) else rounds:
+                    each.drop()
+                leave({each.replica: each.launches for each in rounds}, error)
+                raise
             if why := void():
                 audience.void(why)
     return result
+
+
+def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
+    """Complete this rank's part in a backward that failed on it: no rank waits for it, and no receive is left over.
+
+    Args:
+        launches: modules in the order in which they are reduced, and how many collectives of each were launched.
+        error: what ended the backward.
+    """
+    for replica, launched in launches.items():
+        local = replica.local
+        if local.reduced is None and not is_of_other_ranks(error):
+            stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]
+            rest = ReductionRound(replica, absent=True, silent_launches=launched)
+            rest.memory = None  # it may still be in use
+            # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
+            local.reduced = launched > rest.order().index((len(stages) - 1, 0))
+            rest.complete_failed(error)
+        for group in () if is_of_other_ranks(error) else replica.plan_groups:
+            pairs.wait_for_all(group)
+        if local.reduced:
+            number = replica.history.synced_backwards + 1
+            local.missed = (
+                f"rank {dist.get_rank()} left synchronised backward {number} of the module of {replica.names[0]} after "
+                f"other ranks had its gradients: {in_one_line(error)}. Parameters differ between ranks. Restore a "
+                "checkpoint on every rank."
+            )
+
+
+def launches_so_far(replica: Replica) -> int:
+    """Collectives launched in its groups, of whatever. Only differences mean something."""
+    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.plan_groups)
 
 
 def round_of_inner_backwards(replica: Replica) -> ReductionRound:

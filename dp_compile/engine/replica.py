@@ -170,6 +170,11 @@ class History:
     compiled_after: int = 0
 
 
+def groups_of(plan: BucketPlan) -> tuple[str, ...]:
+    """The groups in which buckets are reduced, by name."""
+    return tuple(dict.fromkeys(stage.group for bucket in plan.buckets for stage in bucket.key.reduction.stages))
+
+
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True, kw_only=True)
 class Replica:
     """The state of one replicated module. Made by `replicate`, found again through its parameters.
@@ -203,6 +208,8 @@ class Replica:
 
     # The plan, which is made anew a few times (`adopt`).
     plan: BucketPlan
+    plan_groups: tuple[str, ...] = field(init=False)
+    """The groups in which its buckets are reduced, by name."""
     ready: ReadyTimes
     """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
     strategy: str
@@ -252,6 +259,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.plan = self._with_memory(self.plan)
+        self.plan_groups = groups_of(self.plan)
         self._passes_code = tuple(map(code_key, self.passes))
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
@@ -328,6 +336,7 @@ class Replica:
         plan = self._with_memory(planned.plan)
         same_code = plan.for_code() == self.plan.for_code()
         self.plan, self.certificate, self.ready = plan, planned.certificate, ready
+        self.plan_groups = groups_of(plan)
         self.bucket_memory.kept.clear()
         if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
             self.code_key = self._code_key()

@@ -408,6 +408,9 @@ class InBackward:
             "optimizer.load_state_dict() too, which ends this state."
         )
 
+    def left_out(self, error: BaseException) -> None:
+        """Nothing follows: each rank updates all by itself."""
+
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
