@@ -154,7 +154,7 @@ def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dt
         parameters: what the policy is for; those without a gradient of floating dtype do not count.
     """
     if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
-        return policy.reduce_dtype or policy.param_dtype
+        return cast(torch.dtype | None, policy.reduce_dtype or policy.param_dtype)
     dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Final, SupportsIndex, TypeAlias
 from torch import nn
 
 from dp_compile._torch.module_calls import is_compiled
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
@@ -320,6 +321,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         state_of(module).sync = before  # the module may have started meanwhile
 
 
+def _averaging_options(config: ReplicateConfig, module: nn.Module) -> list[str]:
+    """The options by which gradients would be averaged otherwise than a comm hook does."""
+    names = ["gradient_divide_factor", "gradient_predivide_factor", "reduce_dtype", "reduce_dtypes"]
+    if {each.dtype for each in module.parameters() if each.requires_grad} == {config.reduce_dtype}:
+        names.remove("reduce_dtype")  # their own; with torch 2.15 a policy without one gives it
+    return [name for name in names if getattr(config, name) not in (None, ())]
+
+
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
@@ -366,12 +375,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
                 f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
                 f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
-        given = {"reduce_dtype", "reduce_dtypes", "gradient_divide_factor", "gradient_predivide_factor"}
-        if {each.dtype for each in behind(module).parameters() if each.requires_grad} == {owner.config.reduce_dtype}:
-            given.remove("reduce_dtype")  # A hook does not contradict it. A policy without one gives it on torch 2.15.
-        if modules is None and (
-            said := [option for option in sorted(given) if getattr(owner.config, option) not in (None, ())]
-        ):
+        if modules is None and (said := _averaging_options(owner.config, behind(module))):
             raise ConfigError(
                 f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give "
                 "one."
