@@ -346,24 +346,19 @@ def reduce_eagerly(
     run: Callable[[], ResultT],
     *,
     reached: Callable[[Replica], Collection[int]] | None = None,
-    pieces: Callable[[Replica], Sequence[int]] | None = None,
-    void: Callable[[], str] = str,
 ) -> ResultT:
-    """Run a backward that is not captured as one graph; its hooks reduce.
+    """Run a backward that is not captured; its hooks reduce.
 
     Args:
         replicas: the modules that it reaches, in the order in which they are reduced.
         run: the backward.
         reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
-        pieces: the backward runs in compiled pieces, in which no hook is called. Which parameters get a gradient in
-            them. Everything is launched behind the last piece.
-        void: why what was told of it means nothing, asked behind it; empty if it does.
     """
     synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
     rounds: list[ReductionRound] = []
     for number, replica in enumerate(synced):
-        this = ReductionRound(replica, before=rounds[-1] if rounds else None, is_held=pieces is not None, module=number)
+        this = ReductionRound(replica, before=rounds[-1] if rounds else None, module=number)
         this.reached = tuple if reached is None else partial(reached, replica)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
@@ -372,13 +367,8 @@ def reduce_eagerly(
             for each in rounds:
                 each.audience = audience
             result = run()
-            for each in rounds:
-                for index in () if pieces is None else pieces(each.replica):
-                    each.arrive(index)
             for each in rounds:  # in the order in which they launch
                 each.finish()
-            if why := void():
-                audience.void(why)
     return result
 
 
