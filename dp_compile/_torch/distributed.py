@@ -70,8 +70,8 @@ def group_of_name(name: str) -> dist.ProcessGroup:
 def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
     """What the backend of a group can do with tensors on a type of device. `None`: the default group.
 
-    A group may have one backend for each type; the first one if it has none for this type. Nothing is read from
-    `dist.get_backend()`: it returns `undefined` for a group that `init_process_group()` made without a name.
+    A group may have one backend for each type; the first one if it has none for this type. The name it was made with
+    does not count: torch returns `undefined` for a group that `init_process_group()` made without one.
     """
     found = _backend_object(group or _get_default_group(), device_type)
     stated = getattr(found, "dp_compile_backend", None)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from dp_compile.bench import fabric
 from dp_compile.errors import ConfigError, DPCompileError
@@ -281,7 +282,7 @@ def _fabric(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
 def _nccl_alone(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
     if not torch.cuda.is_available():
         raise NoBedError("NCCL needs a GPU, and torch sees none here.")
-    yield Bed("nccl", "127.0.0.1", ((),))
+    yield Bed(dist.get_default_backend_for_device("cuda"), "127.0.0.1", ((),))
 
 
 _Opener = Callable[[Link, int, float | None], AbstractContextManager[Bed]]

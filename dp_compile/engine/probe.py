@@ -68,6 +68,11 @@ LOWERING_NAMES: Final = (
 
 _lock: Final = threading.Lock()
 _is_known: bool = False
+_NOTHING_FOUND: Final = "the trial has failed"
+_TRIALS: Final = 3
+"""Another thread's capture may make a trial fail, so there is another one; each costs a tenth of a second."""
+_failed: int = 0
+"""How many trials have ended with an error that says nothing about names."""
 
 
 def check() -> None:
@@ -78,14 +83,18 @@ def check() -> None:
     Raises:
         UnsupportedTorchError: torch has changed something that is relied on; the text names it.
     """
-    global _is_known
+    global _is_known, _failed
     if _is_known or "torch._dynamo" not in sys.modules or compiler.forced_eager():
         return
     with _lock:
         if not _is_known and not (file := _memory()).exists():
             findings = _find_out()
-            if findings is None:
-                return  # Something is in the way: another time.
+            if findings is None:  # Something is in the way: another time.
+                return
+            if findings == [_NOTHING_FOUND]:
+                _failed += 1
+                _is_known = _failed == _TRIALS
+                return
             if findings:
                 raise UnsupportedTorchError(
                     f"torch {torch.__version__} has changed what dp_compile relies on: {'; '.join(findings)}. "
@@ -109,7 +118,7 @@ def _memory() -> Path:
 
 
 def _find_out() -> list[str] | None:
-    """What is not as it has to be; `None` if that cannot be said now."""
+    """What is not as it has to be; `None` if that cannot be said now, `_NOTHING_FOUND` if the trial itself failed."""
     trial = _Trial()
     thread = threading.Thread(target=trial.run, name="dp_compile probe", daemon=True)
     thread.start()
@@ -136,6 +145,7 @@ class _Trial:
             self.findings = [*self._found, f"{type(error).__name__}: {error}"]
         except Exception as error:
             logger.warning("it could not be tried out whether this torch behaves as it has to: %s", error)
+            self.findings = [_NOTHING_FOUND]
         else:
             self.findings = self._found if ran else None
 
@@ -150,7 +160,11 @@ class _Trial:
             return False
         weight, bias = (torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True) for _ in range(2))
         heard: list[torch.Tensor] = []
-        weight.register_post_accumulate_grad_hook(heard.append)
+
+        def hear(parameter: torch.Tensor) -> None:  # torch 2.11 cannot trace `heard.append` itself as a hook
+            heard.append(parameter)
+
+        weight.register_post_accumulate_grad_hook(hear)
         forward = trial.compiled_ahead_of_time(lambda weight, bias: torch.tanh(weight @ weight + bias).sum())
         output, before = forward(weight, bias), (compiler.captures(), compiler.compiled_graphs())
         kind = type(output.grad_fn).__name__

@@ -87,6 +87,9 @@ FAKE: Final = Backend("fake", coalesces=True, simulated=True)
 FABRIC: Final = replace(NCCL, name="fabric", simulated=True)
 """`dp_compile.bench.fabric`: GPUs joined by NCCL, with times from a formula."""
 
+KERNEL_OF_NCCL: Final = "nccl"
+"""A part of the lower-case name of each of its kernels in a trace."""
+
 XCCL: Final = Backend("xccl", "xpu", on_stream=True, bf16_compress=True)
 """For Intel GPUs. Not tested, so nothing more is assumed of it."""
 

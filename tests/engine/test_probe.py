@@ -26,6 +26,7 @@ Rename = Callable[[pytest.MonkeyPatch], None]
 def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """As in a process that has not probed yet, with an empty cache."""
     monkeypatch.setattr(probe, "_is_known", False)
+    monkeypatch.setattr(probe, "_failed", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     return tmp_path
@@ -127,6 +128,23 @@ def test_it_waits_until_it_can_be_tried_out(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(probe, "_find_out", lambda: None)
     probe.check()
     assert not probe._is_known
+
+
+def test_a_trial_that_fails_is_not_repeated_in_every_backward(
+    anew: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With torch 2.11 each backward tried it again, for a tenth of a second, and logged a warning."""
+
+    def fail(_: Any) -> bool:
+        raise RuntimeError("Dynamo cannot trace this")
+
+    monkeypatch.setattr(probe._Trial, "_capture", fail)
+    for _ in range(10):
+        probe.check()
+    assert [each.message for each in caplog.records] == [
+        "it could not be tried out whether this torch behaves as it has to: Dynamo cannot trace this"
+    ] * 3
+    assert not anew.joinpath("dp_compile").exists()  # another process tries
 
 
 @pytest.mark.usefixtures("fake_group")

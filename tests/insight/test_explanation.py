@@ -328,7 +328,7 @@ def test_no_timeline() -> None:
     [
         ("", "not an explanation"),
         ("[]", "not an explanation"),
-        (json.dumps({"version": 7}), "version 7, readable is 2"),
+        (json.dumps({"version": 7}), "version 7, readable is 1"),
         (json.dumps({"version": 1}), "not an explanation"),
         (json.dumps(json.loads(explanation_of(step(0.004)).to_json()) | {"surplus": 1}), "surplus"),
         (json.dumps(json.loads(explanation_of(step(0.004)).to_json()) | {"buckets": 3}), "not an explanation"),

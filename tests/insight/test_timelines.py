@@ -533,7 +533,7 @@ def test_the_command_takes_a_format_and_a_profile(step_file: Path) -> None:
         (["{dir}/none.json", "-o", "{dir}/a.svg"], "none.json: No such file or directory."),
         (["{dir}", "-o", "{dir}/a.svg"], "Is a directory."),
         (["{bad}", "-o", "{dir}/a.svg"], "not a step file of dp_compile"),
-        (["{old}", "-o", "{dir}/a.svg"], "of version 0, readable is 1"),
+        (["{old}", "-o", "{dir}/a.svg"], "of version 0, readable is 2"),
         (["{binary}", "-o", "{dir}/a.svg"], "cannot read"),
         (["{step}", "-o", "{dir}/a.html", "--merge", "{step}"], "are for traces"),
         (["{step}", "-o", "{dir}/a.json", "--merge", "{bad}"], "is not JSON"),
