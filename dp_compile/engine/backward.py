@@ -458,7 +458,11 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
-        reduced = {name: own_part(grad) for name, grad in grads if grad is not None}
+        reduced = {
+            name: grad.coalesce().values() if grad.is_sparse else own_part(grad)
+            for name, grad in grads
+            if grad is not None
+        }
     complete_backward(replica, reduced, outputs)
 
 
@@ -652,6 +656,8 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
     if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
         return FIRST_AS_DDP
+    if any(replica.sparse for replica in found.replicas):
+        return "gradients in it are sparse"
     if any(replica.beside_shards for replica in found.replicas):
         return "parts of the module are managed by fully_shard"
     return None

@@ -400,9 +400,9 @@ class CompiledBackward:
         if found != expected:
             wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
             raise ReductionError(
-                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse? That is "
-                "not supported, compute it with sparse=False. If not, something traced the hooks wrongly; please "
-                "report it with the model."
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse, and no "
+                "nn.Embedding(sparse=True) says so? Compute it with sparse=False. If not, something traced the hooks "
+                "wrongly; please report it with the model."
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())

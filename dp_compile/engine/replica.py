@@ -207,6 +207,8 @@ class Replica:
     comm_hook: CommHook | None = None
     """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
     precision: Precision | None = None
+    sparse: frozenset[int] = frozenset()
+    """The parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured."""
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
     number: int = field(default_factory=lambda: next(_numbers))
