@@ -7,7 +7,8 @@ last one. A backward without our parameters passes untouched.
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, traced with the backward into one graph                    |
 | not compiled                     | torch's C++ reducer, until the first compiled forward             |
-| compiled, capture not possible   | hooks, run eagerly: same collectives, said once in the log        |
+| compiled, capture not possible,  | hooks, run eagerly: same collectives, said once in the log        |
+| failed, or not worth its time    |                                                                   |
 
 A backward inside another one, as reentrant checkpointing runs it, is a part of the outermost one: its gradients are
 reduced when that one ends. What is inside is told by the engine: by its own number of the backward that a thread is in,
@@ -55,17 +56,19 @@ from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
-from dp_compile.errors import DesyncError, ReductionError, UnsupportedTorchError
+from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
 FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
+AT_ONCE: Final = 4
+COMES_AGAIN: Final = 64
+"""So many graphs of a module, by its plan, are compiled when they come for the first time; another one pays for its
+compilation once it has come so often. A model that takes another path in each step would be compiled in each step."""
 MOST_CAPTURES: Final = 32
-MOST_PARTIAL_CAPTURES: Final = 16
-"""How many graphs of one module are compiled, and how many of them in which parameters are left out. A model that takes
-another path in each step, as routed experts do, would be compiled in each step."""
+"""Graphs may differ where their structure does not: in a number that code depends on."""
 _CAPTURE_PATIENCE_S: Final = 600.0
 
 _scope = threading.local()
@@ -460,25 +463,53 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
     if obstacle is not None:
         return _run_eagerly(found, by_hooks, obstacle, call)
     with Capturing(by_hooks) as backward:
-        if backward is not None:
-            with _capture():
-                try:
-                    return _run_captured(by_hooks, backward, call)
-                except compiler.SizesInGraph as error:
-                    logger.debug("captures are torch's own from now on, and slower: %s", error)
-                    return _run_captured(by_hooks, backward, call)
-                except RuntimeError as error:
-                    if backward.ran or not compiler.is_reducer_in_the_way(error):
-                        raise
-                    obstacle = "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
-    return _run_eagerly(found, by_hooks, obstacle or "another backward is captured at the moment", call)
+        if backward is None:
+            obstacle = "another backward is captured at the moment"
+        else:
+            try:
+                return _capture(by_hooks, backward, call)
+            except DPCompileError:
+                raise
+            except Exception as error:
+                if backward.ran:
+                    raise
+                obstacle = _why_not_captured(error)
+                if backward.is_spoilt:
+                    _remember(by_hooks, obstacle, call)
+                    raise
+                # Nothing has run, and the graph is whole: an error of the user's own comes once more, as it is.
+    result = _run_eagerly(found, by_hooks, obstacle, call)
+    if backward is not None:
+        _remember(by_hooks, obstacle, call)
+    return result
 
 
-def _capture() -> contextlib.AbstractContextManager[None]:
-    """Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now."""
+def _capture(by_hooks: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+    # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
     from dp_compile.engine.captured import capture
 
-    return capture()
+    with capture() as begun:
+        try:
+            return _run_captured(by_hooks, backward, call)
+        except compiler.SizesInGraph as error:
+            logger.debug("captures are torch's own from now on, and slower: %s", error)
+            return _run_captured(by_hooks, backward, call)
+        finally:
+            backward.is_spoilt = begun.has_spoilt_graph
+
+
+def _why_not_captured(error: Exception) -> str:
+    from dp_compile.engine.compilation import described
+
+    if isinstance(error, RuntimeError) and compiler.is_reducer_in_the_way(error):
+        return "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
+    return described(error)
+
+
+def _remember(replicas: Sequence[Replica], obstacle: str, call: _Call) -> None:
+    """Try no second time to capture such a graph."""
+    for replica in replicas:
+        replica.history.refused[_structure(call.tensors)] = obstacle
 
 
 def _announce(replicas: Sequence[Replica]) -> None:
@@ -531,7 +562,11 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
-        reduced = {name: own_part(grad) for name, grad in grads if grad is not None}
+        reduced = {
+            name: grad.coalesce().values() if grad.is_sparse else own_part(grad)
+            for name, grad in grads
+            if grad is not None
+        }
     complete_backward(replica, reduced, outputs)
 
 
@@ -701,7 +736,11 @@ def _obstacle(found: _Found, by_hooks: Sequence[Replica], outputs: Sequence[Any]
         return "its forward was not compiled"
     if any(replica.dtensors for replica in by_hooks) and _computes_with_dtensors(outputs):
         return "operations on DTensors in it were not compiled"
-    return _obstacle_of_modules(found, by_hooks) or _obstacle_of_process(create_graph=create_graph)
+    return (
+        _obstacle_of_modules(found, by_hooks)
+        or _obstacle_of_process(create_graph=create_graph)
+        or _obstacle_of_structure(by_hooks, outputs)
+    )
 
 
 def _computes_with_dtensors(outputs: Sequence[Any]) -> bool:
@@ -717,18 +756,53 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
         return "torch's C++ reducer reduces another module in it"
     if any((each.passes, each.config.backend) != (by_hooks[0].passes, by_hooks[0].config.backend) for each in by_hooks):
         return "modules in it have different passes or backends"
-    for replica in by_hooks:
-        captures = replica.history.captures
-        if len(captures) < min(MOST_CAPTURES, MOST_PARTIAL_CAPTURES):
-            continue
-        partial_captures = sum(record.completed > 0 for record in captures.values())
-        if len(captures) >= MOST_CAPTURES or partial_captures >= MOST_PARTIAL_CAPTURES:
-            return f"it was compiled {len(captures)} times, for other sets of used parameters or other graphs"
+    if any(len(replica.history.captures) >= MOST_CAPTURES for replica in by_hooks):
+        return f"it was compiled {MOST_CAPTURES} times, for other graphs"
     if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
         return FIRST_AS_DDP
+    if any(replica.sparse for replica in found.replicas):
+        return "gradients in it are sparse"
     if any(replica.beside_shards for replica in found.replicas):
         return "parts of the module are managed by fully_shard"
     return None
+
+
+def _obstacle_of_structure(by_hooks: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
+    """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
+    history = by_hooks[0].history
+    all_at_once = history.compiled_for_plan() < AT_ONCE or by_hooks[0].rehearses
+    if all_at_once and not history.refused:
+        return None
+    structure = _structure(outputs)
+    if structure in history.refused or all_at_once:
+        return history.refused.get(structure)
+    times = history.structures.get(structure, 0)
+    if times < COMES_AGAIN:
+        history.structures[structure] = times + 1
+        return (
+            f"its graph changes, {history.compiled_for_plan()} of its graphs are compiled, and another one only when "
+            f"it has come {COMES_AGAIN} times"
+        )
+    return None
+
+
+def _structure(outputs: Iterable[Any]) -> int:
+    """What autograd has recorded between these tensors and the leaves: equal for equal nodes, edges and leaves."""
+    numbers: dict[Any, int] = {}
+    found: list[object] = []
+    stack = list(map(_node_of, outputs))
+    while stack:
+        node = stack.pop()
+        if node is None or node in numbers:
+            found.append(numbers.get(node))
+            continue
+        numbers[node] = len(numbers)
+        leaf = autograd.leaf_behind(node)
+        found.append(type(node) if leaf is None else id(leaf))
+        for following, which in node.next_functions:
+            stack.append(following)
+            found.append(which)
+    return hash(tuple(found))
 
 
 def _obstacle_of_process(*, create_graph: bool) -> str | None:
@@ -744,6 +818,7 @@ def _obstacle_of_process(*, create_graph: bool) -> str | None:
 
 
 def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+    known = [len(replica.history.captures) for replica in replicas]
     with Reporting({each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}):
         result = call.run()
     if not backward.ran:
@@ -752,8 +827,14 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
             f"a backward of the modules that hold {names} ran outside dp_compile's capture. Is torch's own compiled "
             "autograd on? Leave torch._dynamo.config.compiled_autograd off."
         )
-    for replica in replicas:
+    if backward.obstacle is not None:
+        _say_not_captured(replicas, backward.obstacle)
+        _remember(replicas, backward.obstacle, call)
+        return result
+    for replica, before in zip(replicas, known, strict=True):
         replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
+        if len(replica.history.captures) > before:
+            replica.history.structures[_structure(call.tensors)] = COMES_AGAIN
     _check_not_stepped(replicas)
     if backward.is_new and keeps_compiled(replica.device.type for replica in replicas):
         _keep_forwards(call.tensors)
@@ -785,10 +866,7 @@ def _check_not_stepped(replicas: Sequence[Replica]) -> None:
 def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
         check_intact(replica)
-        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
-    synced = [replica for replica in replicas if replica.reduces]
-    if obstacle is not FIRST_AS_DDP:
-        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
+    _say_not_captured(replicas, obstacle)
     left_out = _LeftOut(frozenset(replicas if found.compiled else ()))
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -799,6 +877,14 @@ def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call
         return _reached(call.tensors, replica) - left_out.indices[replica]
 
     return reduce_eagerly(replicas, run, reached=reached)
+
+
+def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
+    for replica in replicas:
+        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
+    synced = [replica for replica in replicas if replica.reduces]
+    if obstacle is not FIRST_AS_DDP:
+        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
 
 @dataclass(eq=False, slots=True)

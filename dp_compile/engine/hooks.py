@@ -24,7 +24,7 @@ from dp_compile._torch.distributed import GradBucket, group_of_name
 from dp_compile.engine import observers
 from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
-from dp_compile.engine.gradients import lay_out, own_view
+from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
 from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
@@ -204,13 +204,13 @@ class ReductionRound:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
 
         Raises:
-            ReductionError: the parameter arrived twice in one backward, or its gradient is sparse.
+            ReductionError: the parameter arrived twice in one backward, or its gradient is sparse unexpectedly.
         """
         grad = self.replica.parameters[index].grad
-        if grad is not None and grad.layout is not torch.strided:
+        if grad is not None and grad.layout is not torch.strided and index not in self.replica.sparse:
             raise ReductionError(
-                f"the gradient of {self.replica.names[index]} is sparse, which is not supported. "
-                "Compute it with sparse=False."
+                f"the gradient of {self.replica.names[index]} is sparse, and no nn.Embedding or nn.EmbeddingBag of the "
+                "module says so. Use one of these, with sparse=True, or compute it with sparse=False."
             )
         if index in self.replica.dtensors:
             # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
@@ -269,6 +269,7 @@ class ReductionRound:
             # Of the first one: the plan is made anew from it once, as torch's DDP rebuilds its buckets.
             replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
+            self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
@@ -314,6 +315,8 @@ class ReductionRound:
     def _set_grad(self, index: int) -> None:
         # In place if the gradient is still there: a hook of the user's may have dropped it.
         grad = self.replica.parameters[index].grad
+        if index in self.replica.sparse:
+            return
         if index in self.replica.after.scattered:
             self.replica.parameters[index].grad = None
         elif grad is None:
@@ -321,6 +324,23 @@ class ReductionRound:
         else:
             with torch.no_grad():
                 own_view(grad).copy_(self.averages[index])
+
+    def _reduce_sparse(self, left_alone: Collection[int]) -> None:
+        """Average sparse gradients as torch's DDP does: divided, then added up, each by itself and after all buckets.
+
+        Ranks without one take part with no rows, and are given the average unless no rank used the parameter.
+        """
+        group = self.replica.group
+        for index in sorted(self.replica.sparse):
+            parameter = self.replica.parameters[index]
+            with torch.no_grad():
+                average = sparse_gradient(parameter, absent=self.absent)
+                average /= group.averaging.divide_by or group.world_size
+                dist.all_reduce(average, group=group.process_group)
+                if not self.absent and index not in left_alone:
+                    is_dense = parameter.grad is not None and not parameter.grad.is_sparse
+                    parameter.grad = average.to_dense() if is_dense else average
+                self.averages[index] = average.coalesce().values()
 
     def is_launched(self) -> bool:
         return not (self.replica.plan.buckets if self.due is None else self.due)
@@ -384,24 +404,19 @@ def reduce_eagerly(
     run: Callable[[], ResultT],
     *,
     reached: Callable[[Replica], Collection[int]] | None = None,
-    pieces: Callable[[Replica], Sequence[int]] | None = None,
-    void: Callable[[], str] = str,
 ) -> ResultT:
-    """Run a backward that is not captured as one graph; its hooks reduce.
+    """Run a backward that is not captured; its hooks reduce.
 
     Args:
         replicas: the modules that it reaches, in the order in which they are reduced.
         run: the backward.
         reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
-        pieces: the backward runs in compiled pieces, in which no hook is called. Which parameters get a gradient in
-            them. Everything is launched behind the last piece.
-        void: why what was told of it means nothing, asked behind it; empty if it does.
     """
     synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
     rounds: list[ReductionRound] = []
     for number, replica in enumerate(synced):
-        this = ReductionRound(replica, before=rounds[-1] if rounds else None, is_held=pieces is not None, module=number)
+        this = ReductionRound(replica, before=rounds[-1] if rounds else None, module=number)
         this.reached = tuple if reached is None else partial(reached, replica)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
@@ -411,9 +426,6 @@ def reduce_eagerly(
                 each.audience = audience
             try:
                 result = run()
-                for each in rounds:
-                    for index in () if pieces is None else pieces(each.replica):
-                        each.arrive(index)
                 for each in rounds:  # in the order in which they launch
                     each.finish()
             except BaseException as error:
@@ -421,8 +433,6 @@ def reduce_eagerly(
                     each.drop()
                 leave({each.replica: each.launches for each in rounds}, error)
                 raise
-            if why := void():
-                audience.void(why)
     return result
 
 

@@ -64,21 +64,6 @@ class ToReduce:
         return any(each.replica == place[0] and place[1] in each.indices for each in self.updates)
 
 
-def without_hooks(captured: CapturedGraph) -> fx.GraphModule:
-    """A copy of the graph that calls no hook of ours, and reduces nothing; it returns what the graph does."""
-    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    outputs = graph.graph_copy(captured.graph_module.graph, nodes)
-    copied = {old.name: new for old, new in nodes.items()}
-    for call, place in zip(captured.sites.hook_calls, captured.binding.hooked, strict=True):
-        if place is not None:
-            _take_out(graph, copied[call.node])
-    graph.output((outputs, ()))
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, "CapturedBackward")
-    dynamo.set_locals_to_steal(module, ["inputs"])
-    return module
-
-
 def give_zeros_for_none(graph_module: fx.GraphModule) -> None:
     """Let an autograd function of the user's give `None` for a gradient, which means zeros.
 

@@ -162,12 +162,26 @@ class History:
         synced_backwards: how many ended with reduced gradients; a warm-up puts it back.
         captures: the compiled backwards that the module used, by the number of the compiled code.
         compiled_after: how many synchronised backwards there were when the latest one that compiled something began.
+        structures: the autograd graphs that were met once there was a choice (`engine/backward.py`), and how often.
+        refused: those that could not be captured, and why.
     """
 
     backwards: Counter[str] = field(default_factory=Counter)
     synced_backwards: int = 0
     captures: dict[int, CaptureRecord] = field(default_factory=dict)
     compiled_after: int = 0
+    structures: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    _of_other_plans: int = 0
+
+    def compiled_for_plan(self) -> int:
+        """How many backwards were compiled since the plan is what it is."""
+        return len(self.captures) - self._of_other_plans
+
+    def plan_changes(self) -> None:
+        """Everything is compiled anew from now on."""
+        self._of_other_plans = len(self.captures)
+        self.structures.clear()
 
 
 def groups_of(plan: BucketPlan) -> tuple[str, ...]:
@@ -198,6 +212,8 @@ class Replica:
     comm_hook: CommHook | None = None
     """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
     precision: Precision | None = None
+    sparse: frozenset[int] = frozenset()
+    """The parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured."""
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
     number: int = field(default_factory=lambda: next(_numbers))
@@ -340,6 +356,7 @@ class Replica:
         self.bucket_memory.kept.clear()
         if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
             self.code_key = self._code_key()
+            self.history.plan_changes()
 
     def _with_memory(self, plan: BucketPlan) -> BucketPlan:
         """The plan, and whether the memory of its buckets is used again.

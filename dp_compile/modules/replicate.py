@@ -70,7 +70,9 @@ from dp_compile.modules.selection import (
     device_of,
     is_waiting,
     owning_modules,
+    refuse_sparse,
     select,
+    sparse_parameters,
 )
 from dp_compile.modules.tensor_parallel import check_dtensors, refuse_hook_of_dtensors
 from dp_compile.modules.units import BucketPolicy
@@ -158,8 +160,8 @@ def replicate(
 
     Raises:
         ConfigError: an option has a value that is not allowed, or no process group is initialised.
-        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse or complex
-            gradients, already managed by this package, torch's DDP or FSDP.
+        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse gradients
+            with what they cannot be combined with, already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     given: dict[str, Any] = {
@@ -453,9 +455,18 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
             "gradients of a bucket in one way. Leave one of the two out."
         )
     request = order.request
+    sparse = sparse_parameters(target)
+    refused = {
+        "a device_mesh with two dimensions": levels is not None,
+        "reduce_dtype": bool(wires) or averaging.wire is not None,
+        "ddp_python_hook=False": not config.uses_python_hook(),
+    }
+    for what in (what for what, is_given in refused.items() if is_given):
+        refuse_sparse(names, sparse, what)
     # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
-    always_hooks = levels is not None or bool(wires) or any(map(is_dtensor, parameters))
-    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
+    always_hooks = levels is not None or bool(wires) or bool(sparse) or any(map(is_dtensor, parameters))
+    gradients = gradient_specs(parameters, names, group, sparse)
+    planning = make_plan(target.module, parameters, gradients, group, request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -472,6 +483,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         revisions=Revisions(planning.revise, planning.revisions),
         passes=order.passes,
         beside_shards=target.sharded,
+        sparse=sparse,
         comm_hook=comm_hook,
         by_hooks=True if always_hooks or (comm_hook is not None and comm_hook.memory is not None) else None,
     )
@@ -480,6 +492,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     replica.revisions.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
     if comm_hook is not None:
         refuse_hook_of_dtensors(replica, comm_hook)
+        refuse_sparse(names, sparse, f"comm hook {comm_hook.name}")
         if comm_hook.memory is not None:
             check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
@@ -526,7 +539,7 @@ def _scatter(
 
 def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanRequest | None) -> None:
     """Reduce as the group says from now on. `request`: how a plan is made for it; `None`: as it was."""
-    gradients = gradient_specs(replica.parameters, replica.names, group)
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
     planning = None if request is None else make_plan(module, replica.parameters, gradients, group, request)
     replica.group = group
     if planning is not None:

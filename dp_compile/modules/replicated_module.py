@@ -33,6 +33,7 @@ from dp_compile.engine.settling import agree_in_call, meeting, table_in_backward
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 from dp_compile.modules.kinds import members_of, units_named
+from dp_compile.modules.selection import refuse_sparse
 from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
 from dp_compile.modules.units import BucketPolicy
 
@@ -382,6 +383,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
             )
         if isinstance(owner, Replica):
             refuse_hook_of_dtensors(owner, made)
+            refuse_sparse(owner.names, owner.sparse, f"comm hook {made.name}")
             _take(owner, made)
     owner.comm_hook = made
     if made.averaging is None:

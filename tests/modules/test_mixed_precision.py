@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-import re
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -505,16 +504,15 @@ class TestModules:
             for _, _, optimizer in sides:
                 optimizer.step()
         report = dp_compile.report(model)
-        assert report.backwards == {"captured": 2}
+        assert report.backwards == {"captured" if around == "checkpoint" else "eager hooks": 2}
         text, said = str(report), [each.message for each in caplog.records if each.name.startswith("dp_compile.")]
         why = "save_on_cpu.__init__.<locals>.unpack_from_cpu"
         if around == "checkpoint":
             assert "1 collective, 1 graph\n" in text
             assert said == []
         else:
-            assert re.search(rf"0 collectives, \d graphs \(all reductions at the end of the backward: .*{why}", text)
             (message,) = said
-            assert "cannot be captured as one graph, so its reductions all run at its end" in message
+            assert "its hooks run eagerly: Unsupported" in message
             assert why in message
         for each in (plain, model):
             dp_compile.unreplicate(each)

@@ -234,7 +234,7 @@ def generated(max_norm: float | None, wish: bool | None) -> int:
 
 
 class Broken(Net):
-    """Its backward is captured in pieces."""
+    """Its backward has a graph break, so hooks reduce eagerly."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = super().forward(Untraceable.apply(super().forward(x)))
