@@ -132,7 +132,7 @@ def replicated(kind: str, group: Any, *, ticks: bool) -> tuple[nn.Module, torch.
     if kind == "bf16":
         options["reduce_dtype"] = torch.bfloat16
     if kind == "two_levels":
-        options["two_levels"] = True
+        options["two_levels"] = "always"
     where: dict[str, Any] = {"device_mesh": group} if kind == "two_levels" else {"process_group": group}
     model: nn.Module = Net(ticks, kind == "buffers")
     for each in model.layers if kind == "modules" else [model]:  # type: ignore[union-attr]
