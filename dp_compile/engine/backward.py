@@ -380,7 +380,7 @@ class _Start:
             return
         if is_of_other_ranks(error) or (self._has_begun and not met):
             # They do not come, or hear of it where they meet.
-            leave({replica: 0 for replica in self.synced if replica.local.reduced}, error)
+            leave({replica: 0 for replica in self.synced if met and replica.local.reduced}, error)
             return
         try:
             by_hooks = self.meet() if self.by_hooks is None else self.by_hooks
@@ -391,8 +391,9 @@ class _Start:
                 stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
                 launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
             by_hooks = [replica for replica in self.synced if replica in by_hooks]
-            if not met or any(replica.local.reduced is None for replica in by_hooks):
-                settle(by_hooks)
+            if not met:
+                _end_reducers(self.found.replicas)
+            settle([replica for replica in by_hooks if replica.local.reduced is None])
             leave({replica: launches[replica] for replica in by_hooks}, error)
             self._follow(error)
         except Exception as another:

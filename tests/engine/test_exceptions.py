@@ -7,7 +7,6 @@ error of this package that says why. A rank that would wait for the time-out of 
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.optim import SGD
 import dp_compile
 from dp_compile._torch import inductor, optim, pairs
 from dp_compile.engine import compilation
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.optim import sharded
 from dp_compile.passes.reduction import EagerOps
 from dp_compile.testing.ranks import Ranks
@@ -132,7 +132,7 @@ def replicated(kind: str, group: Any, *, ticks: bool) -> tuple[nn.Module, torch.
     if kind == "bf16":
         options["reduce_dtype"] = torch.bfloat16
     if kind == "two_levels":
-        options["two_levels"] = True
+        options["two_levels"] = "always"
     where: dict[str, Any] = {"device_mesh": group} if kind == "two_levels" else {"process_group": group}
     model: nn.Module = Net(ticks, kind == "buffers")
     for each in model.layers if kind == "modules" else [model]:  # type: ignore[union-attr]
@@ -255,7 +255,6 @@ class Outcome:
 def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
     rank, world = dist.get_rank(), dist.get_world_size()
     torch._dynamo.reset()
-    warnings.simplefilter("ignore")  # of anomaly mode, which lets hooks reduce
     if cell.kind == "two_levels":
         group: Any = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("between", "inside"))
         for each in (None, 0, 1):
@@ -264,7 +263,10 @@ def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
         group = dist.new_group(timeout=timedelta(seconds=bound_s))
     ticks = cell.stage == "in an op between launches"
     model, optimizer = replicated(cell.kind, group, ticks=ticks)
-    forward = torch.compile(model, backend="aot_eager")
+    parts = list(model.layers) if cell.kind == "modules" else [model]  # type: ignore[arg-type]
+    for part in parts if cell.way == "hooks" else ():
+        replica_of(part).by_hooks = True  # else torch's reducer reduces where the forward is not compiled
+    forward = model if cell.way == "hooks" else torch.compile(model, backend="aot_eager")
     errors, seconds, done = list[str](), 0.0, 0
     failing = 0 if cell.stage in AT_FIRST else FAILING
     planted = not (cell.everywhere or rank == 1)
@@ -287,7 +289,7 @@ def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
             planted, bomb.error = planted or arms, None
             if len(errors):
                 seconds = max(seconds, time.monotonic() - started)
-    backwards = dict(dp_compile.report(model.layers[0] if cell.kind == "modules" else model).backwards)
+    backwards = dict(dp_compile.report(parts[0]).backwards)
     distance = distance_of(model, reference(cell, world, group)) if done == STEPS else float("nan")
     return Outcome(tuple(errors), done, distance, seconds, backwards)
 
@@ -297,12 +299,8 @@ def shorten(group: Any, timeout_s: float) -> None:
 
 
 def step(cell: Cell, model: nn.Module, forward: Any, x: torch.Tensor, arms: bool) -> None:
-    eager = cell.way == "hooks"
     output = forward(x)
-    with (
-        torch.autograd.detect_anomaly(check_nan=False) if eager else nullcontext(),
-        STAGES[cell.stage](model, output) if arms or "hook" not in cell.stage else nullcontext(),
-    ):
+    with STAGES[cell.stage](model, output) if arms or "hook" not in cell.stage else nullcontext():
         if arms:
             bomb.error, bomb.after = cell.error, 0 if cell.kind == "plain" else LATER.get(cell.stage, 0)
             if cell.stage == "in the forward":
@@ -345,6 +343,8 @@ def judged(cell: Cell, outcomes: list[Outcome]) -> str:
         assert planted or not first or "planted" in first or "checkpoint" in first, (rank, outcomes)
     if all(each.done == STEPS for each in outcomes):
         near = {"bf16": 3e-3}.get(cell.kind, 2e-6)
+        if (cell.stage, cell.everywhere) == ("behind the last wait", True) and cell.kind in ("int8", "functional"):
+            near = 1e-3  # what rounding lost in the failed step is in the hook's state: captured code has written it
         assert all(each.distance <= near for each in outcomes), outcomes
         return "trains"
     for rank, each in enumerate(outcomes):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,6 +64,28 @@ def exchanged() -> None:
 
 def test_as_torch_s_collectives(ranks4: Ranks) -> None:
     ranks4.run(exchanged)
+
+
+def dropped() -> None:
+    """By an exception, before the other rank has sent anything."""
+    group = dist.new_group(timeout=timedelta(seconds=10))
+    name, ranks, rank = distributed.group_name(group), dist.get_world_size(), dist.get_rank()
+    for number in range(3):
+        dist.barrier()
+        time.sleep(0.3 * (rank == number % ranks))
+        pairs.all_to_all(torch.full((ranks * 50_000,), -1.0), name)
+        gc.collect()
+    if rank:
+        pairs.wait_for_all(name)
+    received, work = pairs.all_to_all(torch.full((2 * ranks,), float(rank)), name)
+    work.wait()
+    work.wait()
+    assert received.tolist() == [float(each) for each in range(ranks) for _ in range(2)]
+
+
+def test_an_exchange_that_is_dropped(own_ranks: Ranks) -> None:
+    """Its receives go on: gloo reads nothing behind one whose buffer is gone (torch 2.13)."""
+    own_ranks.run(dropped)
 
 
 def waited_behind_a_profiler() -> None:
