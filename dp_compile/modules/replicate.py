@@ -156,8 +156,9 @@ def replicate(
 
     Raises:
         ConfigError: an option has a value that is not allowed, or no process group is initialised.
-        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse gradients, a buffer
-            that cannot be copied, a class that cannot become a subclass, already managed by this package, torch's DDP or FSDP.
+        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse gradients, a
+            buffer that cannot be copied, a class that cannot be swapped, already managed by this package, torch's DDP
+            or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     given: dict[str, Any] = {
