@@ -829,6 +829,7 @@ def formula(how: str, factor: float, library: torch.library.Library) -> Callable
 
 @pytest.mark.parametrize("how", ["custom op", "traced through", "no gradient", "function"])
 @pytest.mark.usefixtures("keeping")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
 def test_code_of_the_users_that_was_edited(
     fake_group: dist.ProcessGroup, how: str, caplog: pytest.LogCaptureFixture
 ) -> None:
