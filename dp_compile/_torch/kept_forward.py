@@ -43,10 +43,11 @@ with named():
     from torch.library import _defs as _defined
 
 _NAMESPACES: Final = frozenset(
-    "_c10d_functional _c10d_functional_autograd _dtensor _native _quantized ao aten bucketing c10d c10d_functional "
-    "debug_mode_ops debugprims device_mesh dp_compile export flex_lib fsdp higher_order inductor inductor_prims mkl "
-    "mkldnn mkldnn_prepacked onednn onnx onnx_symbolic prim prims profiler quantization quantized "
-    "quantized_decomposed rngprims sparse static_runtime streams symm_mem".split()
+    "_c10d_functional _c10d_functional_autograd _dtensor _inductor_debug _inductor_test _native _quantized _test "
+    "_torch_testing ao aten bucketing c10d c10d_functional debug_mode_ops debugprims device_mesh dp_compile "
+    "export flex_lib fsdp higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn onnx "
+    "onnx_symbolic prim prims profiler quantization quantized quantized_decomposed rngprims semi_structured "
+    "sparse static_runtime streams symm_mem torch_attn".split()
 )
 """Of ops that come with torch, whose version is in the key, and of ours."""
 

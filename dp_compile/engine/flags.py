@@ -244,7 +244,7 @@ def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Mapping[st
         f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
         "If some may be left out, pass find_unused_parameters=True, or "
         "config=ReplicateConfig(unused_parameters='zeros'); if they never train, call requires_grad_(False) on them "
-        "before replicate()."
+        "before replicate(); if they were frozen since, call unreplicate() and replicate() again."
     )
 
 

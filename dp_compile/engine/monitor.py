@@ -118,7 +118,7 @@ class Watched:
         text = self.describe(_monitor.ask(self.others()))
         if isinstance(error, DesyncError):
             raise DesyncError(f"{error} {text}.") from error
-        raise CommunicationError(f"{text}. torch says: {error}") from error
+        raise CommunicationError(f"{text.rstrip('.?')}. torch says: {error}") from error
 
     def others(self) -> tuple[int, ...]:
         """The other ranks that this backward works with, by their global numbers."""

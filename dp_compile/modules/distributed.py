@@ -337,8 +337,17 @@ class DistributedDataParallel(nn.Module, Joinable):
         cast = comm_hook_type == distributed.FP16_COMPRESS
         self.register_comm_hook(None, fp16_compress_hook if cast else allreduce_hook)
 
-    _register_fused_optim = distributed.of_torch_ddp("_register_fused_optim")
-    """Registers a comm hook that reduces by torch's reducer and updates."""
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """torch's way to update in the backward.
+
+        Raises:
+            ConfigError: always; the text names ours.
+        """
+        raise ConfigError(
+            "_register_fused_optim() is not supported: its comm hook changes parameters before all gradients are "
+            "reduced. Make the optimizer and call dp_compile.optim.in_backward(model, optimizer)."
+        )
+
     _get_data_parallel_params = staticmethod(distributed.of_torch_ddp("_get_data_parallel_params"))
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         distributed.of_torch_ddp("_set_params_and_buffers_to_ignore_for_model")

@@ -161,7 +161,8 @@ def replicate(
     Raises:
         ConfigError: an option has a value that is not allowed, or no process group is initialised.
         ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse gradients
-            with what they cannot be combined with, already managed by this package, torch's DDP or FSDP.
+            with what they cannot be combined with, a buffer that cannot be copied, a class that cannot be swapped,
+            already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     given: dict[str, Any] = {

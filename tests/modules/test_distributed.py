@@ -289,17 +289,17 @@ class OwnBuffers(nn.Module):
         self.layer = nn.Linear(4, 4)
         self.register_buffer("mine", torch.full((size,), float(dist.get_rank())))
         self.register_buffer("wide", torch.full((1, 1), float(dist.get_rank())).expand(2, 3))
-        self.register_buffer("half", torch.full((3,), dist.get_rank(), dtype=torch.int32).to(torch.uint16))
+        self.register_buffer("small", torch.full((3,), dist.get_rank(), dtype=torch.int32).to(torch.uint16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.mine.sum() + self.wide.sum()
+        return self.layer(x) + self.mine.mean() + self.wide.sum()
 
 
 def own_buffers(how: str, options: dict[str, Any], compiled: bool) -> tuple[list[float], list[torch.Tensor]]:
     torch._dynamo.reset()
     inner = OwnBuffers(2 if options != {"broadcast_buffers": False} or how == "torch" else 2 + dist.get_rank())
     if how == "torch":
-        del inner._buffers["wide"], inner._buffers["half"]  # torch's own error
+        del inner._buffers["wide"], inner._buffers["small"]  # torch's own error
         inner.wide = torch.full((2, 3), float(dist.get_rank()) if options == {"broadcast_buffers": False} else 0.0)
         model: nn.Module = TorchDDP(inner, **options)
     elif how == "replicate":
@@ -314,8 +314,8 @@ def own_buffers(how: str, options: dict[str, Any], compiled: bool) -> tuple[list
             inner.mine.add_(dist.get_rank())
     call(torch.ones(2, 4))
     if how != "torch":
-        both = [torch.empty_like(inner.half.view(torch.float16)) for _ in range(2)]
-        dist.all_gather(both, inner.half.view(torch.float16))
+        both = [torch.empty_like(inner.small.view(torch.float16)) for _ in range(2)]
+        dist.all_gather(both, inner.small.view(torch.float16))
         kept = options == {"broadcast_buffers": False}
         assert torch.equal(both[0], both[1]) is not kept
     return start, [inner.layer.weight.detach(), inner.layer.weight.grad]
@@ -340,6 +340,7 @@ def test_buffers_of_each_rank(ranks2: Ranks, how: str, compiled: bool, options: 
 
 
 @pytest.mark.usefixtures("fake_group")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 def test_a_buffer_that_cannot_be_copied() -> None:
     for sparse in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
         model = build()
@@ -431,6 +432,8 @@ def test_names_of_torch_s_class() -> None:
     ours._set_ddp_runtime_logging_sample_rate(1)
     ours._set_ddp_sink_clone(False)
     ours._check_reducer_finalized()
+    with pytest.raises(dp_compile.ConfigError, match=r"dp_compile.optim.in_backward\(model, optimizer\)"):
+        ours._register_fused_optim(torch.optim.SGD, lr=0.1)
     missing = {name for name in dir(TorchDDP) if name[0] != "_"} - {*dir(DistributedDataParallel), *dir(ours)}
     assert missing == {"gather", "scatter", "to_kwargs"}  # over the devices of one process
 
@@ -447,9 +450,7 @@ def by_torch_s_words(how: str, ours: bool, compiled: bool) -> list[Any]:
         works = [dist.all_reduce(each, async_op=True) for each in named.values() if each.is_floating_point()]
         return [work.get_future() for work in works]
 
-    if how == "fused":
-        model._register_fused_optim(torch.optim.SGD, lr=0.1)
-    elif how == "buffers":
+    if how == "buffers":
         model._register_buffer_comm_hook(calls, add_up)
     else:
         model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, how))
@@ -457,15 +458,12 @@ def by_torch_s_words(how: str, ours: bool, compiled: bool) -> list[Any]:
     for step in range(3):
         x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
         call(x).square().mean().backward()
-        if step == 1:
-            with torch.no_grad():
-                call(x)
-    state = [each.clone() for each in (*module.parameters(), *module.buffers())]
-    return [*state, *(each.grad for each in module.parameters()), len(calls)]
+    # Of the last step torch copies buffers in the next forward, we after the backward; a hook comes after the forward.
+    buffers = module.buffers() if how == "buffers" else ()
+    return [*(each.clone() for each in buffers), *(each.grad for each in module.parameters()), len(calls)]
 
 
-@pytest.mark.parametrize("how", ["ALLREDUCE", "FP16_COMPRESS", "fused", "buffers"])
-@pytest.mark.filterwarnings("ignore:`TorchScript` support for functional optimizers:DeprecationWarning")
+@pytest.mark.parametrize("how", ["ALLREDUCE", "FP16_COMPRESS", "buffers"])
 def test_torch_s_private_registrations(ranks2: Ranks, how: str) -> None:
     expected = ranks2.run(by_torch_s_words, how, False, False)
     for compiled in (False, True) if how == "buffers" else (True,):
