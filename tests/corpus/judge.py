@@ -186,7 +186,8 @@ def _raised(error: Exception, case: Case, subject: Subject, parameters: tuple[st
 
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    line = re.sub(r"/\S*/(third_party|torch|site-packages)/", "", lines[0] if lines else "")
+    first = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
+    line = re.sub(r"/\S*/(third_party|torch|site-packages)/", "", first)
     line = re.sub(r"\[127\.0\.0\.1\]:\d+", "[127.0.0.1]", line)
     return line if len(line) <= 200 else f"{line[:197]}..."
 
