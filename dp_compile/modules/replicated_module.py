@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final, SupportsIndex, TypeAlias
 
 from torch import nn
 
+from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
@@ -331,16 +332,8 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
                 f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
                 f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
-        given = {"reduce_dtype", "reduce_dtypes", "gradient_divide_factor", "gradient_predivide_factor"}
-        if {each.dtype for each in behind(module).parameters() if each.requires_grad} == {owner.config.reduce_dtype}:
-            given.remove("reduce_dtype")  # A hook does not contradict it. A policy without one gives it on torch 2.15.
-        if modules is None and (
-            said := [option for option in sorted(given) if getattr(owner.config, option) not in (None, ())]
-        ):
-            raise ConfigError(
-                f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give "
-                "one."
-            )
+        if modules is None:
+            _refuse_other_averages(owner.config, behind(module), name)
         if isinstance(owner, Replica):
             refuse_hook_of_dtensors(owner, made)
             _take(owner, made)
@@ -374,6 +367,17 @@ def _take(replica: Replica, hook: CommHook) -> None:
         replica.revisions.average_by(hook.averaging)
     if hook.memory is not None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
+
+
+def _refuse_other_averages(config: ReplicateConfig, module: nn.Module, name: str) -> None:
+    """Raise ConfigError where options say how gradients are averaged, which a comm hook says too."""
+    given = ["gradient_divide_factor", "gradient_predivide_factor", "reduce_dtype", "reduce_dtypes"]
+    if {each.dtype for each in module.parameters() if each.requires_grad} == {config.reduce_dtype}:
+        given.remove("reduce_dtype")  # A hook does not contradict it. A policy without one gives it on torch 2.15.
+    if said := [option for option in given if getattr(config, option) not in (None, ())]:
+        raise ConfigError(
+            f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
+        )
 
 
 def _feasible(replica: Replica, hook: CommHook) -> CommHook:
