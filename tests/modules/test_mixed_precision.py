@@ -898,7 +898,7 @@ def test_a_product_is_written_into_its_bucket() -> None:
     """Weights' gradients are bfloat16 products, and the wire is bfloat16: nobody writes them in float32."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
-    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(BF16, BF16))
     result = torch.compile(model)(torch.randn(16, 64)).float().square().mean()
     with inductor_config.patch(fx_graph_cache=False):  # the record is made with the code
         result.backward()
