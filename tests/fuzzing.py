@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
 VOCABULARY = 7
+# Newer torches warn of the name that older ones have alone.
+SYNC_BUFFERS = next(
+    each for each in ("forward_sync_buffers", "broadcast_buffers") if each in signature(TorchDDP).parameters
+)
 
 # Relative and absolute, by the coarsest dtype in which a run computes anything or sends gradients: a value that lies
 # between two neighbours may be rounded to the one here and to the other there. The sum over two ranks is the same on
@@ -630,7 +635,7 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     for model in (twin,) if case.hooks_late else (twin, stack):
         _set_hooks(case, model)
     wrapped = Cast(twin, getattr(torch, case.compute)) if case.compute else twin
-    theirs = TorchDDP(wrapped, find_unused_parameters=case.find_unused, forward_sync_buffers=case.broadcast_buffers)
+    theirs = TorchDDP(wrapped, find_unused_parameters=case.find_unused, **{SYNC_BUFFERS: case.broadcast_buffers})
     divisor = [float(dist.get_world_size())]
     eight_bits = EightBits(case.per_scale) if case.comm_hook == "int8" else None
     # Not by DDP itself, which does not read annotations that are text.

@@ -135,6 +135,16 @@ def forget_compiled() -> None:
         reset()
 
 
+def forget_calls_that_broke() -> None:
+    """Let Dynamo compile anew what called a module whose hook broke the graph, once that hook is gone.
+
+    Code that torch 2.11 made of the caller has no guard on the hooks, and would leave the module uncompiled for good.
+    May go with 2.11.
+    """
+    if torch.__version__ < (2, 12):
+        forget_compiled()
+
+
 def forced_eager() -> bool:
     """Whether the user has switched compilation off (`torch.compiler.set_stance` or TORCHDYNAMO_DISABLE)."""
     eval_frame, config = sys.modules.get("torch._dynamo.eval_frame"), sys.modules.get("torch._dynamo.config")

@@ -12,7 +12,7 @@ from dp_compile._torch.missing import named
 with named():
     from torch.compiler._cache import CacheArtifact as _CacheArtifact
     from torch.compiler._cache import CacheArtifactFactory as _Factory
-    from torch.compiler._cache import CacheArtifactRecorder as _Recorder
+    from torch.compiler._cache import CacheArtifactManager as _Manager
 
 KIND = "dp_compile"
 
@@ -37,7 +37,7 @@ def save(ours: Iterable[tuple[str, bytes]]) -> Any:
     """`torch.compiler.save_cache_artifacts`, with names and contents of ours."""
     _register()
     for name, content in ours:
-        _Recorder(KIND, name).record(content)
+        _Manager.record_artifact(KIND, name, content)
     return torch.compiler.save_cache_artifacts()
 
 

@@ -197,7 +197,7 @@ def options_by_module(module: nn.Module, policy: Any, ignored: Collection[nn.Mod
             f"mp_policy: a part computes in its own dtype with all below it, and {', '.join(overridden)} would not. "
             "Leave out one of each."
         )
-    wires = {name: options_of_policy(each, places[name], ignored)["reduce_dtype"] for name, each in units.items()}
+    wires = {name: _wire_of(each, places[name], ignored) for name, each in units.items()}
     options = options_of_policy(whole, module, ignored)
     return options | {"full_precision_modules": tuple(full), "reduce_dtypes": wires}
 
@@ -208,6 +208,13 @@ def options_of_policy(policy: Any, module: nn.Module, ignored: Collection[nn.Mod
     Raises:
         ConfigError: it gives each parameter a dtype of its own.
     """
+    wire = _wire_of(policy, module, ignored)
+    is_said = policy.reduce_dtype is not None or wire != policy.param_dtype
+    return {name: getattr(policy, name) for name in _POLICY} | {"reduce_dtype": wire if is_said else None}
+
+
+def _wire_of(policy: Any, module: nn.Module, ignored: Collection[nn.Module]) -> torch.dtype | None:
+    """The dtype in which gradients of a module travel under a policy; `None`: their own."""
     if distributed.is_by_parameter(policy):
         raise ConfigError(
             "mp_policy has a param_dtype_override_fn, by which FSDP2 casts each parameter to a dtype of its own. "
@@ -215,5 +222,4 @@ def options_of_policy(policy: Any, module: nn.Module, ignored: Collection[nn.Mod
         )
     left_alone = {inner for each in ignored for inner in each.modules()}
     own = (each for part in module.modules() if part not in left_alone for each in part.parameters(recurse=False))
-    options: dict[str, Any] = {name: getattr(policy, name) for name in _POLICY}
-    return options | {"reduce_dtype": distributed.reduce_dtype_of(policy, own)}
+    return distributed.reduce_dtype_of(policy, own)

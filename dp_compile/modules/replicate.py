@@ -705,6 +705,7 @@ def _wait_for_forward(module: nn.Module, order: _Order) -> None:
         _start(root, order, pending)
         for submodule in root.modules():
             remove_forward_hooks(submodule, only=pending)
+        compiler.forget_calls_that_broke()
 
     pending = Pending(module, order.request.config, order.meeting.group, start, needs_grad=order.is_copy)
     casts = order.request.config.casts

@@ -584,8 +584,11 @@ def _put_hooks(root: nn.Module, replica: Replica) -> None:
     if _KEY in root._forward_pre_hooks:
         return
     for hooks in _hooks_of(root):
-        hooks.setdefault(_KEY, _Waits(replica, of_part=hooks is not root._forward_pre_hooks))
-        hooks.move_to_end(_KEY, last=False)
+        # Not `move_to_end`: guards of torch 2.11 number hooks by `dict.keys`, for which the first one stays the first.
+        others = list(hooks.items())
+        hooks.clear()
+        hooks[_KEY] = _Waits(replica, of_part=hooks is not root._forward_pre_hooks)
+        hooks.update(others)
 
 
 def _take_hooks_off(root: nn.Module) -> None:

@@ -740,6 +740,10 @@ def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert torch._dynamo.guards.profile_guard_manager is timer
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place",
+)
 def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
     """The check in front of it was another one, and what it calls, compiled to nothing."""
     torch._dynamo.reset()

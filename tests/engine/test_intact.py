@@ -93,7 +93,13 @@ def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-@pytest.mark.parametrize("change", CHANGES)
+GUARDED = pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 does not compile a forward again whose parameter changed in place (pytorch#139476, #177158)",
+)
+
+
+@pytest.mark.parametrize("change", [pytest.param(each, marks=GUARDED if each is wider else ()) for each in CHANGES])
 def test_the_look_finds_what_changes_between_two_backwards(
     fake_group: dist.ProcessGroup, walks: list[str], change: Callable[[Net], None]
 ) -> None:
@@ -109,7 +115,7 @@ def test_the_look_finds_what_changes_between_two_backwards(
             compiled(model)(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("way", [nullcontext, anomalies])
+@pytest.mark.parametrize("way", [pytest.param(nullcontext, marks=GUARDED), anomalies])
 def test_frozen_and_then_trained(fake_group: dist.ProcessGroup, way: Callable[[], Any]) -> None:
     """What was added frozen is nobody's business until it is trained."""
     torch._dynamo.reset()

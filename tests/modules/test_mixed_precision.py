@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
+from dp_compile._torch import distributed
 from dp_compile._torch.compiler import compiled_graphs
 from dp_compile.testing.ranks import Ranks
 
@@ -190,6 +191,26 @@ def backward(result: torch.Tensor) -> None:
 
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("policy", "of", "wire"),
+    [
+        (MixedPrecisionPolicy(BF16, FP16), [F32], FP16),
+        (MixedPrecisionPolicy(reduce_dtype=FP16), [F32], FP16),
+        (MixedPrecisionPolicy(), [F32], None),
+        (MixedPrecisionPolicy(BF16), [F32], F32 if ADDS_USES_AS_SENT else BF16),
+        (MixedPrecisionPolicy(BF16), [BF16, F32, torch.complex64], F32 if ADDS_USES_AS_SENT else BF16),
+        (MixedPrecisionPolicy(FP16), [BF16, torch.int64], BF16 if ADDS_USES_AS_SENT else FP16),
+        (MixedPrecisionPolicy(BF16), [], None if ADDS_USES_AS_SENT else BF16),
+    ],
+)
+def test_what_a_policy_says_of_the_wire(
+    policy: MixedPrecisionPolicy, of: list[torch.dtype], wire: torch.dtype | None
+) -> None:
+    parameters = [torch.zeros(2, dtype=dtype, requires_grad=dtype.is_floating_point) for dtype in of]
+    frozen = torch.zeros(2, dtype=torch.float64)
+    assert distributed.reduce_dtype_of(policy, [*parameters, frozen]) == wire
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -677,6 +698,12 @@ class TestRefused:
             with pytest.raises(dp_compile.ConfigError, match=message):
                 dp_compile.replicate(mlp(), mp_policy=policy)
 
+    @pytest.mark.skipif(not ADDS_USES_AS_SENT, reason="before torch 2.15 a policy has no dtypes by parameter")
+    def test_a_policy_by_parameter(self) -> None:
+        policy = MixedPrecisionPolicy(BF16, param_dtype_override_fn=lambda parameter: F32)
+        with pytest.raises(dp_compile.ConfigError, match="mp_policy has a param_dtype_override_fn, by which"):
+            dp_compile.replicate(mlp(), mp_policy=policy)
+
     def test_modules(self) -> None:
         turn = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
         patched, tied = mlp(), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -873,7 +900,7 @@ def test_a_product_is_written_into_its_bucket() -> None:
     """Weights' gradients are bfloat16 products, and the wire is bfloat16: nobody writes them in float32."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
-    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(BF16))
+    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(BF16, BF16))
     result = torch.compile(model)(torch.randn(16, 64)).float().square().mean()
     with inductor_config.patch(fx_graph_cache=False):  # the record is made with the code
         result.backward()

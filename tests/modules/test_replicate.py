@@ -239,7 +239,7 @@ class TestLocal:
         assert wrapped(torch.ones(1, 4)).shape == (1, 2)
         dp_compile.replicate(inner)
 
-    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # since torch 2.15 a FutureWarning
     def test_scripting(self) -> None:
         model = dp_compile.replicate(Net())
         scripted = torch.jit.script(model)
