@@ -219,6 +219,8 @@ class Sharded(InBackward):
                 )
             if parameter.is_complex():
                 raise ConfigError(f"{replica.names[index]} is complex: it is not cut. Use shard=False.")
+            if index in replica.sparse:
+                raise ConfigError(f"{replica.names[index]} has sparse gradients: it is not cut. Use shard=False.")
             if parameter.stride() != dense_strides(parameter):
                 raise ConfigError(
                     f"{replica.names[index]} has strides {parameter.stride()}, with gaps in its memory: it cannot be "

@@ -208,6 +208,14 @@ def test_what_it_cannot_be_combined_with(what: str, make: Callable[[], Any]) -> 
         make()
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_it_is_not_cut() -> None:
+    model = dp_compile.replicate(Words())
+    with pytest.raises(dp_compile.ConfigError, match=r"first\.weight has sparse gradients: it is not cut"):
+        dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), 0.1), shard=True)
+    dp_compile.unreplicate(model)
+
+
 def run_in_backward() -> None:
     """Optimizers that update in the backward leave it to `step()`, as of each backward that is not captured."""
     ours, theirs = dp_compile.replicate(Words(), config=AOT), Words()
