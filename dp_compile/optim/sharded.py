@@ -566,7 +566,7 @@ class Sharded(InBackward):
         if self._is_open:
             with contextlib.suppress(type(error)), torch.no_grad():
                 self._end(self._replicated(), error)
-            self.interrupted(error)
+            self._forget()
 
     def _end(self, replica: Replica, failed: BaseException | None = None) -> None:
         """Do what is left of the update, and let all ranks have all of it.
@@ -589,7 +589,8 @@ class Sharded(InBackward):
             moves = self._may_step_with(gradients, held)
         self._forget()
         if moves:
-            self._updated.update(self.covered)
+            # A rank that takes part only has updated nothing: the next backward compares who has missed the step.
+            self._updated.update(() if failed is not None else self.covered)
             with replica.local.updating(self.covered):
                 self._gather(replica, gradients, held)
         for index in self.covered:
