@@ -192,6 +192,7 @@ def frozen(side: Side) -> None:
     "as in one process",
     models.StochasticDepth,
     options={"find_unused_parameters": True, "bucket_cap_mb": 1.0},
+    limit_s=300.0,
 )
 def stochastic_depth(side: Side) -> None:
     def loss(rank: int, step: int) -> torch.Tensor:
@@ -580,6 +581,7 @@ def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
     "the ranks wait",
     models.ThreeLayers,
     group_timeout_s=4.0,
+    known={"ours": "compiling a forward counts against the group's time-out; on a loaded machine the error takes 15 s"},
 )
 def slow_compile(side: Side) -> None:
     """Rank 1 compiles for 8 s longer, where a collective may take 4 s."""
