@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
@@ -93,7 +94,7 @@ def surroundings(patches: Mapping[str, Any], devices: Sequence[torch.device]) ->
     empty = fx.GraphModule({}, fx.Graph())
     with _config.patch(dict(patches)):
         try:
-            _FxGraphCache._check_can_cache(empty, require_shape_env=False)
+            _check_can_cache(empty)
             with _FakeTensorMode():
                 like = [torch.empty(0, device=device) for device in devices]
             details = _FxGraphHashDetails(empty, like, {}, [])
@@ -115,6 +116,14 @@ def surroundings(patches: Mapping[str, Any], devices: Sequence[torch.device]) ->
         # Inductor's own hash has it in builds for CUDA and ROCm only, and neither the assembler nor what it is for.
         found["Triton"] = _triton_hash() if _has_triton() else "none"
     return found | {str(device): _properties(device) for device in accelerators}
+
+
+def _check_can_cache(empty: fx.GraphModule) -> None:
+    if "require_shape_env" in inspect.signature(_FxGraphCache._check_can_cache).parameters:
+        _FxGraphCache._check_can_cache(empty, require_shape_env=False)
+    else:  # torch 2.11 wants one
+        with _tracing(_TracingContext(_FakeTensorMode(shape_env=_ShapeEnv()))):
+            _FxGraphCache._check_can_cache(empty)
 
 
 def _properties(device: torch.device) -> str:
@@ -162,13 +171,35 @@ def text_of_prologue(node: fx.Node) -> str:
         NotKept: it depends on something that has no text.
     """
     cells = dict(zip(node.target.__code__.co_freevars, node.target.__closure__ or (), strict=True))  # type: ignore[union-attr]
+    if "bw_prologue_fn" not in cells:
+        return _text_of_metadata(cells["metadata"].cell_contents, cells["maybe_subclass_metadata"].cell_contents)
     inner = cells["bw_prologue_fn"].cell_contents
     metas = inner.__globals__.get("_tangent_metas_")
     if inner.__closure__ or "_unwrap_" in inner.__globals__ or metas is None:
         raise NotKept("tensors of a class of their own pass through the backward")
+    _check_plain_tangents(metas)
+    return f"{_text_of_code(inner.__code__)} {metas!r}"
+
+
+def _check_plain_tangents(metas: Iterable[Any]) -> None:
     if not all(type(meta) is _PlainTensorMeta for meta in metas):
         raise NotKept("tensors of a class of their own are the outputs of a forward")
-    return f"{_text_of_code(inner.__code__)} {metas!r}"
+
+
+def _text_of_metadata(metadata: Any, of_subclasses: Any) -> str:
+    """Torch 2.11 makes no function for one forward; this is all that its function for all of them reads.
+
+    May go with 2.11 (`_backward_prologue_functional`).
+    """
+    if of_subclasses is not None:
+        raise NotKept("tensors of a class of their own pass through the backward")
+    _check_plain_tangents(metadata.subclass_tangent_meta)
+    inputs = [(each.mutates_data, each.requires_grad) for each in metadata.input_info]
+    outputs = [(each.output_type.name, str(each.raw_type), each.requires_grad) for each in metadata.output_info]
+    numbers = metadata.num_outputs, metadata.num_intermediate_bases, metadata.num_backward_tokens
+    modes = metadata.deterministic, metadata.is_rng_op_functionalized
+    mutated = metadata.mutated_inp_runtime_indices
+    return f"{numbers} {modes} {mutated} {inputs} {outputs} {metadata.subclass_tangent_meta!r}"
 
 
 def _text_of_code(code: CodeType) -> str:
