@@ -217,10 +217,9 @@ class Sharded(InBackward):
                     f"a parameter of shape {tuple(parameter.shape)} in this {type(optimizer).__name__} is not in the "
                     "module, so nobody reduces its gradient in parts. Give it to an optimizer of its own."
                 )
-            if parameter.is_complex():
-                raise ConfigError(f"{replica.names[index]} is complex: it is not cut. Use shard=False.")
-            if index in replica.sparse:
-                raise ConfigError(f"{replica.names[index]} has sparse gradients: it is not cut. Use shard=False.")
+            if parameter.is_complex() or index in replica.sparse:
+                what = "is complex" if parameter.is_complex() else "has sparse gradients"
+                raise ConfigError(f"{replica.names[index]} {what}: it is not cut. Use shard=False.")
             if parameter.stride() != dense_strides(parameter):
                 raise ConfigError(
                     f"{replica.names[index]} has strides {parameter.stride()}, with gaps in its memory: it cannot be "
