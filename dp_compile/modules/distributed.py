@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
+from dp_compile.engine.backward import BROADCAST_BYTES
 from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.replica import Replica
@@ -322,6 +323,10 @@ class DistributedDataParallel(nn.Module, Joinable):
     def will_sync_module_buffers(self) -> bool:
         """Whether the next step copies buffers. Here its backward does, in torch its forward."""
         return self.forward_sync_buffers and self.require_backward_grad_sync and bool(self.named_module_buffers)
+
+    def _sync_buffers(self) -> None:
+        """Copy the first rank's buffers to all ranks now; every rank calls it."""
+        distributed.broadcast(self.modules_buffers, self.process_group, BROADCAST_BYTES)
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = distributed.POST_FORWARD

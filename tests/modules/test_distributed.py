@@ -432,6 +432,7 @@ def test_names_of_torch_s_class() -> None:
     ours._set_ddp_runtime_logging_sample_rate(1)
     ours._set_ddp_sink_clone(False)
     ours._check_reducer_finalized()
+    ours._sync_buffers()
     with pytest.raises(dp_compile.ConfigError, match=r"dp_compile.optim.in_backward\(model, optimizer\)"):
         ours._register_fused_optim(torch.optim.SGD, lr=0.1)
     missing = {name for name in dir(TorchDDP) if name[0] != "_"} - {*dir(DistributedDataParallel), *dir(ours)}

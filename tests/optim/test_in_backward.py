@@ -804,7 +804,7 @@ def waiting(module: nn.Module) -> Any:
     return torch.compile(module, backend="dp_compile")
 
 
-@pytest.mark.parametrize("given", [{}, {"max_norm": 100.0}, {"overlap_forward": True}, {"shard": True}])
+@pytest.mark.parametrize("given", [{}, {"buckets_in_flight": 1}, {"overlap_forward": True}, {"shard": True}])
 def test_a_gradient_after_the_update(ranks: Ranks, given: dict[str, Any]) -> None:
     for text in ranks.run(set_by_hand, given):
         assert "layers." in text
