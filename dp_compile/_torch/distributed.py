@@ -105,8 +105,9 @@ def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dt
     Args:
         parameters: what the policy is for; those without a gradient of floating dtype do not count.
     """
+    said: torch.dtype | None = policy.reduce_dtype or policy.param_dtype
     if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
-        return policy.reduce_dtype or policy.param_dtype
+        return said
     dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
