@@ -36,6 +36,7 @@ from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import emit
 from dp_compile.passes.result import PassRecord
+from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.certificate import robust_partition
 from dp_compile.plan.cost import AllReduceCost
@@ -82,7 +83,7 @@ def planning_ms(count: int, keys: int) -> tuple[float, float, float]:
 def _spec(index: int, shape: tuple[int, ...], key: int = 0) -> GradientSpec:
     stride = torch.empty(shape, device="meta").stride()
     dtype = ("float32", "int32")[key]
-    return GradientSpec(index, f"p{index}", shape, stride, 4, BucketKey(mean("0", "gloo", 2), dtype, "cpu"))
+    return GradientSpec(index, f"p{index}", shape, stride, 4, BucketKey(mean("0", GLOO, 2), dtype, "cpu"))
 
 
 def _best_ms(call: Callable[[], Any]) -> float:

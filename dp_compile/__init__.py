@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dp_compile.errors import ModuleError as ModuleError
     from dp_compile.errors import ReductionError as ReductionError
     from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
+    from dp_compile.errors import VoidBackwardError as VoidBackwardError
     from dp_compile.insight.explain import explain as explain
     from dp_compile.insight.measuring import Measurement as Measurement
     from dp_compile.insight.measuring import measure as measure
@@ -63,6 +64,7 @@ _HOME = {
     "ReplicateConfig": "config",
     "ReplicatedModule": "modules.replicated_module",
     "UnsupportedTorchError": "errors",
+    "VoidBackwardError": "errors",
     "WarmupRecord": "modules.warmup",
     "WhatIf": "insight.what_if",
     "calibrate": "engine.calibration",

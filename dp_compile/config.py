@@ -37,12 +37,13 @@ SWITCHES: Final = (
     "static_graph",
     "gradient_as_bucket_view",
     "broadcast_buffers",
+    "init_sync_buffers",
     "check_reductions",
     "check_nan",
     "cast_forward_inputs",
     "full_precision_in_eval",
 )
-MAY_BE_NONE: Final = ("ddp_python_hook", "gradient_as_bucket_view")
+MAY_BE_NONE: Final = ("ddp_python_hook", "gradient_as_bucket_view", "init_sync_buffers")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -98,8 +99,10 @@ class ReplicateConfig:
             and some may be left out.
         gradient_as_bucket_view: `bool | None`, default `None`. torch's name: whether the memory of buckets lives from
             one backward to the next. `None`: on CPUs of buckets above 32 MiB, and of those of a sharded optimizer.
-        broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks after each synchronised
-            backward.
+        broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks at the start and after
+            each synchronised backward. `False`: each rank keeps its own.
+        init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
+            `broadcast_buffers` says.
         check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
         compare_parameters_every: `int | None`, synchronised backwards, default `None`. How often ranks compare their
@@ -218,7 +221,12 @@ class ReplicateConfig:
     whatever is said."""
 
     broadcast_buffers: bool = True
-    """Copy the buffers of the group's first rank to all ranks after each synchronised backward."""
+    """Copy the buffers of the group's first rank to all ranks at the start and after each synchronised backward.
+    `False`: each rank keeps its own, from the start on, as with torch's DDP; shapes may differ then."""
+
+    init_sync_buffers: bool | None = None
+    """Whether the buffers of the first rank are copied at the start. `None`: as `broadcast_buffers`.
+    torch's `forward_sync_buffers=False` is `broadcast_buffers=False, init_sync_buffers=True`."""
 
     check_reductions: bool = True
     """Check that gradients are those of all ranks. When a graph is new: every gradient is reduced exactly once. In each
@@ -317,6 +325,11 @@ class ReplicateConfig:
             )
 
     @property
+    def copies_buffers_at_start(self) -> bool:
+        """Whether all ranks start with the buffers of the first."""
+        return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
+
+    @property
     def own_strategy(self) -> Strategy | None:
         """The user's strategy, if one was given."""
         return None if self.strategy is None or isinstance(self.strategy, str) else self.strategy
@@ -355,9 +368,6 @@ class ReplicateConfig:
         object.__setattr__(self, "full_precision_modules", tuple(given))
         for each in self.full_precision_modules:
             _check_means_modules("full_precision_modules", each)
-        for name in ("full_precision_modules", "full_precision_in_eval"):
-            if getattr(self, name) and self.param_dtype is None and self.buffer_dtype is None:
-                raise ConfigError(f"{name} is an exception from param_dtype or buffer_dtype, and neither is given.")
 
     @property
     def casts(self) -> bool:

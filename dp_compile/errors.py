@@ -5,6 +5,7 @@ DPCompileError
 ├── ModuleError            this module cannot be replicated, or not like this   (also a ValueError)
 ├── DesyncError            ranks disagree, or one did not arrive in time        (also a RuntimeError)
 ├── CommunicationError     other ranks cannot be reached, or did not come        (also a RuntimeError)
+│   └── VoidBackwardError  the backward of a rank failed, and all ranks can go on
 ├── ReductionError         a gradient was not reduced exactly once              (also a RuntimeError)
 ├── InvalidGraphError      a pass left or found a graph that breaks a contract  (also a RuntimeError)
 └── UnsupportedTorchError  this torch lacks a private name that is needed       (also an ImportError)
@@ -29,6 +30,10 @@ class DesyncError(DPCompileError, RuntimeError):
 
 class CommunicationError(DPCompileError, RuntimeError):
     """A collective of a backward failed: another rank is dead, late, cut off, or did something else."""
+
+
+class VoidBackwardError(CommunicationError):
+    """The backward of some rank failed, and all ranks have taken part in it: they can go on."""
 
 
 class ReductionError(DPCompileError, RuntimeError):

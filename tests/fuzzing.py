@@ -674,6 +674,7 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         ddp_python_hook=case.python_hook,
         find_unused_parameters=case.find_unused,
         broadcast_buffers=case.broadcast_buffers,
+        init_sync_buffers=True,
         check_reductions=case.check_reductions,
         reduce_dtype=getattr(torch, case.wire or "float32")
         if case.wire or (case.compute and not (case.torch_hook or case.comm_hook))

@@ -17,6 +17,7 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import emit
 from dp_compile.passes.result import PassRecord, PassResult
 from dp_compile.passes.running import Running
+from dp_compile.plan.backends import NCCL, Backend
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import Levels, Reduction, Stage
 from dp_compile.plan.words import BYTES_PER_MB
@@ -29,7 +30,7 @@ def bucket_key(
     device: str,
     scale: float = 0.5,
     levels: Levels | None = None,
-    backend: str = "nccl",
+    backend: Backend = NCCL,
 ) -> BucketKey:
     """Of gradients that one all-reduce carries, or the stages of two levels."""
     stages = (Stage("all_reduce", group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
@@ -49,7 +50,7 @@ class Grad:
     scale: float = 0.5
     replica: int = 0
     levels: Levels | None = None
-    backend: str = "nccl"
+    backend: Backend = NCCL
 
     @property
     def stride(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from graphs import bucket_key
 
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
+from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
@@ -41,7 +42,7 @@ def step_of_buckets(
     shares = {index: (total - index) / total for index in range(total)}
     cost = AllReduceCost(0.2 * backward_s / n_buckets, 1.05 * backward_s / plan.nbytes)
     ready = ReadyTimes(shares, backward_s, MEASURED)
-    step = Step("python hooks", "optimal", 8, "nccl", "cuda", plan, ready, cost, "measured on this group")
+    step = Step("python hooks", "optimal", 8, NCCL, "cuda", plan, ready, cost, "measured on this group")
     return measured_like(step) if measured else step
 
 
@@ -49,9 +50,9 @@ def two_level_step(n_buckets: int, *, slower: float = 1.0, measured: bool = Fals
     """The same on four nodes of eight ranks, with nominal links that may be `slower`; 10 ms of compute."""
     step = step_of_buckets(n_buckets, backward_s=0.01)
     levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
-    reduction = Averaging().reduction("", "nccl", 32, "float32", levels)
+    reduction = Averaging().reduction("", NCCL, 32, "float32", levels)
     gradients = [replace(each, key=each.key._replace(reduction=reduction)) for each in step.plan.gradients]
-    cost = nominal_cost("nccl", 32, 8).scaled(slower)
+    cost = nominal_cost(NCCL, 32, 8).scaled(slower)
     step = replace(step, plan=step.plan.with_keys_of(gradients), cost=cost, world_size=32)
     return measured_like(step) if measured else step
 

@@ -33,8 +33,9 @@ ROOMS = (
     ("engine",),
     ("passes",),
     ("config",),
-    ("fx", "plan"),
+    ("fx",),
     ("_torch",),
+    ("plan",),
     ("errors",),
 )
 PRIVATE_TORCH = {
@@ -181,7 +182,8 @@ def test_options_are_named_in_one_order() -> None:
         "gradient_divide_factor gradient_predivide_factor param_dtype output_dtype buffer_dtype "
         "cast_forward_inputs full_precision_modules full_precision_in_eval alignment_bytes replan_after "
         "unused_parameters find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers "
-        "check_reductions check_nan compare_parameters_every backend timeout_s monitor_after_s dump_dir"
+        "init_sync_buffers check_reductions check_nan compare_parameters_every backend timeout_s monitor_after_s "
+        "dump_dir"
     )
 
 

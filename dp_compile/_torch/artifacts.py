@@ -285,6 +285,10 @@ class Fits:
     """Whether inputs are like those that code was made for, and torch in the same state: what Dynamo's guards ask."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
+        for each in inputs:
+            # torch's guards throw for a tensor without strides, an error of C++ that nothing catches: it goes past each
+            # `finally` of the frames above, or ends the process (torch 2.13).
+            each.stride()
         self._tensors = _TensorGuards(*inputs, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self._state = _GlobalStateGuard()
         self._count = len(inputs)

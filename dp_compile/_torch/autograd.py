@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -13,6 +13,7 @@ from dp_compile._torch.compiler import no_graph_of_its_own
 from dp_compile._torch.missing import named
 
 with named():
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack as _clear_interpreters
     from torch._subclasses.fake_tensor import FakeTensor as _FakeTensor
     from torch.autograd import profiler as _profiler
     from torch.autograd.variable import Variable as _Variable
@@ -21,7 +22,9 @@ with named():
     from torch.utils._pytree import tree_leaves as tree_leaves
     from torch.utils._pytree import tree_map_only as tree_map_only
 
+    _get_sequence_nr: Callable[[], int] = torch._C._autograd._get_sequence_nr
     _current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+    _interpreters: Callable[[], object] = torch._C._functorch.peek_interpreter_stack
     _dispatch_modes_active: Callable[[], int] = torch._C._len_torch_dispatch_stack
     _engine_at_import = _Variable._execution_engine  # the names have to be there
     _Engine: Any = type(_engine_at_import)
@@ -30,6 +33,9 @@ with named():
     _profiled_at_import = _profiler._is_profiler_enabled
 
 NO_GRAPH_TASK: Final = -1
+
+nodes_made: Callable[[], int] = _get_sequence_nr
+"""How many nodes of autograd graphs this thread has made."""
 
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -138,9 +144,16 @@ def dispatch_mode_is_active() -> bool:
     return _dispatch_modes_active() > 0
 
 
-def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """Inside, no TorchDispatchMode is on: one of fake tensors would compute nothing, one that counts would count."""
-    return _disable_current_modes() if dispatch_mode_is_active() else contextlib.nullcontext()
+@contextlib.contextmanager
+def as_outermost_code() -> Iterator[None]:
+    """Inside, no TorchDispatchMode and no transform of torch.func is on.
+
+    A mode of fake tensors would compute nothing, one that counts would count; a transform refuses writes to tensors
+    from outside of it (`grad`, `jacrev`).
+    """
+    with _clear_interpreters() if _interpreters() is not None else contextlib.nullcontext():
+        with _disable_current_modes() if dispatch_mode_is_active() else contextlib.nullcontext():
+            yield
 
 
 def profiler_is_on() -> bool:

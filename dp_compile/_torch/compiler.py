@@ -141,7 +141,7 @@ def forget_calls_that_broke() -> None:
     Code that torch 2.11 made of the caller has no guard on the hooks, and would leave the module uncompiled for good.
     May go with 2.11.
     """
-    if torch.__version__ < "2.12":
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.12":
         forget_compiled()
 
 

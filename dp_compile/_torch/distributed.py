@@ -18,6 +18,7 @@ from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import own_part
 from dp_compile._torch.missing import named
 from dp_compile.errors import ConfigError
+from dp_compile.plan.backends import CLASSES, Backend
 
 with named():
     from torch._C._distributed_c10d import GradBucket as GradBucket
@@ -27,6 +28,7 @@ with named():
         _should_compress,
     )
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+        _get_default_group,
         _get_default_store,
         _get_process_group_name,
         _resolve_process_group,
@@ -36,7 +38,10 @@ with named():
     from torch.nn.parallel.distributed import (
         DistributedDataParallel as TorchDDP,  # users may put ours under its public name
     )
+    from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+    POST_FORWARD: Any = _BufferCommHookLocation.POST_FORWARD
+    FP16_COMPRESS: Any = dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]
     # Newer torches warn of the names that older ones have alone.
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -44,6 +49,11 @@ with named():
     _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
+
+_BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+_SENT: Final = frozenset(
+    {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
+)
 
 
 _BY_PARAMETER: Final = "param_dtype_override_fn"
@@ -67,6 +77,44 @@ def group_name(group: dist.ProcessGroup) -> str:
 def group_of_name(name: str) -> dist.ProcessGroup:
     """The inverse of `group_name`."""
     return _resolve_process_group(cast(Any, name))
+
+
+def backend_of(group: dist.ProcessGroup | None, device_type: str) -> Backend:
+    """What the backend of a group can do with tensors on a type of device. `None`: the default group.
+
+    A group may have one backend for each type; the first one if it has none for this type. The name it was made with
+    does not count: torch returns `undefined` for a group that `init_process_group()` made without one.
+    """
+    found = _backend_object(group or _get_default_group(), device_type)
+    stated = getattr(found, "dp_compile_backend", None)
+    if isinstance(stated, Backend):
+        return stated
+    known = (CLASSES[kind.__name__] for kind in type(found).__mro__ if kind.__name__ in CLASSES)
+    return next(known, None) or Backend(str(found.name()), device_type)
+
+
+def is_gloo(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether torch's gloo carries tensors on a type of device."""
+    return type(_backend_object(group, device_type)).__name__ == "ProcessGroupGloo"
+
+
+def working_device(group: dist.ProcessGroup | None) -> str:
+    """The type of device a group is for: the accelerator if it has a backend that works on it, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and backend_of(group, accelerator.type).device == accelerator.type:
+        return accelerator.type
+    return "cpu"
+
+
+def _backend_object(group: dist.ProcessGroup, device_type: str) -> Any:
+    """A group in Python is its own backend. TORCH_DISTRIBUTED_DEBUG=DETAIL wraps those of torch."""
+    if type(group) is not dist.ProcessGroup:
+        return group
+    types = [each.type for each in group._device_types]
+    if not types:
+        return group
+    found = cast(Any, group)._get_backend(torch.device(device_type if device_type in types else types[0]))
+    return getattr(found, "wrapped_pg", found)
 
 
 def group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -105,9 +153,8 @@ def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dt
     Args:
         parameters: what the policy is for; those without a gradient of floating dtype do not count.
     """
-    said: torch.dtype | None = policy.reduce_dtype or policy.param_dtype
     if policy.reduce_dtype is not None or policy.param_dtype is None or not hasattr(policy, _BY_PARAMETER):
-        return said
+        return cast(torch.dtype | None, policy.reduce_dtype or policy.param_dtype)
     dtypes = [each.dtype for each in parameters if each.requires_grad and each.dtype.is_floating_point]
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
@@ -163,10 +210,10 @@ def connect_again(store: Store, timeout_s: float) -> Store:
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bucket_bytes: int, source: int = 0) -> None:
     """Copy the tensors of one rank of the group, by its rank in it, to all others, coalesced by dtype.
 
-    Of DTensors the parts that the ranks hold, which have to be parts alike.
+    Of DTensors the parts that the ranks hold, which have to be parts alike. Tensors have the same strides on all ranks.
     """
     if tensors:
-        _broadcast_coalesced(group, list(map(own_part, tensors)), bucket_bytes, source)
+        _broadcast_coalesced(group, list(map(_as_sent, tensors)), bucket_bytes, source)
 
 
 def broadcast_state(
@@ -174,7 +221,20 @@ def broadcast_state(
 ) -> None:
     """As `broadcast`, with the precautions that torch's DDP takes for parameters at the start."""
     if tensors:
-        _sync_params_and_buffers(group, list(map(own_part, tensors)), bucket_bytes, source)
+        _sync_params_and_buffers(group, list(map(_as_sent, tensors)), bucket_bytes, source)
+
+
+def _as_sent(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor, each element once, in a dtype that every backend copies.
+
+    gloo knows neither 16-bit integers nor float8 (torch 2.13), and an expanded tensor cannot be written to.
+    """
+    tensor = own_part(tensor)
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    same_size = _BY_SIZE.get(tensor.element_size())
+    return tensor if tensor.dtype in _SENT or same_size is None else tensor.view(same_size)
 
 
 def join_is_on(joinable: Joinable) -> bool:
@@ -216,6 +276,16 @@ def is_torch_ddp(module: nn.Module) -> bool:
 def count_as_torch_ddp(kind: type[nn.Module]) -> None:
     """Let instances of a class pass `isinstance(module, torch.nn.parallel.DistributedDataParallel)`."""
     cast(Any, TorchDDP).register(kind)
+
+
+def of_torch_ddp(name: str) -> Any:
+    """What torch's DDP has under a name, for a class in its place; of a static method its function."""
+    return getattr(TorchDDP, name)
+
+
+def runs_before_forward(location: Any) -> bool:
+    """Whether torch's `_BufferCommHookLocation` is the one before the forward, not the one after it."""
+    return bool(location == _BufferCommHookLocation.PRE_FORWARD)
 
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:

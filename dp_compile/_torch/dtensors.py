@@ -44,7 +44,7 @@ def adding_cannot_be_traced(gradient: torch.Tensor | None) -> bool:
     "expected 7 wrapped outputs, got 14" (2.14.1 and 2.15.0; `_grad_context_compatible` in torch/_subclasses/
     meta_utils.py, pytorch#186427). 2.13 traces it.
     """
-    if gradient is None or torch.__version__ < "2.14" or not is_dtensor(gradient):
+    if gradient is None or torch.torch_version.TorchVersion(torch.__version__) < "2.14" or not is_dtensor(gradient):
         return False
     return bool(gradient._local_tensor._is_view())  # type: ignore[attr-defined]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import random
 import threading
@@ -25,7 +24,7 @@ with named():
     from torch._dynamo.convert_frame import compile_lock as _compile_lock
     from torch._dynamo.convert_frame import preserve_global_state as _preserving_state
     from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-    from torch._dynamo.exc import FailOnRecompileLimitHit, Unsupported, UserError
+    from torch._dynamo.exc import RecompileError as _RecompileError
     from torch._dynamo.external_utils import FakeCompiledAutogradEngine as _Engine
     from torch._dynamo.external_utils import call_accumulate_grad as call_accumulate_grad
     from torch._dynamo.external_utils import call_backward as call_backward
@@ -62,10 +61,6 @@ _session: Callable[[], contextlib.AbstractContextManager[None]] = getattr(
     torch.compiler, "_compile_session_context", contextlib.nullcontext
 )
 
-# What Dynamo raises when a frame cannot be captured whole; nothing of the frame has run by then.
-CAPTURE_ERRORS: tuple[type[BaseException], ...] = (Unsupported, UserError)
-RECOMPILE_LIMIT_ERRORS: tuple[type[BaseException], ...] = (FailOnRecompileLimitHit,)
-
 # c10::ScalarType, in its order: a part of torch's file format, so it does not change.
 _DTYPES = (
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.float32, torch.float64),
@@ -81,12 +76,22 @@ class CaptureBackward:
     others: in a step that has emptied the processor's caches before, it takes as long as a small kernel.
     """
 
-    __slots__ = ("_before", "_make", "_threads", "_was_on")
+    __slots__ = ("_before", "_captures", "_compiler_fn", "_threads", "_was_on")
 
     def __init__(self, compiler_fn: Callable[[fx.GraphModule], Any]) -> None:
-        self._make = functools.partial(_QuickCapture, compiler_fn)
+        self._compiler_fn = compiler_fn
+        self._captures: list[_QuickCapture] = []
 
-    def __enter__(self) -> None:
+    def _make(self) -> _QuickCapture:
+        self._captures.append(_QuickCapture(self._compiler_fn))
+        return self._captures[-1]
+
+    @property
+    def has_spoilt_graph(self) -> bool:
+        """Whether a capture ended while autograd's nodes held stand-ins in the place of saved tensors (torch 2.13)."""
+        return any(capture.is_tracing for capture in self._captures)
+
+    def __enter__(self) -> CaptureBackward:
         if _is_verbose():
             _set_verbose_logger(_compiled_autograd.verbose_log)
         self._before = _set_compiler(self._make, False)
@@ -94,9 +99,13 @@ class CaptureBackward:
         _compiled_autograd.compiled_autograd_enabled = True
         self._threads = torch._C._is_multithreading_enabled()
         torch._C._set_multithreading_enabled(False)
+        return self
 
     def __exit__(self, *error: object) -> None:
+        for capture in self._captures:
+            capture.leave()
         torch._C._set_multithreading_enabled(self._threads)
+        _compiled_autograd.in_compiled_autograd_region = False
         _compiled_autograd.compiled_autograd_enabled = self._was_on
         _set_compiler(*self._before)
 
@@ -111,6 +120,27 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
     """
 
     with_symbols = False
+    is_tracing = False
+    _error: Exception | None = None
+
+    def begin_capture(self, *arguments: Any) -> Any:
+        begun = super().begin_capture(*arguments)
+        self.is_tracing = True
+        return begun
+
+    def proxy_call_backward(self, inputs: Any, output_metadatas: Any, *others: Any) -> Any:
+        """An error waits for the end: here it would leave the node without the tensors that it has saved."""
+        try:
+            return super().proxy_call_backward(inputs, output_metadatas, *others)
+        except Exception as error:
+            self._error = self._error or error
+            return (None,) * len(output_metadatas)
+
+    def leave(self) -> None:
+        """Leave the modes that a capture is made in. torch does so only where none fails (2.13); twice is no harm."""
+        self.stack.close()
+        if hasattr(self, "compile_context"):
+            self.compile_context.__exit__(None, None, None)
 
     def wrap_fake(self, x: torch.Tensor, source: Any) -> Any:
         if _QuickCapture.with_symbols:
@@ -136,12 +166,15 @@ class _QuickCapture(_Capture):  # type: ignore[misc]
 
         Raises:
             SizesInGraph: it may fit no other shapes. Nothing has run; another capture will do.
+            Exception: of any class, from a function of autograd that cannot be captured. Nothing has run.
         """
+        self.is_tracing = False
+        if self._error is not None:
+            raise self._error
         found = [node.name for node in self.fx_tracer.graph.nodes if _is_computed(node)]
         if found and not _QuickCapture.with_symbols:
             _QuickCapture.with_symbols = True
-            self.stack.close()
-            self.compile_context.__exit__(None, None, None)
+            self.leave()
             raise SizesInGraph(f"a capture computed {', '.join(found)}")
         return super().end_capture(outputs)
 
@@ -274,6 +307,11 @@ def compile_graph(
     with _tracing(_TracingContext(example[0].fake_mode)):  # type: ignore[attr-defined]
         _counters["stats"]["unique_graphs"] += 1  # who counts compilations counts these
         return _preserving_state(compile_now)()
+
+
+def asks_for_errors(error: Exception) -> bool:
+    """Whether the user wants to be told by an error that something is compiled anew, and this may be it."""
+    return isinstance(error, _RecompileError) or stance() == "fail_on_recompile"
 
 
 def stance() -> str:

@@ -15,9 +15,10 @@ import contextlib
 import copy
 import io
 import logging
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -34,10 +35,21 @@ with named():
     from torch._guards import compile_context as _compile_context
     from torch._guards import tracing as _tracing
     from torch._inductor.compile_fx import compile_fx as _compile_fx
+    from torch._library.custom_ops import OPDEFS as _OPDEFS
     from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
     from torch.fx._graph_pickler import GraphPickler as _GraphPickler
     from torch.fx._graph_pickler import Options as _Options
     from torch.fx._graph_pickler import _GraphUnpickler, _UnpickleState
+    from torch.library import _defs as _defined
+
+_NAMESPACES: Final = frozenset(
+    "_c10d_functional _c10d_functional_autograd _dtensor _inductor_debug _inductor_test _native _quantized _test "
+    "_torch_testing ao aten bucketing c10d c10d_functional debug_mode_ops debugprims device_mesh dp_compile "
+    "export flex_lib fsdp higher_order inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn onnx "
+    "onnx_symbolic prim prims profiler quantization quantized quantized_decomposed rngprims semi_structured "
+    "sparse static_runtime streams symm_mem torch_attn".split()
+)
+"""Of ops that come with torch, whose version is in the key, and of ours."""
 
 logger = logging.getLogger("dp_compile.kept")
 
@@ -148,8 +160,32 @@ class _Stands:
     _time_taken_ns = 0
 
 
+def _op_of_another_package(compiler: Any) -> str:
+    """An op that is in no key, or only by its name; empty if there is none.
+
+    torch's key has the graph of Dynamo, in which a user's op is a name, and what is saved is traced through its
+    backward, or through all of it: after an edit of its source the next process would train by the formula of before.
+    """
+    save = compiler.try_save_cache_entry
+    cells = dict(zip(save.__code__.co_freevars, save.__closure__ or (), strict=True))
+    text = str(cells["joint_graph_str"].cell_contents)
+    for namespace, name in re.findall(r"torch\.ops\.(\w+)\.(\w+)", text):
+        if namespace not in _NAMESPACES:
+            return f"{namespace}::{name}"
+    # Of these the graph shows nothing: they may be traced through.
+    for name in sorted(_defined):
+        opaque = name in _OPDEFS and not _OPDEFS[name]._torch_dispatch_fns
+        if name.partition("::")[0] not in _NAMESPACES and not opaque:
+            return name
+    return ""
+
+
 def _save(compiler: Any) -> bool:
     metadata, info = compiler.fw_metadata, compiler.lazy_backward_info
+    if foreign := _op_of_another_package(compiler):
+        compiler.try_save_cache_entry = None
+        logger.info("a forward is not saved: the source of %s, which may be in it, is in no key", foreign)
+        return False
     special = (
         metadata.num_graphsafe_rng_states,
         metadata.is_rng_op_functionalized,

@@ -27,6 +27,12 @@ def compile_in_place(module: nn.Module, **options: Any) -> None:
     module._compiled_call_impl = functools.partial(torch.compile(_first_frames[kind], **options), module)
 
 
+def is_compiled(module: object) -> bool:
+    """Whether it is what `torch.compile` returns for a module. Not by the name `_orig_mod`: a child may have it."""
+    kind = type(module)
+    return kind.__name__ == "OptimizedModule" and kind.__module__ == "torch._dynamo.eval_frame"
+
+
 def _call(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)
 

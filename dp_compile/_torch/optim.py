@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +37,16 @@ def found_inf(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
 def found_inf_tensors(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Where `scaler.unscale_(optimizer)` has noted, for each device, whether what it looked at was not finite."""
     return list(_found_inf(scaler, optimizer).values())
+
+
+def note_backward(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Note at a scaler that gradients of an optimizer are there, until `scaler.update()`, which forgets its notes."""
+    scaler._per_optimizer_states[id(optimizer)]["dp_compile"] = True
+
+
+def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether `scaler.update()` is to come for what `note_backward` noted."""
+    return "dp_compile" in scaler._per_optimizer_states.get(id(optimizer), ())
 
 
 def in_backward_optimizers(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
@@ -74,4 +84,11 @@ def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     if "_step_supports_amp_scaling" in vars(optimizer):
         return lambda: None
     optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    return functools.partial(vars(optimizer).pop, "_step_supports_amp_scaling", None)
+    reference = weakref.ref(optimizer)  # its __dict__ may hold it, in a cycle
+
+    def unmark() -> None:
+        alive = reference()
+        if alive is not None:
+            vars(alive).pop("_step_supports_amp_scaling", None)
+
+    return unmark

@@ -10,7 +10,7 @@ Here every receive is posted before the first send: 85 and 74 ms.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final, cast
@@ -33,18 +33,36 @@ _more: Final[Counter[str]] = Counter()
 
 
 class Pairs(dist.Work):
-    """A message to each other rank of a group and one from each. Keeps what is sent until it has been waited for."""
+    """A message to each other rank of a group and one from each. Owns the memory of both until it is waited for.
 
-    def __init__(self, messages: Sequence[dist.Work], sent: torch.Tensor) -> None:
+    It stays in `_in_flight` until then, whoever drops it: gloo reads nothing more from a connection once the buffer of
+    a posted receive was freed (torch 2.13: gloo/transport/tcp/pair.cc), so every later exchange would time out.
+    """
+
+    def __init__(self, messages: Sequence[dist.Work], memory: Sequence[torch.Tensor], group: str) -> None:
         super().__init__()
-        self._messages, self._sent = tuple(messages), [sent]
+        self._messages, self._memory, self._group = deque(messages), list(memory), group
+        _in_flight[group][id(self)] = self
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """`timeout`: none, or of no length, as waits in a graph have it, is the group's."""
-        for each in self._messages:
+        """`timeout`: none, or of no length, as waits in a graph have it, is the group's. Does nothing the second time:
+        gloo would wait for a second message."""
+        while self._messages:
+            each = self._messages.popleft()
             each.wait(timeout) if timeout else each.wait()
-        self._sent.clear()
+        self._memory.clear()
+        _in_flight[self._group].pop(id(self), None)
         return True
+
+
+_in_flight: Final[defaultdict[str, dict[int, Pairs]]] = defaultdict(dict)
+"""By group, what was launched and not waited for."""
+
+
+def wait_for_all(group: str) -> None:
+    """Wait for every exchange of a group that is in flight, as after a backward whose error has dropped some."""
+    for each in list(_in_flight[group].values()):
+        each.wait()
 
 
 def take_turns(group: str, device: torch.device) -> bool:
@@ -52,10 +70,9 @@ def take_turns(group: str, device: torch.device) -> bool:
     if device.type != "cpu":
         return False
     try:
-        backend = dist.get_backend_config(distributed.group_of_name(group))
+        return distributed.is_gloo(distributed.group_of_name(group), device.type)
     except (RuntimeError, ValueError):  # there is none: a plan is looked at without ranks
         return False
-    return "cpu:gloo" in backend.split(",")
 
 
 _memories: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
@@ -106,7 +123,7 @@ def _exchange(part_for: Callable[[int], torch.Tensor], received: torch.Tensor, s
     if own.data_ptr() != received[rank].data_ptr():
         received[rank].copy_(own)
     _more[name] += len(messages) - 1
-    return Pairs(messages, sent)
+    return Pairs(messages, (sent, received), name)
 
 
 def collectives_launched(group: dist.ProcessGroup, device: torch.device) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dp_compile._torch.autograd import without_dispatch_modes
+from dp_compile._torch.autograd import as_outermost_code
 
 
 def holders(tensor: torch.Tensor) -> tuple[int, int]:
@@ -26,7 +26,7 @@ def holders(tensor: torch.Tensor) -> tuple[int, int]:
 def shows_holders() -> bool:
     """Whether this torch says so, of all who could look at memory later."""
     try:
-        with without_dispatch_modes():  # while something is compiled, tensors are fake
+        with as_outermost_code():  # while something is compiled, tensors are fake
             tensor = torch.empty(4, dtype=torch.uint8, device="cpu")
             alone = holders(tensor)
             for held in _held(tensor):

@@ -33,6 +33,10 @@ class PostLocalSGDOptimizer(TorchOptimizer):
         averager: one of this package, or torch's.
     """
 
+    _step_supports_amp_scaling = True
+    """torch's `GradScaler` then calls `step` also where gradients overflowed. It would leave the call out on that rank
+    alone, and with it the averaging: ranks would average after different steps (pytorch#76282)."""
+
     def __init__(self, optim: torch.optim.Optimizer, averager: averagers.ModelAverager) -> None:
         self.optim, self.averager = optim, averager
 
@@ -49,12 +53,29 @@ class PostLocalSGDOptimizer(TorchOptimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step of the local optimizer, and one call of the averager.
 
+        Under a `GradScaler`, the local step is left out where gradients are not finite; the averager is called.
+
         Args:
             closure: as for the local optimizer; what it returns is returned.
         """
-        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)  # set by `GradScaler.step`
+        if found_inf is None:
+            loss = self.optim.step() if closure is None else self.optim.step(closure)
+        else:
+            loss = None
+            self._step_unscaled(found_inf, getattr(self, "grad_scale", None))
         self.averager.average_parameters(self.param_groups)
         return loss
+
+    def _step_unscaled(self, found_inf: torch.Tensor, scale: torch.Tensor | None) -> None:
+        """What `GradScaler.step` does for other optimizers. `scale`: `None` if gradients are divided already."""
+        if bool(found_inf):
+            return
+        if scale is not None:
+            for parameter in parameters_in(self.param_groups):
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale.to(parameter.grad.device))
+        self.optim.step()
 
 
 class OuterOptimizer(PostLocalSGDOptimizer):
@@ -116,8 +137,14 @@ class OuterOptimizer(PostLocalSGDOptimizer):
         return said | {"outer": outer | ({"hook": self._outer.remembered} if self._outer.remembered else {})}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` gave. Without `outer` the parameters of now are where the outer optimizer stands."""
+        """Load what `state_dict` gave. Without `outer` the parameters of now are where the outer optimizer stands.
+
+        Raises:
+            ConfigError: `outer` is not of such parameters; nothing was loaded.
+        """
         outer, local = state_dict.get("outer"), {key: value for key, value in state_dict.items() if key != "outer"}
+        if outer is not None:
+            self._outer.check(parameters_in(self.param_groups), outer)
         super().load_state_dict(local)  # type: ignore[no-untyped-call]
         self._outer.load(parameters_in(self.param_groups), outer)
 
@@ -160,24 +187,39 @@ class _OuterStep(averagers.ModelAverager):
         self.velocities += [torch.zeros_like(each) for each in added] if self.momentum else []
         self.__dict__.pop("_exchange", None)  # compared once more
 
+    def check(self, parameters: Sequence[torch.Tensor], state: dict[str, Any]) -> None:
+        """Whether a state is of an optimizer over such parameters.
+
+        Raises:
+            ConfigError: it has another number of tensors, or one of another shape.
+        """
+        for name, ours in (("parameters", parameters), ("velocities", parameters if self.momentum else ())):
+            theirs = state[name]
+            if len(ours) != len(theirs):
+                raise ConfigError(f"state_dict has {len(theirs)} outer {name}, this optimizer {len(ours)}.")
+            for place, (tensor, value) in enumerate(zip(ours, theirs, strict=True)):
+                if tensor.shape != value.shape:
+                    raise ConfigError(
+                        f"state_dict has outer {name}[{place}] of shape {list(value.shape)}, this optimizer one of "
+                        f"{list(tensor.shape)}. Load what an optimizer over the same parameters has saved."
+                    )
+        if "hook" in state:
+            given, own = ({str(i): each for i, each in enumerate(some)} for some in (state["hook"], self.remembered))
+            check_alike(given, own)
+
     def load(self, parameters: Sequence[torch.Tensor], state: dict[str, Any] | None) -> None:
         self.outer, self.velocities, self.remembered = [], [], []
         self.add(parameters)
         if state is None:
             return
         for ours, name in ((self.outer, "parameters"), (self.velocities, "velocities")):
-            theirs = state[name]
-            if len(ours) != len(theirs):
-                raise ConfigError(f"state_dict has {len(theirs)} outer {name}, this optimizer {len(ours)}.")
-            for tensor, value in zip(ours, theirs, strict=True):
+            for tensor, value in zip(ours, state[name], strict=True):
                 tensor.copy_(value)
         # Saved without a hook: nothing was lost on the wire until then.
         if "hook" in state:
-            given, own = ({str(i): each for i, each in enumerate(some)} for some in (state["hook"], self.remembered))
-            check_alike(given, own)
-            for name, tensors in own.items():
+            for tensors, given in zip(self.remembered, state["hook"], strict=True):
                 for key, tensor in tensors.items():
-                    tensor.copy_(given[name][key])
+                    tensor.copy_(given[key])
 
     @torch.no_grad()
     def average_parameters(self, params: Any) -> None:

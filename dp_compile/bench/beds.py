@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, fields
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from dp_compile.bench import fabric
 from dp_compile.errors import ConfigError, DPCompileError
@@ -86,7 +87,7 @@ class Link:
         for name in ("rate_mbit", "comm_over_compute", "latency_us"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), zero_allowed=False)
-        if self.kind == FABRIC:
+        if self.kind == FABRIC.name:
             self._check_fabric()
         elif self.kind == "shaped":
             self._check_rate("a shaped link")
@@ -118,7 +119,8 @@ class Link:
 
     @property
     def name(self) -> str:
-        parts = [self._rate_name] if self.kind != FABRIC else [f"fabric {self.ranks} x {self.link or self._hop_name}"]
+        is_fabric = self.kind == FABRIC.name
+        parts = [f"fabric {self.ranks} x {self.link or self._hop_name}"] if is_fabric else [self._rate_name]
         parts += [f"between nodes of {self.ranks_inside}"] if self.ranks_inside is not None else []
         return " ".join([*parts, *([self.algorithm] if self.algorithm is not None else [])])
 
@@ -266,7 +268,7 @@ def _fabric(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
     if link.comm_over_compute is not None and torch.cuda.is_available():
         raise NoBedError("compute is timed on the CPU, the fabric would run on the GPU: give rate_mbit or link.")
     yield Bed(
-        FABRIC,
+        FABRIC.name,
         "127.0.0.1",
         ((),),
         # That barrier would wait in the store for ranks that are only played.
@@ -280,7 +282,7 @@ def _fabric(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
 def _nccl_alone(link: Link, ranks: int, rate_mbit: float | None) -> Iterator[Bed]:
     if not torch.cuda.is_available():
         raise NoBedError("NCCL needs a GPU, and torch sees none here.")
-    yield Bed("nccl", "127.0.0.1", ((),))
+    yield Bed(dist.get_default_backend_for_device("cuda"), "127.0.0.1", ((),))
 
 
 _Opener = Callable[[Link, int, float | None], AbstractContextManager[Bed]]
@@ -288,7 +290,7 @@ _RATES: Final = ("rate_mbit", "comm_over_compute")
 _KINDS: Final[Mapping[str, tuple[_Opener, tuple[str, ...]]]] = {
     "loopback": (_loopback, ()),
     "shaped": (_shaped, (*_RATES, "ranks_inside")),
-    FABRIC: (_fabric, (*_RATES, "ranks", "link", "latency_us", "algorithm")),
+    FABRIC.name: (_fabric, (*_RATES, "ranks", "link", "latency_us", "algorithm")),
     "nccl-1": (_nccl_alone, ()),
 }
 """By kind, what makes it, and the keys that it has."""

@@ -69,6 +69,8 @@ class Fabric(dist.ProcessGroup):
         cost: of an all-reduce. Broadcast and all-gather are one of its two phases and take half of that.
     """
 
+    dp_compile_backend = FABRIC
+
     def __init__(self, rank: int, ranks: int, cost: AllReduceCost) -> None:
         super().__init__(rank, ranks)  # type: ignore[call-arg]  # annotated is only the one with a store
         self.cost = cost
@@ -80,7 +82,7 @@ class Fabric(dist.ProcessGroup):
     # torch's C++ asks for these by their names; without backends in it, a group does not keep them itself.
 
     def getBackendName(self) -> str:
-        return FABRIC
+        return FABRIC.name
 
     def getGroupName(self) -> str:
         return self._name
@@ -294,10 +296,10 @@ def _create(store: Any, rank: int, ranks: int, timeout: timedelta) -> Fabric:
     text = os.environ.get(VARIABLE)
     if text is None:
         raise ConfigError(
-            f"backend {FABRIC!r} needs the environment variable {VARIABLE}: what `fabric.environment(cost)` returns."
+            f"backend 'fabric' needs the environment variable {VARIABLE}: what `fabric.environment(cost)` returns."
         )
     values: Mapping[str, Any] = json.loads(text)
     return Fabric(rank, ranks, AllReduceCost.from_dict(values))
 
 
-dist.Backend.register_backend(FABRIC, _create, devices=["cpu", "cuda"])
+dist.Backend.register_backend(FABRIC.name, _create, devices=["cpu", "cuda"])

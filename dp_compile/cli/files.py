@@ -60,6 +60,8 @@ def _other_kind(text: str) -> str | None:
         data = json.loads(text)
     except ValueError:
         return None
+    if isinstance(data, dict) and "traceEvents" in data:
+        return "not a step file of dp_compile but a trace of a profiler: read it with a trace viewer."
     if isinstance(data, dict) and "buckets" in data:
         kind = "an explanation, which was made from one" if "bound_by" in data else "a plan file: dp-compile plan show"
         return f"not a step file of dp_compile but {kind}."

@@ -21,8 +21,8 @@ examples:
   dp-compile plan check plan.json --step step.json
       is every gradient in it once, does it fit the gradients of a step, and what is it predicted to reach there
 
-A plan file is written with dp_compile.strategies.plan_to_json(dp_compile.report(model).plan), may be edited by hand,
-and is used with dp_compile.replicate(model, plan="plan.json").
+A plan file is written with dp_compile.plan.strategies.plan_to_json(dp_compile.report(model).plan), may be edited by
+hand, and is used with dp_compile.replicate(model, plan="plan.json").
 
 Exit status: 0 done, the same, or nothing wrong; 1 different, or something wrong; 2 a file cannot be read, is of
 another kind, or of another version.

@@ -278,7 +278,7 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
             f"{', '.join(said)} of config: no gradient of a decentralized module is reduced, its ranks differ, and its "
             "buckets are of parameters. Leave it out; see bucket_size_in_mb."
         )
-    return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False)
+    return dataclasses.replace(given, ddp_python_hook=True, broadcast_buffers=False, init_sync_buffers=True)
 
 
 def _check(max_norm: object, clip: str, scaler: object, bucket_mb: object) -> None:

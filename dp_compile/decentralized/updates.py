@@ -127,6 +127,9 @@ class MixingUpdates:
         for listener in self.mixer.listeners:
             listener.ended()
 
+    def left_out(self, error: BaseException) -> None:
+        """Nothing follows reductions, of which there are none."""
+
     def interrupted(self, error: BaseException) -> None:
         replica = self._replica()
         if not self._done or replica is None or self._broken:

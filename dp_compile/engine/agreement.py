@@ -8,15 +8,19 @@ rarely, as it is quadratic in the ranks: `exchange`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
+import torch.distributed as dist
+
 from dp_compile._torch import distributed
-from dp_compile.errors import DesyncError
+from dp_compile.errors import CommunicationError, DesyncError, VoidBackwardError
 
 Statement = Mapping[str, Any]
 _MISSING: Final = object()
@@ -24,6 +28,17 @@ _MISSING: Final = object()
 
 class MissingRankError(DesyncError):
     """A rank did not come in time: where it is can be asked. Other disagreements say all there is to say."""
+
+
+class LostStoreError(CommunicationError):
+    """The key-value store is gone. So is all that ranks could say."""
+
+
+def is_of_other_ranks(error: BaseException) -> bool:
+    """Whether an error says that other ranks did not come, or cannot be reached."""
+    if isinstance(error, VoidBackwardError):
+        return False
+    return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +49,37 @@ class Table:
     rank: int
     world_size: int
     timeout_s: float
+
+    def post(self, key: str, value: Any) -> None:
+        """Let other ranks read plain JSON data."""
+        with self._asking(self.timeout_s):
+            self.store.set(key, json.dumps(value, sort_keys=True))
+
+    def read(self, key: str, patience_s: float) -> Any:
+        """What a rank has posted.
+
+        Raises:
+            RuntimeError: it is not there after `patience_s`.
+        """
+        with self._asking(patience_s):
+            self.store.wait([key], timedelta(seconds=patience_s))
+            return json.loads(self.store.get(key))
+
+    @contextlib.contextmanager
+    def _asking(self, patience_s: float) -> Iterator[None]:
+        """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
+        started_s = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started_s
+            if isinstance(error, dist.DistNetworkError) or waited_s < patience_s / 2:
+                raise LostStoreError(
+                    f"rank {self.rank} of {self.world_size}: the key-value store does not answer after {waited_s:.1f} "
+                    "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
+                    f"first. torch says: {error}"
+                ) from error
+            raise
 
 
 def agree(table: Table, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
@@ -49,19 +95,21 @@ def agree(table: Table, topic: str, statement: Statement, *, call: str = "", ver
     Raises:
         DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
             `table.timeout_s`. The text names the rank and the first difference.
+        LostStoreError: the store is gone, here and in all that follows.
     """
-    table.store.set(f"{topic}/{table.rank}", json.dumps(statement, sort_keys=True))
+    table.post(f"{topic}/{table.rank}", statement)
     if table.rank == 0:
         own = json.loads(json.dumps(statement))
-        table.store.set(f"{topic}/verdict", json.dumps(_judge(table, topic, own, call and f"{verb} {call}")))
+        table.post(f"{topic}/verdict", _judge(table, topic, own, call and f"{verb} {call}"))
     try:
-        table.store.wait([f"{topic}/verdict"], timedelta(seconds=2 * table.timeout_s))
+        verdict, is_missing = table.read(f"{topic}/verdict", 2 * table.timeout_s)
+    except LostStoreError:
+        raise
     except RuntimeError as error:
         raise MissingRankError(
             f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
             f"{call or 'the same'}, for the same modules in the same order?"
         ) from error
-    verdict, is_missing = json.loads(table.store.get(f"{topic}/verdict"))
     if verdict:
         raise (MissingRankError if is_missing else DesyncError)(f"{call or topic}: {verdict}")
 
@@ -78,15 +126,16 @@ def decide(table: Table, topic: str, value: Any) -> Any:
         DesyncError: rank 0 has not said anything after `table.timeout_s`.
     """
     if table.rank == 0:
-        table.store.set(f"{topic}/decision", json.dumps(value))
+        table.post(f"{topic}/decision", value)
     try:
-        table.store.wait([f"{topic}/decision"], timedelta(seconds=table.timeout_s))
+        return table.read(f"{topic}/decision", table.timeout_s)
+    except LostStoreError:
+        raise
     except RuntimeError as error:
         raise MissingRankError(
             f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
             f"this rank? ({topic})"
         ) from error
-    return json.loads(table.store.get(f"{topic}/decision"))
 
 
 def collect(table: Table, topic: str, value: Any) -> list[Any]:
@@ -95,7 +144,7 @@ def collect(table: Table, topic: str, value: Any) -> list[Any]:
     Raises:
         DesyncError: on rank 0, if a rank has not said anything after `table.timeout_s`.
     """
-    table.store.set(f"{topic}/{table.rank}", json.dumps(value))
+    table.post(f"{topic}/{table.rank}", value)
     if table.rank:
         return []
     return [_word_of(table, topic, rank) for rank in range(table.world_size)]
@@ -112,19 +161,20 @@ def exchange(table: Table, topic: str, value: Any) -> list[Any]:
     Raises:
         DesyncError: some rank has not said anything after `table.timeout_s`; the text names it.
     """
-    table.store.set(f"{topic}/{table.rank}", json.dumps(value))
+    table.post(f"{topic}/{table.rank}", value)
     return [_word_of(table, topic, rank) for rank in range(table.world_size)]
 
 
 def _word_of(table: Table, topic: str, rank: int) -> Any:
     try:
-        table.store.wait([f"{topic}/{rank}"], timedelta(seconds=table.timeout_s))
+        return table.read(f"{topic}/{rank}", table.timeout_s)
+    except LostStoreError:
+        raise
     except RuntimeError as error:
         raise MissingRankError(
             f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, "
             f"and does it run the same backwards as this rank? ({topic})"
         ) from error
-    return json.loads(table.store.get(f"{topic}/{rank}"))
 
 
 def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bool]:
@@ -136,11 +186,12 @@ def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bo
         # verdict comes before the ranks that wait for it give up.
         patience = max(0.01, min(1.0, table.timeout_s / (2 * table.world_size))) if missing else table.timeout_s
         try:
-            table.store.wait([f"{topic}/{rank}"], timedelta(seconds=patience))
+            other = table.read(f"{topic}/{rank}", patience)
+        except LostStoreError:
+            raise
         except RuntimeError:
             missing.append(rank)
             continue
-        other = json.loads(table.store.get(f"{topic}/{rank}"))
         if "error" in other:
             complaints.append(f"rank {rank} cannot go on: {other['error']}")
         elif "error" not in own and other != own:

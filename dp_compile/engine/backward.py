@@ -7,7 +7,8 @@ last one. A backward without our parameters passes untouched.
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, traced with the backward into one graph                    |
 | not compiled                     | torch's C++ reducer, until the first compiled forward             |
-| compiled, capture not possible   | hooks, run eagerly: same collectives, said once in the log        |
+| compiled, capture not possible,  | hooks, run eagerly: same collectives, said once in the log        |
+| failed, or not worth its time    |                                                                   |
 
 A backward inside another one, as reentrant checkpointing runs it, is a part of the outermost one: its gradients are
 reduced when that one ends. What is inside is told by the engine: by its own number of the backward that a thread is in,
@@ -32,6 +33,7 @@ from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
 from dp_compile.config import keeps_compiled
 from dp_compile.engine import drift, observers, probe, updates
+from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.finite import check_finite
 from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
 from dp_compile.engine.hooks import (
@@ -40,6 +42,8 @@ from dp_compile.engine.hooks import (
     NotedArrivals,
     ReductionRound,
     Reporting,
+    launches_so_far,
+    leave,
     reduce_eagerly,
     refuse_inner_step,
     round_of_inner_backwards,
@@ -50,19 +54,21 @@ from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica, Revision
-from dp_compile.engine.settling import agree_on_hooks, revise_if_due
+from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
-from dp_compile.errors import ReductionError, UnsupportedTorchError
+from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
 FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
+AT_ONCE: Final = 4
+COMES_AGAIN: Final = 64
+"""So many graphs of a module, by its plan, are compiled when they come for the first time; another one pays for its
+compilation once it has come so often. A model that takes another path in each step would be compiled in each step."""
 MOST_CAPTURES: Final = 32
-MOST_PARTIAL_CAPTURES: Final = 16
-"""How many graphs of one module are compiled, and how many of them in which parameters are left out. A model that takes
-another path in each step, as routed experts do, would be compiled in each step."""
+"""Graphs may differ where their structure does not: in a number that code depends on."""
 _CAPTURE_PATIENCE_S: Final = 600.0
 
 _scope = threading.local()
@@ -166,12 +172,17 @@ class _Outermost:
     def run(self) -> tuple[torch.Tensor, ...]:
         # In `torch.autograd.grad` nothing is accumulated, no hook runs: nothing to reduce.
         found = _search(self.call) if self.call.accumulate_grad else _NOTHING
+        if not self.call.accumulate_grad:
+            _warn_of_local_gradients(self.call.inputs)
         try:
             if found.replicas:
                 return _reduce(found, self.call, self)
             result = self.call.run()
             self.finish()
             return result
+        except BaseException as error:
+            leave({replica: this.launches for replica, this in self.late.items()}, error)
+            raise
         finally:
             for replica in self.late:
                 replica.arrivals_in = None
@@ -223,6 +234,23 @@ class _Outermost:
                 reduction_round.finish()
                 replica.arrivals_in = None
                 _complete(replica, ())
+
+
+def _warn_of_local_gradients(inputs: Sequence[Any]) -> None:
+    """`torch.autograd.grad` with respect to parameters: correct for a norm or a penalty, wrong for an update."""
+    names: dict[Replica, list[str]] = {}
+    for each in inputs:
+        found = owners.find(each)
+        if found is not None and found[0].sync and found[0].group.world_size > 1:
+            names.setdefault(found[0], []).append(found[0].names[found[1]])
+    for replica, of_module in names.items():
+        warn_once(
+            logger,
+            [replica],
+            "torch.autograd.grad returns the gradients of this rank alone: those of %s are not reduced. For an update "
+            "call backward(), or average them over the ranks.",
+            ", ".join(of_module[:2]) + (f" and {len(of_module) - 2} more" if len(of_module) > 2 else ""),
+        )
 
 
 def _run_inside_the_engine(call: _Call) -> tuple[torch.Tensor, ...]:
@@ -280,37 +308,109 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
     if any(map(_wants_hooks, found.replicas)):
         probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
     synced = [replica for replica in found.replicas if replica.reduces]
-    with Watched(synced) as watched, updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
+    with Watched(synced) as watched:
         _check_alone(found.replicas)
         for replica in synced:
             replica.check_group()
-            _check_inputs(replica, call)
-            replica.local.begin()
-        # From here to `count_from_here` ranks talk to each other, so the order is a protocol: ranks without inputs hear
-        # of the backward first, then plans change, and who reduces is asked of the plans as they are then.
-        _announce(synced)
-        for replica in synced:
-            revise_if_due(replica)
-            _compare_after_step(replica)
-        by_hooks = [replica for replica in found.replicas if _choose_hooks(replica, found.compiled, call.tensors)]
-        watched.count_from_here()
-        obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
+        start = _Start(found, synced, call)
         try:
-            with Reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
-                result = _run(found, by_hooks, obstacle, call)
+            with updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
                 for replica in synced:
-                    if replica not in by_hooks:
-                        _complete_reducer(replica, call)
-            outermost.finish()
-        except BaseException:
-            # A reducer of torch waits for the rest of its backward; the next one gets a new reducer.
-            _end_reducers(found.replicas)
+                    _check_inputs(replica, call)
+                by_hooks = start.by_hooks = start.meet()
+                watched.count_from_here()
+                obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
+                try:
+                    with Reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
+                        result = _run(found, by_hooks, obstacle, call)
+                        for replica in synced:
+                            if replica not in by_hooks:
+                                _complete_reducer(replica, call)
+                    outermost.finish()
+                except BaseException:
+                    # A reducer of torch waits for the rest of its backward; the next one gets a new reducer.
+                    _end_reducers(found.replicas)
+                    raise
+                for replica in synced:
+                    start.completed.append(replica)
+                    _complete(replica, call.tensors)
+        except BaseException as error:
+            start.leave(error)
             raise
-        for replica in synced:
-            _complete(replica, call.tensors)
     for replica in found.replicas:
         _end(replica, call)
     return result
+
+
+@dataclass(eq=False, slots=True)
+class _Start:
+    """Where ranks talk to each other before a backward is reduced, and where one of them leaves that fails."""
+
+    found: _Found
+    synced: Sequence[Replica]
+    call: _Call
+    by_hooks: list[Replica] | None = None
+    """Those that hooks reduce, once that is known."""
+    completed: list[Replica] = field(default_factory=list)
+    """Those whose gradients are reduced, and what follows that has begun."""
+    _has_begun: bool = False
+    _launches: list[int] = field(default_factory=list)
+
+    def meet(self) -> list[Replica]:
+        """Which modules hooks reduce.
+
+        The order is a protocol: ranks without inputs hear of the backward first, then plans change, and who reduces is
+        asked of the plans as they are then.
+        """
+        self._has_begun = True
+        for replica in self.synced:
+            replica.local.begin()
+        _announce(self.synced)
+        for replica in self.synced:
+            revise_if_due(replica)
+            _compare_after_step(replica)
+        by_hooks = [each for each in self.found.replicas if _choose_hooks(each, self.found.compiled, self.call.tensors)]
+        self._launches = list(map(launches_so_far, self.synced))
+        return by_hooks
+
+    def leave(self, error: BaseException) -> None:
+        """The backward failed on this rank: complete its part in the collectives of the others."""
+        met = self.by_hooks is not None
+        if not any(replica.group.has_others for replica in self.synced):
+            return
+        if is_of_other_ranks(error) or (self._has_begun and not met):
+            # They do not come, or hear of it where they meet.
+            leave({replica: 0 for replica in self.synced if met and replica.local.reduced}, error)
+            return
+        try:
+            by_hooks = self.meet() if self.by_hooks is None else self.by_hooks
+            launches = dict[Replica, int]()
+            for replica, before in zip(self.synced, self._launches, strict=True):
+                # Modules that share a group launch one after the other.
+                earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
+                stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
+                launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
+            by_hooks = [replica for replica in self.synced if replica in by_hooks]
+            if not met:
+                _end_reducers(self.found.replicas)
+            settle([replica for replica in by_hooks if replica.local.reduced is None])
+            leave({replica: launches[replica] for replica in by_hooks}, error)
+            self._follow(error)
+        except Exception as another:
+            if is_of_other_ranks(another):
+                raise
+            logger.warning("other ranks wait for this one, which failed and cannot complete a backward", exc_info=True)
+
+    def _follow(self, error: BaseException) -> None:
+        """Where other ranks have the gradients, take part in what they do with them."""
+        others = [replica for replica in self.synced if replica.local.reduced]
+        for replica in others:
+            if replica not in self.completed:
+                with contextlib.suppress(DesyncError, ReductionError):  # what ended it here says more
+                    complete_backward(replica, {})
+        for replica in others:
+            for each in replica.after.updates if replica.after.wanted and not replica.rehearses else ():
+                each.left_out(error)
 
 
 def _end(replica: Replica, call: _Call) -> None:
@@ -352,7 +452,7 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
 def _arrivals_without_hooks(replicas: Sequence[Replica], by_hooks: Sequence[Replica]) -> Mapping[Replica, Arrivals]:
     """Where hooks report in modules that torch's reducer reduces, or that nobody reduces in this backward."""
     others = [replica for replica in replicas if replica not in by_hooks]
-    return {each: NotedArrivals() if each.sync else LocalArrivals(each) for each in others}
+    return {each: NotedArrivals(each) if each.sync else LocalArrivals(each) for each in others}
 
 
 def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
@@ -364,25 +464,53 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
     if obstacle is not None:
         return _run_eagerly(found, by_hooks, obstacle, call)
     with Capturing(by_hooks) as backward:
-        if backward is not None:
-            with _capture():
-                try:
-                    return _run_captured(by_hooks, backward, call)
-                except compiler.SizesInGraph as error:
-                    logger.debug("captures are torch's own from now on, and slower: %s", error)
-                    return _run_captured(by_hooks, backward, call)
-                except RuntimeError as error:
-                    if backward.ran or not compiler.is_reducer_in_the_way(error):
-                        raise
-                    obstacle = "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
-    return _run_eagerly(found, by_hooks, obstacle or "another backward is captured at the moment", call)
+        if backward is None:
+            obstacle = "another backward is captured at the moment"
+        else:
+            try:
+                return _capture(by_hooks, backward, call)
+            except DPCompileError:
+                raise
+            except Exception as error:
+                if backward.ran:
+                    raise
+                obstacle = _why_not_captured(error)
+                if backward.is_spoilt:
+                    _remember(by_hooks, obstacle, call)
+                    raise
+                # Nothing has run, and the graph is whole: an error of the user's own comes once more, as it is.
+    result = _run_eagerly(found, by_hooks, obstacle, call)
+    if backward is not None:
+        _remember(by_hooks, obstacle, call)
+    return result
 
 
-def _capture() -> contextlib.AbstractContextManager[None]:
-    """Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now."""
+def _capture(by_hooks: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+    # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
     from dp_compile.engine.captured import capture
 
-    return capture()
+    with capture() as begun:
+        try:
+            return _run_captured(by_hooks, backward, call)
+        except compiler.SizesInGraph as error:
+            logger.debug("captures are torch's own from now on, and slower: %s", error)
+            return _run_captured(by_hooks, backward, call)
+        finally:
+            backward.is_spoilt = begun.has_spoilt_graph
+
+
+def _why_not_captured(error: Exception) -> str:
+    from dp_compile.engine.compilation import described
+
+    if isinstance(error, RuntimeError) and compiler.is_reducer_in_the_way(error):
+        return "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"
+    return described(error)
+
+
+def _remember(replicas: Sequence[Replica], obstacle: str, call: _Call) -> None:
+    """Try no second time to capture such a graph."""
+    for replica in replicas:
+        replica.history.refused[_structure(call.tensors)] = obstacle
 
 
 def _announce(replicas: Sequence[Replica]) -> None:
@@ -406,7 +534,15 @@ def _complete_reducer(replica: Replica, call: _Call) -> None:
     unused = sorted(missing - reached)
     if unused and replica.config.unused != "find":
         parameters = [replica.parameters[index] for index in unused]
-        autograd.run_engine(tuple(parameters), tuple(map(torch.zeros_like, parameters)), False, False, (), True, True)
+        frozen = [each for each in parameters if not each.requires_grad]  # after `replicate`: the reducer waits for it
+        for each in frozen:
+            each.requires_grad_(True)
+        try:
+            zeros = tuple(map(torch.zeros_like, parameters))
+            autograd.run_engine(tuple(parameters), zeros, False, False, (), True, True)
+        finally:
+            for each in frozen:
+                each.requires_grad_(False)
     replica.reducer.finish()
     replica.local.note_steps()
     used = sorted({*noted.seen, *reached, *replica.local.used})
@@ -427,7 +563,11 @@ def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
-        reduced = {name: own_part(grad) for name, grad in grads if grad is not None}
+        reduced = {
+            name: grad.coalesce().values() if grad.is_sparse else own_part(grad)
+            for name, grad in grads
+            if grad is not None
+        }
     complete_backward(replica, reduced, outputs)
 
 
@@ -599,7 +739,11 @@ def _obstacle(found: _Found, by_hooks: Sequence[Replica], outputs: Sequence[Any]
         return "operations on DTensors in it were not compiled"
     if any(adding_cannot_be_traced(each.parameters[index].grad) for each in by_hooks for index in each.dtensors):
         return "it adds to gradients that are DTensors in buckets, which this torch does not trace"
-    return _obstacle_of_modules(found, by_hooks) or _obstacle_of_process(create_graph=create_graph)
+    return (
+        _obstacle_of_modules(found, by_hooks)
+        or _obstacle_of_process(create_graph=create_graph)
+        or _obstacle_of_structure(by_hooks, outputs)
+    )
 
 
 def _computes_with_dtensors(outputs: Sequence[Any]) -> bool:
@@ -615,18 +759,53 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
         return "torch's C++ reducer reduces another module in it"
     if any((each.passes, each.config.backend) != (by_hooks[0].passes, by_hooks[0].config.backend) for each in by_hooks):
         return "modules in it have different passes or backends"
-    for replica in by_hooks:
-        captures = replica.history.captures
-        if len(captures) < min(MOST_CAPTURES, MOST_PARTIAL_CAPTURES):
-            continue
-        partial_captures = sum(record.completed > 0 for record in captures.values())
-        if len(captures) >= MOST_CAPTURES or partial_captures >= MOST_PARTIAL_CAPTURES:
-            return f"it was compiled {len(captures)} times, for other sets of used parameters or other graphs"
+    if any(len(replica.history.captures) >= MOST_CAPTURES for replica in by_hooks):
+        return f"it was compiled {MOST_CAPTURES} times, for other graphs"
     if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
         return FIRST_AS_DDP
+    if any(replica.sparse for replica in found.replicas):
+        return "gradients in it are sparse"
     if any(replica.beside_shards for replica in found.replicas):
         return "parts of the module are managed by fully_shard"
     return None
+
+
+def _obstacle_of_structure(by_hooks: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
+    """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
+    history = by_hooks[0].history
+    all_at_once = history.compiled_for_plan() < AT_ONCE or by_hooks[0].rehearses
+    if all_at_once and not history.refused:
+        return None
+    structure = _structure(outputs)
+    if structure in history.refused or all_at_once:
+        return history.refused.get(structure)
+    times = history.structures.get(structure, 0)
+    if times < COMES_AGAIN:
+        history.structures[structure] = times + 1
+        return (
+            f"its graph changes, {history.compiled_for_plan()} of its graphs are compiled, and another one only when "
+            f"it has come {COMES_AGAIN} times"
+        )
+    return None
+
+
+def _structure(outputs: Iterable[Any]) -> int:
+    """What autograd has recorded between these tensors and the leaves: equal for equal nodes, edges and leaves."""
+    numbers: dict[Any, int] = {}
+    found: list[object] = []
+    stack = list(map(_node_of, outputs))
+    while stack:
+        node = stack.pop()
+        if node is None or node in numbers:
+            found.append(numbers.get(node))
+            continue
+        numbers[node] = len(numbers)
+        leaf = autograd.leaf_behind(node)
+        found.append(type(node) if leaf is None else id(leaf))
+        for following, which in node.next_functions:
+            stack.append(following)
+            found.append(which)
+    return hash(tuple(found))
 
 
 def _obstacle_of_process(*, create_graph: bool) -> str | None:
@@ -642,6 +821,7 @@ def _obstacle_of_process(*, create_graph: bool) -> str | None:
 
 
 def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+    known = [len(replica.history.captures) for replica in replicas]
     with Reporting({each: NoArrivals(each) if each.sync else LocalArrivals(each) for each in replicas}):
         result = call.run()
     if not backward.ran:
@@ -650,8 +830,14 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
             f"a backward of the modules that hold {names} ran outside dp_compile's capture. Is torch's own compiled "
             "autograd on? Leave torch._dynamo.config.compiled_autograd off."
         )
-    for replica in replicas:
+    if backward.obstacle is not None:
+        _say_not_captured(replicas, backward.obstacle)
+        _remember(replicas, backward.obstacle, call)
+        return result
+    for replica, before in zip(replicas, known, strict=True):
         replica.history.backwards["captured" if replica.sync else "captured without sync"] += 1
+        if len(replica.history.captures) > before:
+            replica.history.structures[_structure(call.tensors)] = COMES_AGAIN
     _check_not_stepped(replicas)
     if backward.is_new and keeps_compiled(replica.device.type for replica in replicas):
         _keep_forwards(call.tensors)
@@ -683,10 +869,7 @@ def _check_not_stepped(replicas: Sequence[Replica]) -> None:
 def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
     for replica in replicas:
         check_intact(replica)
-        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
-    synced = [replica for replica in replicas if replica.reduces]
-    if obstacle is not FIRST_AS_DDP:
-        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
+    _say_not_captured(replicas, obstacle)
     left_out = _LeftOut(frozenset(replicas if found.compiled else ()))
 
     def run() -> tuple[torch.Tensor, ...]:
@@ -697,6 +880,14 @@ def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call
         return _reached(call.tensors, replica) - left_out.indices[replica]
 
     return reduce_eagerly(replicas, run, reached=reached)
+
+
+def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
+    for replica in replicas:
+        replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
+    synced = [replica for replica in replicas if replica.reduces]
+    if obstacle is not FIRST_AS_DDP:
+        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
 
 @dataclass(eq=False, slots=True)

@@ -22,7 +22,6 @@ from dp_compile.engine.agreement import Table, agree
 from dp_compile.engine.group import group_of_mesh
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
-from dp_compile.plan.backends import PLAYED
 from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
 
@@ -58,7 +57,7 @@ def calibrate(
 
     Args:
         process_group: whose all-reduce to measure; the default group if not given.
-        device: where the data is; the CPU, or the current GPU if the group is NCCL's.
+        device: where the data is; the current accelerator if the group has a backend for it, else the CPU.
         timeout_s: how long to wait until every rank has called it.
         device_mesh: in the place of `process_group`, as `replicate` takes it; with two dimensions there are two levels.
         levels: those of `process_group`, if they are known already.
@@ -78,17 +77,18 @@ def calibrate(
     assert group is not None  # there is a default group
     if dist.get_world_size(group) < 2:
         raise ConfigError("calibration needs a group of at least 2 ranks; with one there is nothing to measure.")
-    _meet(group, timeout_s)
-    if device is None:
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    on_link = partial(_fit, group=group, device=torch.device(device))
+    device = torch.device(distributed.working_device(group) if device is None else device)
+    backend = distributed.backend_of(group, device.type)
+    if not backend.simulated:
+        _meet(group, timeout_s)
+    on_link = partial(_fit, group=group, device=device)
     fits = [on_link([Stage(ALL_REDUCE, distributed.group_name(group), "sum")])]
     if levels is not None:
-        stages = levels.stages("sum", dist.get_backend(group))
+        stages = levels.stages("sum", backend)
         fits += [on_link([each for each in stages if each.link == link]) for link in (INSIDE, BETWEEN)]
     whole, *two = (found.cost for found in fits)
     cost = AllReduceCost(whole.alpha_s, whole.beta_s_per_byte, *two)
-    _known.setdefault(group, {})[torch.device(device).type] = cost
+    _known.setdefault(group, {})[device.type] = cost
     return replace(fits[0], cost=cost, residual=max(found.residual for found in fits))
 
 
@@ -122,8 +122,6 @@ def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device
 
 def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:
     """Wait until all are there: a collective with a rank that never comes ends with an error that names nobody."""
-    if dist.get_backend(group) in PLAYED:
-        return
     name = distributed.group_name(group)
     _calls[name] += 1
     table = Table(distributed.default_store(), dist.get_rank(group), dist.get_world_size(group), timeout_s)

@@ -6,7 +6,6 @@ shape. Compiled code is chosen by the binding, never by the module.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +17,13 @@ from dp_compile._torch import distributed, dynamo
 from dp_compile.config import keeps_compiled
 from dp_compile.engine import window
 from dp_compile.engine.binding import Binder, Binding, Place, find_sites
-from dp_compile.engine.compilation import CompiledBackward, NotTraced, OtherMemory, first_line
+from dp_compile.engine.compilation import CompiledBackward, NotTraced, OtherMemory, described
 from dp_compile.engine.hooks import reduce_eagerly
-from dp_compile.engine.logs import warn_once
 from dp_compile.engine.reduced_graph import CapturedGraph, give_zeros_for_none
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import settle
 from dp_compile.engine.shapes import estimates_of
-from dp_compile.errors import ReductionError
+from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.plan.ready_times import ASSUMED, Estimate, ModelCollective, estimated_times
 
 logger = logging.getLogger("dp_compile.capture")
@@ -33,7 +31,7 @@ logger = logging.getLogger("dp_compile.capture")
 _Estimates = tuple[dict[Place, Estimate], tuple[ModelCollective, ...]]
 
 
-def capture() -> contextlib.AbstractContextManager[None]:
+def capture() -> dynamo.CaptureBackward:
     """Inside, backwards are captured."""
     return dynamo.CaptureBackward(CapturedBackward)
 
@@ -59,33 +57,37 @@ class CapturedBackward:
         # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
         with window.Outside(), dynamo.without_autocast():
             known = len(self._compiled)
-            result = self._run(backward.replicas, inputs, (sizes, scalars, hooks, packed))
+            result = self._run(backward, inputs, (sizes, scalars, hooks, packed))
             backward.is_new = len(self._compiled) > known
             return result
 
-    def _run(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        binding = self._binder.bind(replicas, inputs, rest[2])
-        if self._settle(replicas, binding, inputs, rest):  # other plans: a binding says which
-            binding = self._binder.bind(replicas, inputs, rest[2])
-        compiled = self._compiled.get(binding)
-        if compiled is None:
-            _refuse_shards(rest[2])
-            if dynamo.stance() == "eager_on_recompile":
-                return self._run_uncompiled(replicas, inputs, rest)
-            captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
-            compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
-        if compiled.gave_up:
-            return self._run_uncompiled(replicas, inputs, rest)
+    def _run(self, backward: window.Backward, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        replicas, n_inputs = backward.replicas, len(inputs)
+        compiled: CompiledBackward | None = None
         try:
+            binding = self._binder.bind(replicas, inputs, rest[2])
+            if self._settle(replicas, binding, inputs, rest):  # other plans: a binding says which
+                binding = self._binder.bind(replicas, inputs, rest[2])
+            compiled = self._compiled.get(binding)
+            if compiled is None:
+                _refuse_shards(rest[2])
+                if dynamo.stance() == "eager_on_recompile":
+                    return self._run_uncompiled(replicas, inputs, rest)
+                captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
+                compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
             return compiled(replicas, inputs, rest)
         except (NotTraced, OtherMemory):
             # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
             # Or code that writes to parameters cannot be sure any more what reads them: it is made anew next time.
             del self._compiled[binding]
-        except dynamo.RECOMPILE_LIMIT_ERRORS as error:
-            compiled.gave_up = True
-            message = "a backward is not compiled any more, it was recompiled too often: %s"
-            warn_once(logger, replicas, message, first_line(error))
+        except DPCompileError:
+            raise
+        except Exception as error:
+            # Dynamo, Inductor and fake tensors raise exceptions of any class. Once code runs its inputs are used up.
+            if (compiled is not None and compiled.has_begun) or dynamo.asks_for_errors(error):
+                raise
+            backward.obstacle = described(error)
+        del inputs[n_inputs:]
         return self._run_uncompiled(replicas, inputs, rest)
 
     def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:

@@ -19,6 +19,7 @@ from dp_compile.engine.post_local_sgd import PostLocalSGDMemory
 from dp_compile.engine.power_sgd import PLAIN, PowerSGDMemory
 from dp_compile.errors import ConfigError
 from dp_compile.passes.functional_hook import FunctionalHook, register
+from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import Averaging
 
 TorchHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -70,7 +71,7 @@ class CommHook:
         return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}{units}"
 
 
-def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: str) -> CommHook:
+def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:
     """A hook whose function was checked.
 
     The checks are those of torch's DDP (`_check_comm_hook`), with two differences: the parameters may have any name,
@@ -105,7 +106,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
             f"comm hook {hook.name} must return torch.futures.Future[torch.Tensor], annotated "
             f"{signature.return_annotation}."
         )
-    if hook.averaging is None and hook.name.startswith("bf16_compress") and backend not in ("nccl", "xccl"):
+    if hook.averaging is None and hook.name.startswith("bf16_compress") and not backend.bf16_compress:
         raise ConfigError(f"comm hook {hook.name} needs NCCL or XCCL, the group's backend is {backend}.")
     return hook
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import re
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -24,9 +27,7 @@ from dp_compile.engine.binding import Place
 from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
-from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.intact import check_not_moved
-from dp_compile.engine.logs import warn_once
 from dp_compile.engine.owners import owners
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.reduced_graph import (
@@ -35,12 +36,11 @@ from dp_compile.engine.reduced_graph import (
     ToReduce,
     reductions_in,
     with_reductions,
-    without_hooks,
     without_python,
 )
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
-from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
+from dp_compile.errors import DPCompileError, ReductionError, UnsupportedTorchError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.own_memory import OwnMemory
@@ -119,7 +119,8 @@ class CompiledBackward:
     """The compiled form of a captured graph for one binding."""
 
     def __init__(self, captured: CapturedGraph, replicas: tuple[Replica, ...]) -> None:
-        self.gave_up = False
+        self.has_begun = False
+        """Code of it was running: what it was given may be used up."""
         self._has_code = False
         self._captured, self._binding = captured, captured.binding
         self._plans = tuple(replica.plan.for_code() for replica in replicas)
@@ -146,8 +147,6 @@ class CompiledBackward:
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
         self._why_deferred = "" if makes_buckets else observers.NO_BUCKETS
-        self._is_broken = False
-        """It could not be captured as one graph: it runs in compiled pieces, then everything is reduced at its end."""
         self._run: Callable[..., Any] | None = None
         self._keeping = _Keeping()
         self._first: _FirstRun | None = None
@@ -156,9 +155,7 @@ class CompiledBackward:
         for ordinal, replica in enumerate(replicas):
             if not replica.sync:
                 replica.local.used.update(self._used[ordinal])
-        if self._is_broken:
-            return self._run_in_pieces(replicas, inputs, rest)
-        n_inputs = len(inputs)
+        self.has_begun = False
         self._plans_now = tuple(replica.plan for replica in replicas)
         inputs.extend(self._extra_inputs(replicas))
         self._settling, self._replicas = tuple(replicas[ordinal] for ordinal in self._synced), replicas
@@ -178,12 +175,6 @@ class CompiledBackward:
                     _say_if_late(replicas, time.monotonic() - started)
                 if self._first is not None:
                     self._after_first_run(self._first, outputs, reduced)
-        except dynamo.CAPTURE_ERRORS as error:
-            if self._has_code or self._log.graphs:
-                raise  # Not from tracing: the code was running, and its inputs are used up.
-            self._break(replicas, error)
-            del inputs[n_inputs:]
-            return self._run_in_pieces(replicas, inputs, rest)
         finally:
             self._events, self._settling, self._replicas, self._first = None, (), (), None
         self._has_code = True
@@ -220,32 +211,6 @@ class CompiledBackward:
             for index in range(len(replica.parameters)) if replica.comm_hook is not None else ():
                 yield from replica.state_of_hook(index).values()
 
-    def _break(self, replicas: Sequence[Replica], error: BaseException) -> None:
-        self._why_deferred = f"it broke into several graphs, {described(error)}"
-        warn_once(
-            logger,
-            replicas,
-            "the backward cannot be captured as one graph, so its reductions all run at its end: %s",
-            described(error),
-        )
-        self._is_broken = True
-        self._log, self._keeping, self._first = CompileLog(), _Keeping(), None
-        # The plain method: a module's call wraps errors in a way that Dynamo would try to trace, and hide.
-        self._run = torch.compile(without_hooks(self._captured).forward, backend=self._compile_piece)
-
-    def _run_in_pieces(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
-        """Compiled pieces, then a round of reductions: nothing is reduced before all hooks of the user's have run."""
-        ordinals = {replica: ordinal for ordinal, replica in enumerate(replicas)}
-        outputs, _ = reduce_eagerly(
-            replicas,
-            lambda: self._call(inputs, rest),
-            pieces=lambda replica: self._used[ordinals[replica]],
-            void=lambda: observers.COMPILED_IN_IT * bool(self._log.graphs),
-        )
-        self._has_code = True
-        self._record(replicas)
-        return outputs
-
     def _call(self, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         assert self._run is not None
         try:
@@ -266,7 +231,7 @@ class CompiledBackward:
             try:
                 replica.hand_out(unused, averages, replica.used_by_nobody(unused, flags))
                 read_flags(replica, flags, unused)
-            except (ReductionError, DesyncError) as error:
+            except DPCompileError as error:
                 complaints.append(error)
         if complaints:
             raise complaints[0]
@@ -435,9 +400,9 @@ class CompiledBackward:
         if found != expected:
             wrong = [f"{self._name(place)} {found[place]} times" for place in (expected - found) + (found - expected)]
             raise ReductionError(
-                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse? That is "
-                "not supported, compute it with sparse=False. If not, something traced the hooks wrongly; please "
-                "report it with the model."
+                f"the captured backward reduces {', '.join(wrong[:8])}, expected once. Is a gradient sparse, and no "
+                "nn.Embedding(sparse=True) says so? Compute it with sparse=False. If not, something traced the hooks "
+                "wrongly; please report it with the model."
             )
         self._log.graphs += 1
         self._log.reductions += sum(found.values())
@@ -459,18 +424,12 @@ class CompiledBackward:
             dynamo.let_go_of_nodes(graph_module)
             return told
 
-    def _compile_piece(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        """The backend that Dynamo calls with a piece of a backward: there are no reductions in it."""
-        self._log.graphs += 1
-        logger.debug("compiling piece %d of a backward", self._log.graphs)
-        return self._compile_with_passes(graph_module, example_inputs)
-
     def _compile_with_passes(
         self,
         graph_module: fx.GraphModule,
         example_inputs: Sequence[Any],
-        listeners: Sequence[observers.CompilationListener] = (),
-        shares: tuple[int, ...] = (),
+        listeners: Sequence[observers.CompilationListener],
+        shares: tuple[int, ...],
     ) -> Callable[..., Any]:
         def on_stage(name: str, graph: fx.Graph) -> None:
             for listener in listeners:
@@ -486,7 +445,7 @@ class CompiledBackward:
         )
         crosses = tuple(tuple(each.crosses for each in replica.after.wanted) for replica in self._replicas)
         # In front of all that the pipeline verifies: a copy that it makes is a gradient's source for the passes.
-        whole = inductor.ChainedPass(inductor.Keyed(OwnMemory(is_whole=not self._is_broken)), pipeline)
+        whole = inductor.ChainedPass(inductor.Keyed(OwnMemory()), pipeline)
         if self._updates and any(map(any, crosses)):
             # Behind all of it: every reduction has its wait until here.
             whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
@@ -507,7 +466,7 @@ class CompiledBackward:
     @contextlib.contextmanager
     def _taking(self, graph_module: fx.GraphModule) -> Iterator[None]:
         """Around a compilation whose result is to be kept: take it."""
-        if self._keeping.key is None or self._is_broken:
+        if self._keeping.key is None:
             yield
             return
         from dp_compile.engine import artifacts
@@ -544,6 +503,7 @@ class CompiledBackward:
         def run(*args: Any) -> Any:
             if self._updates and memory_of([*_flat(args)], self._written_together()) != shares:
                 raise OtherMemory("tensors of a captured backward share memory in another way than before")
+            self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
             plans, events = self._plans_now, self._events or _NOTHING
@@ -596,20 +556,18 @@ class CompiledBackward:
             log, self._log = self._log, CompileLog()
             self._latest = CaptureRecord(
                 hooks=sum(place is not None and place[0] in self._synced for place in self._binding.hooked),
-                reductions=sum(self._expected_reductions().values()) if self._is_broken else log.reductions,
+                reductions=log.reductions,
                 completed=sum(len(self._unused[ordinal]) for ordinal in self._synced),
                 # Code from a cache has no graph to count in; the same passes made it from the same plans.
                 collectives=log.collectives if log.passes_ran else self._planned_collectives(),
                 graphs=log.graphs,
-                deferred=self._deferred or self._is_broken,
+                deferred=self._deferred,
                 cached=not log.passes_ran,
                 synced=bool(self._synced or self._updates),
                 passes=log.passes,
                 placements=log.placements,
-                updated=0 if self._is_broken else sum(len(each.indices) for each in self._updates),
-                left_to_step=("all: it is not one graph",) * bool(self._updates)
-                if self._is_broken
-                else self._left_to_step,
+                updated=sum(len(each.indices) for each in self._updates),
+                left_to_step=self._left_to_step,
                 kept=self._keeping.said,
                 why_deferred=self._why_deferred,
             )
@@ -665,16 +623,21 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0]
 
 
-_CONTEXT: Final = re.compile(r"^\s*Developer debug context: (.*)$", re.MULTILINE)
+_CONTEXT: Final = re.compile(r"^\s*Developer debug context: (.*\S.*)$", re.MULTILINE)
+_EXPLANATION: Final = re.compile(r"^\s*Explanation: (.*)$", re.MULTILINE)
+_OURS: Final = tuple(f"{directory}{os.sep}" for directory in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _USER_LINE: Final = re.compile(r'^\s*File "([^"<]+)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def described(error: BaseException) -> str:
-    """Why Dynamo gave up, with what and where: its first line alone says "a function marked as skipped"."""
-    text, parts = str(error), [first_line(error)]
-    if context := _CONTEXT.search(text):
-        parts.append(f"({context[1].strip()})")
-    if places := _USER_LINE.findall(text):
-        file, line, function = places[-1]
-        parts.append(f"at {file}:{line} in {function}")
+    """Why a capture failed, with what and where: Dynamo's first line alone says "a function marked as skipped"."""
+    text, parts = str(error), [f"{type(error).__name__}: {first_line(error)}"]
+    if more := _CONTEXT.search(text) or _EXPLANATION.search(text):
+        parts.append(f"({more[1].strip()})")
+    # Where it says nothing of the user's code: where he called backward().
+    called = [(each.filename, str(each.lineno), each.name) for each in traceback.extract_stack()]
+    for file, line, function in reversed([*called, *_USER_LINE.findall(text)]):
+        if not file.startswith(_OURS):
+            parts.append(f"at {file}:{line} in {function}")
+            break
     return " ".join(parts)

@@ -44,7 +44,6 @@ SHARE: Final = 1e-3
 TRIED_AFTER: Final = (3, 5)
 """The first synchronised backwards compile; the first comparison loads kernels, so the better one of two counts."""
 DECIDED_AFTER: Final = 8
-_SAME_BITS: Final = ("gloo", "nccl")
 """Backends whose all-reduce leaves the same bits on every rank."""
 _WORDS_IN_A_ROW: Final = 1024
 _FACTOR: Final = 0x9E3779B97F4A7C15 - 2**64  # odd, and without a pattern: Fibonacci hashing
@@ -87,7 +86,7 @@ def _is_wanted(replica: Replica) -> bool:
         replica.config.check_reductions
         and replica.called_hook is None
         and replica.group.averaging.subgroup is None
-        and replica.group.backend in _SAME_BITS
+        and replica.group.backend.equal_bits
     )
 
 
@@ -198,7 +197,7 @@ def _no_equal_bits(replica: Replica) -> str:
         "inputs may be uneven": replica.uneven is not None,
         "ranks average within subgroups": replica.group.averaging.subgroup is not None,
         "only the comm hook knows what they should be": replica.called_hook is not None,
-        f"{replica.group.backend} may leave other bits on each rank": replica.group.backend not in _SAME_BITS,
+        f"{replica.group.backend} may leave other bits on each rank": not replica.group.backend.equal_bits,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
@@ -214,7 +213,7 @@ def _launch(replica: Replica, after: int) -> _Flight:
         own = torch.cat([torch.tensor([_facts(device)], device=device), sums])
         reduced = torch.stack([own, ~own])
         work = dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=replica.group.process_group, async_op=True)
-        if events and replica.group.backend == "nccl":
+        if events and replica.group.backend.on_stream:
             assert work is not None
             work.wait()  # on the device, not here
             work, on_host = None, torch.empty(reduced.shape, dtype=reduced.dtype, pin_memory=True)

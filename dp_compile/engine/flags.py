@@ -5,19 +5,21 @@ The flags travel in the plan's last bucket; where torch's reducer reduces, in a 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
+import torch.distributed as dist
 
 from dp_compile._torch import autograd
 from dp_compile.engine.agreement import exchange
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_in_backward
-from dp_compile.errors import DesyncError, ReductionError
-from dp_compile.plan.flags import is_mixed, is_moved_by_some, is_stepped, more_elements
+from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
+from dp_compile.plan.flags import FAILED, is_failed, is_mixed, is_moved_by_some, is_stepped, more_elements
 
 MAX_UNREAD: Final = 2
 
@@ -36,7 +38,7 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     is nothing to tell.
     """
     told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
-    stepped, moved = bool(replica.local.stepped), replica.local.moved
+    stepped, moved = bool(replica.local.stepped), replica.local.moved or bool(replica.local.missed)
     key = (told, stepped, moved)
     if replica.unused.flags_told is None or replica.unused.flags_told[0] != key:
         elements = [0.0] * len(replica.parameters)
@@ -44,10 +46,50 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
             elements[index] = 1.0
         # Not the plan, which a first captured backward settles when its flags are made; `settling` compares plans.
         elements += more_elements(replica.topic, stepped=stepped, moved=moved)
-        with autograd.made_like(replica.parameters[0]):
-            flags = torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
-        replica.unused.flags_told = (key, flags)
+        replica.unused.flags_told = (key, _made(replica, elements))
     return replica.unused.flags_told[1]
+
+
+def flags_of_failure(replica: Replica, error: BaseException) -> torch.Tensor:
+    """What this rank sends if its backward failed. The text of the error is in the store before it sends this.
+
+    These flags count as read.
+    """
+    _settled[replica.group.name] += 1
+    replica.local.stepped.clear()
+    replica.local.moved, replica.local.missed = False, ""
+    table = table_in_backward(replica)
+    if table is not None:
+        key = _key_of_failure(replica, _settled[replica.group.name], dist.get_rank())
+        with contextlib.suppress(RuntimeError):  # no store: the flags say it without the text
+            table.store.set(key, in_one_line(error, 500))
+    return _made(replica, [0.0] * len(replica.parameters) + [*FAILED])
+
+
+def _made(replica: Replica, elements: Sequence[float]) -> torch.Tensor:
+    with autograd.made_like(replica.parameters[0]):
+        return torch.tensor(elements, dtype=replica.parameters[0].dtype.to_real()).to(replica.device)
+
+
+def _key_of_failure(replica: Replica, number: int, rank: int) -> str:
+    return f"dp_compile.failed/{replica.group.name}/{number}/{rank}"
+
+
+def in_one_line(error: BaseException, most: int = 200) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:most]
+
+
+def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
+    """Look at reduced flags on the host before anything becomes of the gradients.
+
+    Raises:
+        VoidBackwardError: the backward failed on some rank.
+    """
+    if flags.is_cpu and not _are_fine(replica, flags) and is_failed(flags[len(replica.parameters) :].tolist()):
+        replica.local.reduced = False
+        _settled[replica.group.name] += 1
+        raise VoidBackwardError(_who_failed(replica, _settled[replica.group.name]))
 
 
 def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> None:
@@ -63,23 +105,23 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
             had a gradient which was not reduced. What happened on other ranks only is reported at once on a CPU, up to
             `MAX_UNREAD` backwards later on a GPU.
         DesyncError: ranks reduced different modules.
+        VoidBackwardError: the backward failed on some rank.
     """
     _settled[replica.group.name] += 1
-    stepped, moved = sorted(replica.local.stepped), replica.local.moved
-    replica.local.stepped.clear()
-    replica.local.moved = False
-    if not replica.config.check_reductions:
-        return
-    reported = tuple(unused) if replica.config.unused == "error" else ()
-    if not (reported or stepped) and flags.is_cpu and _are_fine(replica, flags):
-        return
-    replica.unused.flags_unread.append(
-        UnreadFlags(flags, reported, tuple(stepped), moved, _settled[replica.group.name])
-    )
-    while (unread := replica.unused.flags_unread) and (
-        reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD
-    ):
-        _judge(replica, unread.popleft())
+    local, checks = replica.local, replica.config.check_reductions
+    stepped, moved, missed = sorted(local.stepped), local.moved, local.missed
+    local.stepped.clear()
+    local.moved, local.missed, local.reduced = False, "", False
+    reported = tuple(unused) if checks and replica.config.unused == "error" else ()
+    stepped = stepped if checks else []
+    if (reported or stepped) or not (flags.is_cpu and _are_fine(replica, flags)):
+        number = _settled[replica.group.name]
+        replica.unused.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), moved, missed, number))
+        while (unread := replica.unused.flags_unread) and (
+            reported or stepped or unread[0].has_arrived() or len(unread) > MAX_UNREAD
+        ):
+            _judge(replica, unread.popleft())
+    local.reduced = True
 
 
 def _are_fine(replica: Replica, flags: torch.Tensor) -> bool:
@@ -98,18 +140,35 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
     else:
         more, any_unused = flags[n_parameters:].tolist(), bool(flags[:n_parameters].any())
     try:
+        if is_failed(more):
+            raise VoidBackwardError(_who_failed(replica, unread.number))
+        if not replica.config.check_reductions:
+            return
         if is_mixed(more):
             raise DesyncError(_who_reduced_what(replica, unread.number))
         if unread.stepped or is_stepped(more):
             raise ReductionError(stepped_message(replica, unread.stepped))
         if is_moved_by_some(more):
-            raise ReductionError(_moved_message(replica, here=unread.moved))
+            raise ReductionError(_who_missed_a_step(replica, unread) or _moved_message(replica, here=unread.moved))
         if replica.config.unused == "error" and (unread.unused or any_unused):
             raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
-    except (DesyncError, ReductionError):
+    except (VoidBackwardError, DesyncError, ReductionError):
         replica.unused.flags_unread.clear()
         raise
     replica.unused.flags_fine = flags.clone()  # they lie in a bucket, which would be kept with them
+
+
+def _who_failed(replica: Replica, number: int) -> str:
+    table, done, own, texts = table_in_backward(replica), replica.history.synced_backwards, dist.get_rank(), list[str]()
+    ranks = () if table is None else dist.get_process_group_ranks(replica.group.process_group)
+    for rank, key in ((rank, _key_of_failure(replica, number, rank)) for rank in ranks if rank != own):
+        with contextlib.suppress(RuntimeError):
+            if table is not None and table.store.check([key]):
+                texts.append(f"; rank {rank} left backward {done + 1} with an error: {table.store.get(key).decode()}")
+    return (
+        f"rank {own}, module of {replica.names[0]}: synchronised backward {done + 1} is void{''.join(texts[:4])}. No "
+        "rank has its averages. Clear the gradients on every rank (zero_grad) and go on, or stop."
+    )
 
 
 def _who_reduced_what(replica: Replica, number: int) -> str:
@@ -152,6 +211,14 @@ def stepped_message(replica: Replica, stepped: Sequence[int]) -> str:
     )
 
 
+def _who_missed_a_step(replica: Replica, unread: UnreadFlags) -> str:
+    """Every rank comes here, as every rank has read the same flags; on a GPU in different backwards, so none asks."""
+    table = table_in_backward(replica) if unread.event is None else None
+    topic = f"dp_compile.missed/{replica.topic}/{unread.number}"
+    said = [unread.missed] if table is None else exchange(table, topic, unread.missed)
+    return "; ".join(filter(None, said))
+
+
 def _moved_message(replica: Replica, *, here: bool) -> str:
     where = "on this rank" if here else "on another rank"
     return (
@@ -177,7 +244,7 @@ def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Mapping[st
         f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
         "If some may be left out, pass find_unused_parameters=True, or "
         "config=ReplicateConfig(unused_parameters='zeros'); if they never train, call requires_grad_(False) on them "
-        "before replicate()."
+        "before replicate(); if they were frozen since, call unreplicate() and replicate() again."
     )
 
 
@@ -189,6 +256,7 @@ class UnreadFlags:
     unused: tuple[int, ...]
     stepped: tuple[int, ...]
     moved: bool
+    missed: str
     number: int
     """The number of these flags on their group."""
     event: torch.Event | None = None

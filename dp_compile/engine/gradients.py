@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch import nn
@@ -16,8 +16,13 @@ from dp_compile.plan.flags import MORE
 from dp_compile.plan.reduction import Reduction
 
 
-def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group) -> tuple[GradientSpec, ...]:
-    """The gradients of a module in the order in which they are expected: last parameter first, flags at the end."""
+def gradient_specs(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], group: Group, sparse: Container[int] = ()
+) -> tuple[GradientSpec, ...]:
+    """The gradients of a module in the order in which they are expected: last parameter first, flags at the end.
+
+    Those that are `sparse`, by index, are in no bucket.
+    """
     specs = [
         tensor_spec(index, name, parameter, group)
         for index, (name, parameter) in enumerate(zip(names, parameters, strict=True))
@@ -26,7 +31,7 @@ def gradient_specs(parameters: Sequence[nn.Parameter], names: Sequence[str], gro
     key = first.key._replace(reduction=group.reduction_of_flags(parameters[0].dtype, names[0]))
     itemsize = _on_the_wire(parameters[0].dtype.to_real(), key.reduction).itemsize
     flags = GradientSpec(len(specs), UNUSED_FLAGS, (length,), (1,), itemsize, key)
-    return (*reversed(specs), flags)
+    return (*(each for each in reversed(specs) if each.index not in sparse), flags)
 
 
 def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> GradientSpec:
@@ -68,6 +73,22 @@ def lay_out(parameter: torch.Tensor) -> None:
         laid_out = redistributed_as(parameter, grad)
         if laid_out is not grad:
             parameter.grad = laid_out
+
+
+def sparse_gradient(parameter: torch.Tensor, *, absent: bool) -> torch.Tensor:
+    """The gradient of a parameter as a sparse tensor of its rows, coalesced, in memory of its own.
+
+    Without a gradient, and if this rank is `absent`, it has no rows.
+
+    Where a parameter is used by more than an embedding, gradients are dense on the ranks that did.
+    """
+    grad = None if absent else parameter.grad
+    if grad is not None:
+        rows = grad if grad.is_sparse else grad.to_sparse(1)
+        return rows.detach().coalesce().clone()
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False).coalesce()
 
 
 def empty_gradient(parameter: torch.Tensor) -> torch.Tensor:

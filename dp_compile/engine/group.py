@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
-from dp_compile.plan.backends import PLAYED
+from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import Averaging, Levels, Reduction
 
 
@@ -21,7 +21,8 @@ class Group:
 
     process_group: dist.ProcessGroup
     name: str
-    backend: str
+    backend: Backend
+    """For tensors on the type of device that its gradients are on."""
     world_size: int
     averaging: Averaging
     levels: Levels | None = None
@@ -67,7 +68,7 @@ class Group:
     @property
     def has_others(self) -> bool:
         """Whether there are other ranks that really exist."""
-        return self.world_size > 1 and self.backend not in PLAYED
+        return self.world_size > 1 and not self.backend.simulated
 
 
 def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:

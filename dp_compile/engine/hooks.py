@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
-from dp_compile._torch import autograd
-from dp_compile._torch.distributed import GradBucket
+from dp_compile._torch import autograd, pairs
+from dp_compile._torch.distributed import GradBucket, group_of_name
 from dp_compile.engine import observers
-from dp_compile.engine.flags import flags_to_send, read_flags
-from dp_compile.engine.gradients import lay_out, own_view
+from dp_compile.engine.agreement import is_of_other_ranks
+from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
+from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
 from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
@@ -82,9 +84,19 @@ class LocalArrivals:
 class NotedArrivals:
     """A backward that torch's reducer reduces."""
 
+    replica: Replica
     seen: set[int] = field(default_factory=set)
 
     def arrive(self, index: int) -> None:
+        # The reducer sends what the first of several backwards gave: it reports the next one as "marked ready only
+        # once", or not at all if all buckets were sent by then (torch 2.13).
+        if index in self.seen and not self.replica.config.static_graph:
+            raise ReductionError(
+                f"{self.replica.names[index]} got gradients from two backwards inside one backward, as of reentrant "
+                "checkpoints that share it, and torch's C++ reducer, which reduces where the forward is not compiled, "
+                "reduces the first alone. Compile the forward, pass static_graph=True, or use "
+                "checkpoint(..., use_reentrant=False)."
+            )
         self.seen.add(index)
 
 
@@ -161,7 +173,9 @@ class ReductionRound:
     before: ReductionRound | None = None
     """The round of another module in the same backward. It launches everything first, as captured code does."""
     absent: bool = False
-    """This rank has no inputs left: it takes part with zeros and keeps nothing of the result."""
+    """This rank has no inputs left, or its backward failed: it takes part with zeros and keeps nothing."""
+    silent_launches: int = 0
+    """How many launches, in the plan's order, a backward that failed has made."""
     is_held: bool = False
     """Nothing is launched before the end, as an inner backward may add to a gradient once more."""
     reached: Callable[[], Collection[int]] = tuple
@@ -190,13 +204,13 @@ class ReductionRound:
         """The gradient of parameter `index` is accumulated. Launches every bucket that is complete and next.
 
         Raises:
-            ReductionError: the parameter arrived twice in one backward, or its gradient is sparse.
+            ReductionError: the parameter arrived twice in one backward, or its gradient is sparse unexpectedly.
         """
         grad = self.replica.parameters[index].grad
-        if grad is not None and grad.layout is not torch.strided:
+        if grad is not None and grad.layout is not torch.strided and index not in self.replica.sparse:
             raise ReductionError(
-                f"the gradient of {self.replica.names[index]} is sparse, which is not supported. "
-                "Compute it with sparse=False."
+                f"the gradient of {self.replica.names[index]} is sparse, and no nn.Embedding or nn.EmbeddingBag of the "
+                "module says so. Use one of these, with sparse=True, or compute it with sparse=False."
             )
         if index in self.replica.dtensors:
             # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
@@ -242,13 +256,10 @@ class ReductionRound:
                     lay_out(replica.parameters[index])  # of earlier backwards, without synchronisation
             unused = [index for index in everything if index not in self.arrived and not self.absent]
             used = sorted({*self.arrived, *replica.local.used})
-            flags = flags_to_send(replica, unused, used)
-            for bucket in replica.plan.buckets[len(self.flights) :]:
-                self._launch(bucket, flags)
-            while self.due:
-                self._launch_stage()
+            self._launch_rest(None if self.absent else flags_to_send(replica, unused, used))
             self.averages = self._wait()
             flags = self.averages[len(replica.parameters)]
+            refuse_failed(replica, flags)
             left_alone = replica.used_by_nobody(everything if self.absent else unused, flags)
             for flight in self.flights:
                 flight.ops.remember(left_alone)
@@ -258,11 +269,35 @@ class ReductionRound:
             # Of the first one: the plan is made anew from it once, as torch's DDP rebuilds its buckets.
             replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
+            self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
         finally:
             if self.graph_task is not None:  # else whoever saw the end counts, and puts back what was
                 replica.count_synced()
                 replica.arrivals_in = None
+
+    def _launch_rest(self, flags: torch.Tensor | None) -> None:
+        for bucket in self.replica.plan.buckets[len(self.flights) :]:
+            self._launch(bucket, flags)
+        while self.due:
+            self._launch_stage()
+
+    @property
+    def launches(self) -> int:
+        """How many collectives it has launched."""
+        return sum(flight.ops.launches for flight in self.flights)
+
+    def complete_failed(self, error: BaseException) -> None:
+        """Take part in what the backward that failed has not launched: with zeros, and with flags that say so."""
+        self._launch_rest(flags_of_failure(self.replica, error))
+        for flight in self.flights:
+            finished(flight.reducing)
+
+    def drop(self) -> None:
+        """Wait for what is in flight."""
+        for flight in self.flights:
+            if flight.ops.work is not None:
+                flight.ops.work.wait()
 
     def _wait(self) -> dict[int, torch.Tensor]:
         """For all buckets; of which each rank has a part, that is handed on."""
@@ -280,6 +315,8 @@ class ReductionRound:
     def _set_grad(self, index: int) -> None:
         # In place if the gradient is still there: a hook of the user's may have dropped it.
         grad = self.replica.parameters[index].grad
+        if index in self.replica.sparse:
+            return
         if index in self.replica.after.scattered:
             self.replica.parameters[index].grad = None
         elif grad is None:
@@ -287,6 +324,23 @@ class ReductionRound:
         else:
             with torch.no_grad():
                 own_view(grad).copy_(self.averages[index])
+
+    def _reduce_sparse(self, left_alone: Collection[int]) -> None:
+        """Average sparse gradients as torch's DDP does: divided, then added up, each by itself and after all buckets.
+
+        Ranks without one take part with no rows, and are given the average unless no rank used the parameter.
+        """
+        group = self.replica.group
+        for index in sorted(self.replica.sparse):
+            parameter = self.replica.parameters[index]
+            with torch.no_grad():
+                average = sparse_gradient(parameter, absent=self.absent)
+                average /= group.averaging.divide_by or group.world_size
+                dist.all_reduce(average, group=group.process_group)
+                if not self.absent and index not in left_alone:
+                    is_dense = parameter.grad is not None and not parameter.grad.is_sparse
+                    parameter.grad = average.to_dense() if is_dense else average
+                self.averages[index] = average.coalesce().values()
 
     def is_launched(self) -> bool:
         return not (self.replica.plan.buckets if self.due is None else self.due)
@@ -298,7 +352,7 @@ class ReductionRound:
         number = len(self.flights)
         ops = EagerOps(
             bucket,
-            [None if self.absent else self._source(member.gradient.index, flags) for member in bucket.members],
+            [self._source(member.gradient.index, flags) for member in bucket.members],
             self.replica.device,
             partial(self.audience.launching, self.module, number),
             partial(self.audience.waiting, self.module, number),
@@ -307,7 +361,7 @@ class ReductionRound:
         )
         self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
         if self.due is None:
-            self.due = deque(self._order())
+            self.due = deque(self.order())
         # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
         # stage before those, and buckets are launched in the plan's order.
         while self._launch_stage() != (number, 0):
@@ -316,19 +370,22 @@ class ReductionRound:
         while self.due and self.due[0][1] and not self._is_held_back(*self.due[0]):
             self._launch_stage()
 
-    def _order(self) -> Iterator[tuple[int, int]]:
+    def order(self) -> list[tuple[int, int]]:
+        """What is launched, as bucket and stage."""
         stages = [bucket.key.reduction.stages for bucket in self.replica.plan.buckets]
         if self.replica.strategy != "single":
-            return launch_order(stages)
+            return list(launch_order(stages))
         # No pass makes buckets: captured code reduces one gradient after the other.
-        return ((number, stage) for number, each in enumerate(stages) for stage in range(len(each)))
+        return [(number, stage) for number, each in enumerate(stages) for stage in range(len(each))]
 
     def _launch_stage(self) -> tuple[int, int]:
         """Launch what is due next, and wait for the stage before it."""
         assert self.due is not None
         number, stage = self.due.popleft()
+        flight = self.flights[number]
+        flight.ops.is_silent, self.silent_launches = self.silent_launches > 0, self.silent_launches - 1
         with torch.no_grad():
-            next(self.flights[number].reducing)
+            next(flight.reducing)
         return number, stage
 
     def _is_held_back(self, number: int, stage: int) -> bool:
@@ -337,7 +394,8 @@ class ReductionRound:
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters
-        source = parameters[index].grad if index < len(parameters) else flags
+        own = None if self.absent or index == len(parameters) else parameters[index].grad
+        source = flags if index == len(parameters) else own
         return None if source is None else own_view(source)
 
 
@@ -346,24 +404,19 @@ def reduce_eagerly(
     run: Callable[[], ResultT],
     *,
     reached: Callable[[Replica], Collection[int]] | None = None,
-    pieces: Callable[[Replica], Sequence[int]] | None = None,
-    void: Callable[[], str] = str,
 ) -> ResultT:
-    """Run a backward that is not captured as one graph; its hooks reduce.
+    """Run a backward that is not captured; its hooks reduce.
 
     Args:
         replicas: the modules that it reaches, in the order in which they are reduced.
         run: the backward.
         reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
-        pieces: the backward runs in compiled pieces, in which no hook is called. Which parameters get a gradient in
-            them. Everything is launched behind the last piece.
-        void: why what was told of it means nothing, asked behind it; empty if it does.
     """
     synced = [replica for replica in replicas if replica.reduces]
     settle(synced)
     rounds: list[ReductionRound] = []
     for number, replica in enumerate(synced):
-        this = ReductionRound(replica, before=rounds[-1] if rounds else None, is_held=pieces is not None, module=number)
+        this = ReductionRound(replica, before=rounds[-1] if rounds else None, module=number)
         this.reached = tuple if reached is None else partial(reached, replica)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
@@ -371,15 +424,48 @@ def reduce_eagerly(
         with observers.TellingOfBackward(observers.Backward(tuple(synced), captured=False)) as audience:
             for each in rounds:
                 each.audience = audience
-            result = run()
-            for each in rounds:
-                for index in () if pieces is None else pieces(each.replica):
-                    each.arrive(index)
-            for each in rounds:  # in the order in which they launch
-                each.finish()
-            if why := void():
-                audience.void(why)
+            try:
+                result = run()
+                for each in rounds:  # in the order in which they launch
+                    each.finish()
+            except BaseException as error:
+                for each in () if is_of_other_ranks(error) else rounds:
+                    each.drop()
+                leave({each.replica: each.launches for each in rounds}, error)
+                raise
     return result
+
+
+def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
+    """Complete this rank's part in a backward that failed on it: no rank waits for it, and no receive is left over.
+
+    Args:
+        launches: modules in the order in which they are reduced, and how many collectives of each were launched.
+        error: what ended the backward.
+    """
+    for replica, launched in launches.items():
+        local = replica.local
+        if local.reduced is None and not is_of_other_ranks(error):
+            stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]
+            rest = ReductionRound(replica, absent=True, silent_launches=launched)
+            rest.memory = None  # it may still be in use
+            # The flags are in the last bucket. Once they are on their way every rank takes the gradients for good.
+            local.reduced = launched > rest.order().index((len(stages) - 1, 0))
+            rest.complete_failed(error)
+        for group in () if is_of_other_ranks(error) else replica.plan_groups:
+            pairs.wait_for_all(group)
+        if local.reduced:
+            number = replica.history.synced_backwards + 1
+            local.missed = (
+                f"rank {dist.get_rank()} left synchronised backward {number} of the module of {replica.names[0]} after "
+                f"other ranks had its gradients: {in_one_line(error)}. Parameters differ between ranks. Restore a "
+                "checkpoint on every rank."
+            )
+
+
+def launches_so_far(replica: Replica) -> int:
+    """Collectives launched in its groups, of whatever. Only differences mean something."""
+    return sum(pairs.collectives_launched(group_of_name(name), replica.device) for name in replica.plan_groups)
 
 
 def round_of_inner_backwards(replica: Replica) -> ReductionRound:

@@ -33,6 +33,11 @@ class LocalGradients:
     """Parameters that were changed although they had a gradient that was not reduced."""
     moved: bool = False
     """Parameters were changed after a backward without synchronisation, whose gradients were then dropped."""
+    reduced: bool | None = None
+    """Of the latest synchronised backward: whether every rank has its gradients; `False`: no rank uses them; `None`:
+    this rank's part in its collectives is not over."""
+    missed: str = ""
+    """The error with which this rank raised after the other ranks had the gradients: it leaves out their step."""
     _at_start: tuple[int, ...] = ()
     """How often the parameters had been changed when the synchronised backward began; nothing if nobody looked."""
 
@@ -49,6 +54,7 @@ class LocalGradients:
     def begin(self) -> None:
         """A synchronised backward begins."""
         self._note_changes()
+        self.reduced = None
         self.versions.clear()
         self._at_start = self._versions_now() if self.checks else ()
 

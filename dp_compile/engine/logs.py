@@ -3,8 +3,8 @@
 | level   | logger              | what, each once                                                                  |
 |---------|---------------------|----------------------------------------------------------------------------------|
 | WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
-|         | `capture`           | a backward that is not compiled any more, or not at all                          |
-|         | `compilation`       | a backward that breaks into several graphs; one that is compiled late |
+|         |                     | gradients of `torch.autograd.grad`, which are those of one rank                  |
+|         | `compilation`       | a backward that is compiled late                                                 |
 |         | `decentralized`     | parameters were changed between two steps, of which little or nothing stays      |
 |         | `drift`             | parameters are not compared between ranks, for machines differ                   |
 |         | `dumps`             | graphs are not dumped any more, and why                                          |

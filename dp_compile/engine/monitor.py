@@ -33,6 +33,7 @@ import torch.distributed as dist
 
 from dp_compile._torch import compiler, distributed, pairs
 from dp_compile.engine import agreement
+from dp_compile.engine.flags import in_one_line
 from dp_compile.engine.progress import AGREEING, COMPILING, Answers, Standing, View, Word, bucket_labels, explain
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError
@@ -94,7 +95,7 @@ class Watched:
             return
         try:
             self._note(error)
-            if error is not None and _concerns_others(error) and not isinstance(error, CommunicationError):
+            if error is not None and agreement.is_of_other_ranks(error) and not isinstance(error, CommunicationError):
                 self._explain(error)
         finally:
             if self._outer is None:
@@ -110,14 +111,14 @@ class Watched:
             if error is None:
                 record.done = replica.history.synced_backwards
             else:
-                record.failed, record.gave_up = _in_one_line(error), _concerns_others(error)
+                record.failed, record.gave_up = in_one_line(error), agreement.is_of_other_ranks(error)
                 _monitor.speak()
 
     def _explain(self, error: BaseException) -> None:
         text = self.describe(_monitor.ask(self.others()))
         if isinstance(error, DesyncError):
             raise DesyncError(f"{error} {text}.") from error
-        raise CommunicationError(f"{text}. torch says: {error}") from error
+        raise CommunicationError(f"{text.rstrip('.?')}. torch says: {error}") from error
 
     def others(self) -> tuple[int, ...]:
         """The other ranks that this backward works with, by their global numbers."""
@@ -189,15 +190,6 @@ def _launched(replica: Replica) -> int:
     if levels is not None and distributed.is_alive(group):
         groups.append(distributed.group_of_name(levels.between))
     return sum(pairs.collectives_launched(each, replica.device) for each in groups)
-
-
-def _concerns_others(error: BaseException) -> bool:
-    return isinstance(error, agreement.MissingRankError) or distributed.is_communication_error(error)
-
-
-def _in_one_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no text'}"[:200]
 
 
 # --- what this process is doing ---------------------------------------------------------------------------------

@@ -40,4 +40,5 @@ class ParameterPlace:
 
     def find(self) -> nn.Parameter | None:
         owner = self.owner()
-        return None if owner is None else owner._parameters.get(self.attribute)
+        found = {} if owner is None else owner._parameters
+        return found[self.attribute] if self.attribute in found else None  # of a ScriptModule: no dict, has no get()

@@ -68,6 +68,9 @@ LOWERING_NAMES: Final = (
 
 _lock: Final = threading.Lock()
 _is_known: bool = False
+_MOST_FAILURES: Final = 3
+_failures: int = 0
+"""How many trials ended with an error that says nothing. Each costs half a second, and one precedes each backward."""
 
 
 def check() -> None:
@@ -84,8 +87,9 @@ def check() -> None:
     with _lock:
         if not _is_known and not (file := _memory()).exists():
             findings = _find_out()
-            if findings is None:
-                return  # Something is in the way: another time.
+            if findings is None:  # Something is in the way: another time.
+                _is_known = _failures >= _MOST_FAILURES
+                return
             if findings:
                 raise UnsupportedTorchError(
                     f"torch {torch.__version__} has changed what dp_compile relies on: {'; '.join(findings)}. "
@@ -135,6 +139,8 @@ class _Trial:
         except (AttributeError, ImportError, TypeError) as error:
             self.findings = [*self._found, f"{type(error).__name__}: {error}"]
         except Exception as error:
+            global _failures
+            _failures += 1
             logger.warning("it could not be tried out whether this torch behaves as it has to: %s", error)
         else:
             self.findings = self._found if ran else None
@@ -150,8 +156,8 @@ class _Trial:
             return False
         weight, bias = (torch.ones(2, 2, device="cpu", dtype=torch.float32, requires_grad=True) for _ in range(2))
         heard: list[torch.Tensor] = []
-        # A function of Python: Dynamo of torch 2.11 does not trace `heard.append`.
-        weight.register_post_accumulate_grad_hook(lambda each: heard.append(each))
+        # A function: Dynamo of torch 2.11 cannot trace `heard.append` itself.
+        weight.register_post_accumulate_grad_hook(lambda parameter: heard.append(parameter))
         forward = trial.compiled_ahead_of_time(lambda weight, bias: torch.tanh(weight @ weight + bias).sum())
         output, before = forward(weight, bias), (compiler.captures(), compiler.compiled_graphs())
         kind = type(output.grad_fn).__name__

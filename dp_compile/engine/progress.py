@@ -111,7 +111,10 @@ def explain(view: View) -> str:
     told = sorted(verdicts, key=lambda verdict: -verdict.blame)
     texts = [f"{_name(verdicts[verdict])} {verdict.text}" for verdict in told]
     if most == 0:
-        texts.append("nobody is behind: the connection between ranks is cut or slow")
+        cause = (
+            "the connection between ranks is cut or slow" if launched else "all are slow before the first collective"
+        )
+        texts.append(f"nobody is behind: {cause}")
     return "; ".join([head, *texts])
 
 

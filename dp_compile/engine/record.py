@@ -97,7 +97,7 @@ class CaptureRecord:
     `hooks` fired while it was traced and put `reductions` into the graph; `completed` of them stand for parameters
     without a gradient. `collectives` come out, counted in the graph after the last
     pass, planned if `cached`. `deferred`: all reductions stand at the end of the backward, because
-    it broke into several graphs or no pass makes buckets. `cached`: the code came from a compiler's cache, so the
+    no pass makes buckets. `cached`: the code came from a compiler's cache, so the
     passes did not run. `why_deferred`: what is in the way, if it is known.
     Without `synced` it is a backward inside `no_sync()`, with nothing to reduce. `placements` are of the gradients that
     code was generated for.

@@ -34,6 +34,7 @@ from dp_compile.engine.updates import InBackward
 from dp_compile.passes.functional_hook import HOOK_STATE
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
+from dp_compile.plan.flags import NUMBER_BITS
 from dp_compile.plan.reduction import Reduction
 
 
@@ -61,21 +62,6 @@ class ToReduce:
 
     def updates_parameter(self, place: Place) -> bool:
         return any(each.replica == place[0] and place[1] in each.indices for each in self.updates)
-
-
-def without_hooks(captured: CapturedGraph) -> fx.GraphModule:
-    """A copy of the graph that calls no hook of ours, and reduces nothing; it returns what the graph does."""
-    graph, nodes = fx.Graph(), dict[fx.Node, fx.Node]()
-    outputs = graph.graph_copy(captured.graph_module.graph, nodes)
-    copied = {old.name: new for old, new in nodes.items()}
-    for call, place in zip(captured.sites.hook_calls, captured.binding.hooked, strict=True):
-        if place is not None:
-            _take_out(graph, copied[call.node])
-    graph.output((outputs, ()))
-    graph.lint()
-    module = fx.GraphModule(captured.graph_module, graph, "CapturedBackward")
-    dynamo.set_locals_to_steal(module, ["inputs"])
-    return module
 
 
 def give_zeros_for_none(graph_module: fx.GraphModule) -> None:
@@ -258,21 +244,31 @@ def _add_completion(
                 ]
             position += len(names)
             if names:
-                flags = done[len(replica.parameters)] if replica.config.unused == "find" else None
-                graph.call_function(remember, (state, names, index, ordinal, flags))
+                may_be_unused = replica.config.unused == "find"
+                flags = done[len(replica.parameters)], len(replica.parameters)
+                graph.call_function(remember, (state, names, index, ordinal, *flags, may_be_unused))
     return results
 
 
 def remember(
-    state: Sequence[torch.Tensor], names: Sequence[str], index: int, replica: int, flags: torch.Tensor | None
+    state: Sequence[torch.Tensor],
+    names: Sequence[str],
+    index: int,
+    replica: int,
+    flags: torch.Tensor,
+    parameters: int,
+    may_be_unused: bool,
 ) -> None:
     """Traced at the end: the state of a hook becomes what the hook says, in place.
 
-    It stays as it is if no rank used the parameter, whose average nobody is given then: what was in it is still to be
-    sent. `flags`: the reduced ones, if that may be so.
+    It stays as it is where no rank gets an average, as what was in it is still to be sent: the backward of a rank
+    failed, or no rank used the parameter. `flags`: the reduced ones; `parameters`: how many of them are of those.
     """
+    holds = flags[parameters] * flags[parameters + NUMBER_BITS] == 0  # no bit together with its complement
+    if may_be_unused:
+        holds = holds & (flags[index] != 0)
     for tensor, value in zip(state, HOOK_STATE(state, names, index, replica), strict=True):
-        tensor.copy_(value if flags is None else torch.where(flags[index] != 0, value, tensor))
+        tensor.copy_(torch.where(holds, value, tensor))
 
 
 def reduce_accumulated(

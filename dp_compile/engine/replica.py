@@ -162,12 +162,31 @@ class History:
         synced_backwards: how many ended with reduced gradients; a warm-up puts it back.
         captures: the compiled backwards that the module used, by the number of the compiled code.
         compiled_after: how many synchronised backwards there were when the latest one that compiled something began.
+        structures: the autograd graphs that were met once there was a choice (`engine/backward.py`), and how often.
+        refused: those that could not be captured, and why.
     """
 
     backwards: Counter[str] = field(default_factory=Counter)
     synced_backwards: int = 0
     captures: dict[int, CaptureRecord] = field(default_factory=dict)
     compiled_after: int = 0
+    structures: dict[int, int] = field(default_factory=dict)
+    refused: dict[int, str] = field(default_factory=dict)
+    _of_other_plans: int = 0
+
+    def compiled_for_plan(self) -> int:
+        """How many backwards were compiled since the plan is what it is."""
+        return len(self.captures) - self._of_other_plans
+
+    def plan_changes(self) -> None:
+        """Everything is compiled anew from now on."""
+        self._of_other_plans = len(self.captures)
+        self.structures.clear()
+
+
+def groups_of(plan: BucketPlan) -> tuple[str, ...]:
+    """The groups in which buckets are reduced, by name."""
+    return tuple(dict.fromkeys(stage.group for bucket in plan.buckets for stage in bucket.key.reduction.stages))
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True, kw_only=True)
@@ -193,6 +212,8 @@ class Replica:
     comm_hook: CommHook | None = None
     """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
     precision: Precision | None = None
+    sparse: frozenset[int] = frozenset()
+    """The parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured."""
     topic: str = ""
     """The same on every rank of the group, and for this replica only: where its ranks meet in the store."""
     number: int = field(default_factory=lambda: next(_numbers))
@@ -203,6 +224,8 @@ class Replica:
 
     # The plan, which is made anew a few times (`adopt`).
     plan: BucketPlan
+    plan_groups: tuple[str, ...] = field(init=False)
+    """The groups in which its buckets are reduced, by name."""
     ready: ReadyTimes
     """The ready times that the plan was made from, or that were estimated for a plan that needs none."""
     strategy: str
@@ -252,6 +275,7 @@ class Replica:
 
     def __post_init__(self) -> None:
         self.plan = self._with_memory(self.plan)
+        self.plan_groups = groups_of(self.plan)
         self._passes_code = tuple(map(code_key, self.passes))
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
@@ -328,9 +352,11 @@ class Replica:
         plan = self._with_memory(planned.plan)
         same_code = plan.for_code() == self.plan.for_code()
         self.plan, self.certificate, self.ready = plan, planned.certificate, ready
+        self.plan_groups = groups_of(plan)
         self.bucket_memory.kept.clear()
         if not same_code:  # else a factor is another one, perhaps in each step, and the key takes longest
             self.code_key = self._code_key()
+            self.history.plan_changes()
 
     def _with_memory(self, plan: BucketPlan) -> BucketPlan:
         """The plan, and whether the memory of its buckets is used again.

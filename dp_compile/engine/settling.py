@@ -23,11 +23,12 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
-from dp_compile.engine.agreement import Statement, Table, agree, collect, decide
+from dp_compile.engine.agreement import LostStoreError, Statement, Table, agree, collect, decide
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError, DesyncError, DPCompileError
+from dp_compile.plan.backends import FAKE
 from dp_compile.plan.certificate import percent_above
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import (
@@ -91,12 +92,12 @@ def telling_the_others(replica: Replica | None, call: str) -> Iterator[None]:
     """
     try:
         yield
-    except DesyncError:  # they have met
+    except (DesyncError, LostStoreError):  # they have met, or cannot
         raise
     except Exception as error:
         if replica is not None:
             text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
-            with contextlib.suppress(DesyncError):
+            with contextlib.suppress(DesyncError, LostStoreError):
                 agree_in_call(replica, {"error": text}, call)
         raise
 
@@ -234,7 +235,7 @@ def _measured(replica: Replica) -> ReadyTimes | None:
 
 
 def _measured_cost(replica: Replica) -> AllReduceCost | None:
-    if replica.config.cost is not None or replica.group.backend == "fake":
+    if replica.config.cost is not None or replica.group.backend == FAKE:
         return None
     try:
         group, timeout_s = replica.group, replica.config.timeout_s

@@ -78,6 +78,9 @@ class Updates(RunsUpdates, Protocol):
 
     def interrupted(self, error: BaseException) -> None: ...
 
+    def left_out(self, error: BaseException) -> None:
+        """This rank failed in a backward whose gradients other ranks have: take part in what follows there."""
+
     def released(self) -> None:
         """The module is not replicated any more."""
 

@@ -21,8 +21,14 @@ class Backward:
     replicas: tuple[Replica, ...]
     thread: int = field(default_factory=threading.get_ident)
     ran: bool = False
+    """Its graph is captured: autograd's own has been given up, and runs no second time."""
+    is_spoilt: bool = False
+    """Its capture ended where autograd's own graph cannot run either."""
     is_new: bool = False
     """Code was made, or found, for it."""
+    obstacle: str | None = None
+    """Why there is no code for its graph, whose hooks have reduced eagerly instead."""
+    holds_window: bool = True
 
 
 _turn = threading.Lock()
@@ -62,7 +68,9 @@ class Capturing:
         if self._backward is not None:
             _current = None
             try:
-                _window.release()
+                # An error of C++ that no binding of torch catches goes past `Outside.__exit__` (torch 2.13).
+                if self._backward.holds_window:
+                    _window.release()
             finally:
                 _turn.release()
 
@@ -81,10 +89,14 @@ class Outside:
     __slots__ = ()
 
     def __enter__(self) -> None:
+        assert _current is not None
+        _current.holds_window = False
         _window.release()
 
     def __exit__(self, *error: object) -> None:
         _window.acquire()
+        assert _current is not None
+        _current.holds_window = True
 
 
 def current() -> Backward | None:

@@ -15,7 +15,6 @@ from dp_compile.engine.observers import UPDATE
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, SHARDED, OptimizerRecord
 from dp_compile.errors import ConfigError
 from dp_compile.insight.step import BYTES, MeasuredStep, PlannedBucket, Step, planned_buckets
-from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
 from dp_compile.plan.cost import EITHER, AllReduceCost, check_number
@@ -422,7 +421,7 @@ def _plan(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes
         return plan
     strategy = scenario.chosen_strategy if scenario.chosen_strategy != AS_PLANNED else step.strategy
     layout = Layout(ReplicateConfig().alignment_bytes) if strategy in ("optimal", "coalesced") else None
-    return plan_crossing(Planned(plan), ready, cost, layout, lanes=LANES.get(step.backend, 1)).plan
+    return plan_crossing(Planned(plan), ready, cost, layout, lanes=step.backend.lanes).plan
 
 
 def _plan_of_one_half(step: Step, scenario: Scenario, cost: AllReduceCost, ready: ReadyTimes) -> BucketPlan:

@@ -37,6 +37,7 @@ from dp_compile.engine.observers import UPDATE
 from dp_compile.errors import ConfigError
 from dp_compile.insight.ranges import BACKWARD_RANGE, FOLLOWING, members_in_short, parse_range_name
 from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step, with_waited_link
+from dp_compile.plan.backends import COLLECTIVE_KERNELS
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
 
@@ -199,7 +200,7 @@ def _step(timeline: _Timeline, window: _Window) -> MeasuredStep | None:
 
 def _bucket(timeline: _Timeline, backward: _Event, launch: _Event, waits: Sequence[_Event]) -> MeasuredBucket:
     zero_us, _ = timeline.limits(backward)
-    on_gpu = [kernel for kernel in timeline.kernels_in(launch) if "nccl" in kernel.name.lower()]
+    on_gpu = [kernel for kernel in timeline.kernels_in(launch) if _communicates(kernel)]
     if on_gpu:
         return _on_gpu(timeline, backward, on_gpu, waits[0])
     flight = timeline.gloo.get(launch.begin_us)
@@ -217,7 +218,7 @@ def _on_gpu(timeline: _Timeline, backward: _Event, collective: Sequence[_Event],
     zero_us, _ = timeline.limits(backward)
     begin_us, end_us = min(e.begin_us for e in collective), max(e.end_us for e in collective)
     before = replace(backward, end_us=wait.begin_us)
-    compute = [kernel for kernel in timeline.kernels_in(before) if "nccl" not in kernel.name.lower()]
+    compute = [kernel for kernel in timeline.kernels_in(before) if not _communicates(kernel)]
     idle_us = max((kernel.end_us for kernel in compute), default=zero_us)
     return MeasuredBucket(
         launch_s=(begin_us - zero_us) * _US,
@@ -226,6 +227,10 @@ def _on_gpu(timeline: _Timeline, backward: _Event, collective: Sequence[_Event],
         start_s=(begin_us - zero_us) * _US,
         wait_s=(idle_us - zero_us) * _US,
     )
+
+
+def _communicates(kernel: _Event) -> bool:
+    return any(part in kernel.name.lower() for part in COLLECTIVE_KERNELS)
 
 
 def _gloo_events(events: Sequence[_Event]) -> dict[float, _Event]:

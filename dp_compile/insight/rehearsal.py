@@ -21,13 +21,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import flop_registry
 
-from dp_compile._torch import autograd
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, DPCompileError, ModuleError
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
+from dp_compile.plan.backends import FAKE, GLOO, NCCL
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import EITHER
 from dp_compile.plan.devices import EFFICIENCY, Device, check_efficiency
@@ -96,7 +97,7 @@ def rehearse(
     step = replace(
         step,
         world_size=ranks,
-        backend="nccl" if device.type == "cuda" else "gloo",
+        backend=NCCL if device.type == "cuda" else GLOO,
         device=device.type,
         plan=_as_on(step.plan, device.type),
         cost_source=f"{link}, nominal, not measured",
@@ -281,8 +282,9 @@ def _what_it_is(loss: object) -> str:
 def fake_group(ranks: int) -> Iterator[None]:
     """A group of which only this rank exists, in which every collective returns at once, unless one is up."""
     if dist.is_initialized():
-        if dist.get_backend() != "fake":
-            raise ConfigError(f"a process group ({dist.get_backend()}) is up. Rehearse in a process without one.")
+        backend = distributed.backend_of(dist.group.WORLD, CPU)
+        if backend != FAKE:
+            raise ConfigError(f"a process group ({backend}) is up. Rehearse in a process without one.")
         yield
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)

@@ -18,6 +18,7 @@ from dp_compile.engine.observers import FORWARD, GATHER, UPDATE
 from dp_compile.engine.record import OVERLAP_FORWARD, SHARDED, OptimizerRecord, Placement
 from dp_compile.errors import ConfigError
 from dp_compile.passes.result import PeakMemory, Refusal
+from dp_compile.plan.backends import Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import FORWARD_SHARE, Arrival, arrivals, in_order_of_need
@@ -25,7 +26,7 @@ from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
-STEP_VERSION: Final = 1
+STEP_VERSION: Final = 2
 NOMINAL: Final = "nominal"
 """How a cost's source begins if nobody measured it."""
 WAITED: Final = "by what steps waited"
@@ -180,7 +181,7 @@ class Step:
         mode: what reduces, for people, as in `Report.mode`.
         strategy: where buckets end: a name of `config.STRATEGIES`, or of a strategy of the user's.
         world_size: ranks.
-        backend: of the process group: `nccl`, `gloo`, `fake`.
+        backend: of the process group.
         device: type of the parameters' device.
         plan: the buckets.
         ready: the ready times that the plan was made from.
@@ -201,7 +202,7 @@ class Step:
     mode: str
     strategy: str
     world_size: int
-    backend: str
+    backend: Backend
     device: str
     plan: BucketPlan
     ready: ReadyTimes
@@ -451,9 +452,14 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    names = "mode", "strategy", "world_size", "backend", "device", "deferred", "why_deferred", "forward_ratio"
+    names = "mode", "strategy", "world_size", "device", "deferred", "why_deferred", "forward_ratio"
     data = {name: getattr(step, name) for name in names}
-    data |= {"plan": step.plan.to_dict(), "ready": json.loads(step.ready.to_json()), "cost": asdict(step.cost)}
+    data |= {
+        "backend": step.backend.to_dict(),
+        "plan": step.plan.to_dict(),
+        "ready": json.loads(step.ready.to_json()),
+        "cost": asdict(step.cost),
+    }
     data |= {"cost_source": step.cost_source, "backwards": [list(each) for each in step.backwards]}
     data |= {"memory": None if step.memory is None else asdict(step.memory)}
     data |= {"placements": _all(step.placements), "refusals": _all(step.refusals)}
@@ -472,6 +478,7 @@ def _step(data: dict[str, Any]) -> Step:
         follows = tuple(Followed(*each) for each in measured.get("follows", ()))
         measured = MeasuredStep(**measured | {"buckets": buckets, "follows": follows})
     records: dict[str, Any] = {
+        "backend": Backend(**data["backend"]),
         "plan": BucketPlan.from_dict(data["plan"]),
         "ready": ReadyTimes.from_json(json.dumps(data["ready"])),
         "cost": AllReduceCost.from_dict(data["cost"]),

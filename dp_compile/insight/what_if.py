@@ -445,8 +445,9 @@ def _bar(point: Prediction, longest_s: float) -> str:
 
 
 def _step_data(step: Step) -> dict[str, Any]:
-    names = ("strategy", "world_size", "backend", "device", "backward_s", "cost_source")
+    names = ("strategy", "world_size", "device", "backward_s", "cost_source")
     return {name: getattr(step, name) for name in names} | {
+        "backend": step.backend.name,
         "cost": asdict(step.cost),
         "buckets": len(step.plan.buckets),
         "plan_signature": step.plan.signature(),

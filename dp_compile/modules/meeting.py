@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,12 +94,11 @@ def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMe
     process_group = process_group if process_group is not None else dist.group.WORLD
     if process_group is None or dist.get_rank(process_group) < 0:
         raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
-    return replace(group_on(process_group, "cuda" if torch.cuda.is_available() else "cpu"), levels=levels)
+    return replace(group_on(process_group, distributed.working_device(process_group)), levels=levels)
 
 
 def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
     """A group with the facts that hold for tensors on one type of device: each type can have a backend of its own."""
+    backend = distributed.backend_of(process_group, device_type)
     world_size = dist.get_world_size(process_group)
-    backends = dict(each.split(":") for each in dist.get_backend_config(process_group).split(","))
-    backend = backends.get(device_type) or next(iter(backends.values()))
     return Group(process_group, distributed.group_name(process_group), backend, world_size, Averaging())

@@ -22,7 +22,6 @@ from dp_compile.errors import ConfigError
 from dp_compile.modules.kinds import with_names
 from dp_compile.modules.selection import Selection
 from dp_compile.modules.units import BucketPolicy, caps_of
-from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times, in_ready_order
@@ -154,7 +153,7 @@ def _plan(
         return Planning("single", Planned(plan_single(gradients)), ready)
     if strategy == "ddp":
         return _as_ddp(parameters, gradients, config, ready)
-    groups_well = group.backend in LIKE_NCCL and group.levels is None
+    groups_well = group.backend.coalesces_in_place and group.levels is None
     layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
     if request.units is not None:
         of_units = plan_per_module(gradients, partial(_unit_of, request.units), layout, request.units)

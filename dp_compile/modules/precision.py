@@ -26,6 +26,12 @@ def make_precision(target: Selection, config: ReplicateConfig) -> Precision | No
         ConfigError: `full_precision_modules` names what the module does not have, or leaves nothing.
         ModuleError: the policy has nothing to cast, or cannot reach all of it.
     """
+    for name in ("full_precision_modules", "full_precision_in_eval"):  # not in the config: mp_policy is no part of it
+        if getattr(config, name) and config.param_dtype is None and config.buffer_dtype is None:
+            raise ConfigError(
+                f"{name} is an exception from param_dtype or buffer_dtype, and neither is given. Pass one of them in "
+                "ReplicateConfig, or mp_policy=MixedPrecisionPolicy(param_dtype=...)."
+            )
     if not config.casts:
         return None
     module, full = target.module, _full_precision(target.module, config)

@@ -50,6 +50,7 @@ from dp_compile.modules.replicated_module import (
     bind_memory,
     check_functional,
     forget_state,
+    give_class,
     has_lost_its_wrapper,
     is_of_a_module_that_is_gone,
     is_pending,
@@ -62,13 +63,16 @@ from dp_compile.modules.replicated_module import (
 )
 from dp_compile.modules.selection import (
     Selection,
+    check_copied,
     check_ignored,
     check_not_managed,
     check_selection,
     device_of,
     is_waiting,
     owning_modules,
+    refuse_sparse,
     select,
+    sparse_parameters,
 )
 from dp_compile.modules.tensor_parallel import check_dtensors, refuse_hook_of_dtensors
 from dp_compile.modules.units import BucketPolicy
@@ -134,7 +138,8 @@ def replicate(
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
         bucket_cap_mb: asks for buckets of a fixed size: MiB at which a bucket is closed.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
-        broadcast_buffers: copy the first rank's buffers to all ranks after each synchronised backward.
+        broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward;
+            `False`: neither, each rank keeps its own.
         check_reductions: check after each backward that every gradient was reduced exactly once.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
         gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`. Gradients
@@ -155,8 +160,9 @@ def replicate(
 
     Raises:
         ConfigError: an option has a value that is not allowed, or no process group is initialised.
-        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse or complex
-            gradients, already managed by this package, torch's DDP or FSDP.
+        ModuleError: the module cannot be replicated: no trainable parameter, several devices, sparse gradients
+            with what they cannot be combined with, a buffer that cannot be copied, a class that cannot be swapped,
+            already managed by this package, torch's DDP or FSDP.
         DesyncError: the ranks built different modules or gave different options, or a rank is missing.
     """
     given: dict[str, Any] = {
@@ -168,6 +174,47 @@ def replicate(
         "static_graph": static_graph,
         "gradient_as_bucket_view": gradient_as_bucket_view,
     }
+    return replicate_module(
+        module,
+        given,
+        process_group=process_group,
+        device_mesh=device_mesh,
+        device_id=device_id,
+        ignored_modules=ignored_modules,
+        device_ids=device_ids,
+        mp_policy=mp_policy,
+        passes=passes,
+        bucket_policy=bucket_policy,
+        plan=plan,
+        config=config,
+    )
+
+
+def replicate_module(
+    module: ModuleT,
+    given: dict[str, Any],
+    *,
+    process_group: dist.ProcessGroup | None,
+    device_mesh: DeviceMesh | None,
+    mp_policy: MixedPrecisionPolicy | CustomPolicy | None,
+    config: ReplicateConfig | None,
+    device_id: int | torch.device | None = None,
+    ignored_modules: Iterable[nn.Module] | None = None,
+    device_ids: Sequence[int | torch.device] | None = None,
+    passes: Iterable[GraphPass] | None = None,
+    bucket_policy: BucketPolicy | None = None,
+    plan: BucketPlan | str | os.PathLike[str] | None = None,
+    keeps_class: bool = False,
+) -> ModuleT:
+    """As `replicate`.
+
+    Args:
+        given: options that were given beside `config`, `None` if not.
+        keeps_class: the module's class stays; a wrapper has the methods.
+
+    Raises:
+        ConfigError, ModuleError, DesyncError: as in `replicate`.
+    """
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
         if device_ids is not None:
@@ -176,7 +223,7 @@ def replicate(
                 "Pass device_id=..., or use dp_compile.DistributedDataParallel."
             )
         if mp_policy is not None:
-            given |= _options_of(mp_policy, inner, ignored_modules, config)
+            given = given | _options_of(mp_policy, inner, ignored_modules, config)
         options = _merge_options(config, given)
         if meeting.group.levels is not None and not options.uses_python_hook():
             raise ConfigError(
@@ -186,7 +233,7 @@ def replicate(
         ignored = check_ignored(ignored_modules)
         chosen, request = _requested(options, bucket_policy, plan, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
-        order = _Order(meeting, request, chosen, ignored, device)
+        order = _Order(meeting, request, chosen, ignored, device, keeps_class=keeps_class)
         check_not_managed(inner, ignored)
         release_abandoned(inner)
         _check_not_pending(inner)
@@ -253,7 +300,8 @@ def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None
     passes, request = _requested(config, None, None, None)
     group = resolve_group(None, None)
     install_precision(module, make_precision(select(module, frozenset()), config))
-    _wait_for_forward(module, _Order(Meeting(group), request, passes, frozenset(), None, is_copy=True))
+    order = _Order(Meeting(group), request, passes, frozenset(), None, keeps_class=True, is_copy=True)
+    _wait_for_forward(module, order)
 
 
 # --- what was asked for -----------------------------------------------------------------------------------------
@@ -269,8 +317,10 @@ class _Order:
     ignored: frozenset[nn.Module]
     device: torch.device | None
     needs_values: bool = True
+    keeps_class: bool = False
+    """A wrapper stands around it, whose `.module` keeps its class, as in torch."""
     is_copy: bool = False
-    """It belongs to a copy of the wrapper: `.module` keeps its class, and nothing happens without gradients."""
+    """It belongs to a copy of the wrapper: nothing happens without gradients."""
 
 
 def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> ReplicateConfig:
@@ -364,12 +414,13 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         check_selection(target, order.device, needs_values=order.needs_values)
         order = dataclasses.replace(order, request=order.request.of(target))
         config = order.request.config
+        check_copied(target, buffers=config.copies_buffers_at_start or config.broadcast_buffers)
         check_dtensors(target, order.meeting.group, config)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
         stepping = any(map(optim.in_backward_optimizers, target.trainable.values()))
         # Above this room, and of use to few.
         take_over = import_module(_APPLIED).check(module, target.trainable) if stepping else None
-        swapped = replicated_class(type(module), casts=config.casts)
+        swapped = None if order.keeps_class else replicated_class(module, casts=config.casts)
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
         replica.precision = precision
         statement = _statement(target, replica)
@@ -384,7 +435,8 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
     _install(module, replica)
     if not order.is_copy:
         install_precision(module, precision)
-        module.__class__ = swapped
+    if swapped is not None:
+        give_class(module, swapped)
     if take_over is not None:  # behind everything: a backward may follow
         take_over()
 
@@ -404,9 +456,18 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
             "gradients of a bucket in one way. Leave one of the two out."
         )
     request = order.request
+    sparse = sparse_parameters(target)
+    refused = {
+        "a device_mesh with two dimensions": levels is not None,
+        "reduce_dtype": bool(wires) or averaging.wire is not None,
+        "ddp_python_hook=False": not config.uses_python_hook(),
+    }
+    for what in (what for what, is_given in refused.items() if is_given):
+        refuse_sparse(names, sparse, what)
     # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
-    always_hooks = levels is not None or bool(wires) or any(map(is_dtensor, parameters))
-    planning = make_plan(target.module, parameters, gradient_specs(parameters, names, group), group, request)
+    always_hooks = levels is not None or bool(wires) or bool(sparse) or any(map(is_dtensor, parameters))
+    gradients = gradient_specs(parameters, names, group, sparse)
+    planning = make_plan(target.module, parameters, gradients, group, request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -423,6 +484,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         revisions=Revisions(planning.revise, planning.revisions),
         passes=order.passes,
         beside_shards=target.sharded,
+        sparse=sparse,
         comm_hook=comm_hook,
         by_hooks=True if always_hooks or (comm_hook is not None and comm_hook.memory is not None) else None,
     )
@@ -431,6 +493,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     replica.revisions.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
     if comm_hook is not None:
         refuse_hook_of_dtensors(replica, comm_hook)
+        refuse_sparse(names, sparse, f"comm hook {comm_hook.name}")
         if comm_hook.memory is not None:
             check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
@@ -477,7 +540,7 @@ def _scatter(
 
 def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanRequest | None) -> None:
     """Reduce as the group says from now on. `request`: how a plan is made for it; `None`: as it was."""
-    gradients = gradient_specs(replica.parameters, replica.names, group)
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
     planning = None if request is None else make_plan(module, replica.parameters, gradients, group, request)
     replica.group = group
     if planning is not None:
@@ -553,7 +616,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "torch": torch.__version__,
         "trainable parameters": describe(target.trainable),
         "frozen parameters": describe(target.frozen),
-        "buffers": describe(target.buffers),
+        "buffers": describe(target.buffers) if replica.config.copies_buffers_at_start else [],
         "options": _compared_options(replica.config),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
@@ -585,7 +648,8 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
 
 
 def _broadcast(replica: Replica) -> None:
-    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *replica.buffers)]
+    buffers = replica.buffers if replica.config.copies_buffers_at_start else ()
+    states = [tensor.detach() for tensor in (*replica.parameters, *(p for _, p in replica.frozen), *buffers)]
     if replica.group.world_size > 1:
         distributed.broadcast_state(states, replica.group.process_group, BROADCAST_BYTES)
 
@@ -594,7 +658,8 @@ def _install(module: nn.Module, replica: Replica) -> None:
     owners.add(replica)
     replica.hooks = install_hooks(replica)
     set_state(module, replica)
-    module.register_forward_pre_hook(ForwardCheck(replica))
+    # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
+    nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
     install_entry()
     watch(replica)
     logger.info("the plan: %s", describe_plan(replica))
@@ -643,10 +708,11 @@ def _wait_for_forward(module: nn.Module, order: _Order) -> None:
         compiler.forget_calls_that_broke()
 
     pending = Pending(module, order.request.config, order.meeting.group, start, needs_grad=order.is_copy)
-    swapped = replicated_class(type(module), waiting=True, casts=order.request.config.casts)
+    casts = order.request.config.casts
+    swapped = None if order.keeps_class else replicated_class(module, waiting=True, casts=casts)
     _move_inputs(module, order.device)
     for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
         owner.register_forward_pre_hook(pending, with_kwargs=True)
     set_state(module, pending)
-    if not order.is_copy:
-        module.__class__ = swapped
+    if swapped is not None:
+        give_class(module, swapped)

@@ -1,7 +1,7 @@
 """The class that a module has while it is replicated, and how its state is found again.
 
-As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNet`: a class made on the fly from
-`ReplicatedModule` and `Net`. Nothing else about the module changes.
+As torch's `fully_shard` and `replicate` do, a replicated `Net` becomes a `DDPNet`: a class made on the fly from `Net`
+and `ReplicatedModule`. Nothing else about the module changes.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final, SupportsIndex, TypeAlias
 
 from torch import nn
 
+from dp_compile._torch.module_calls import is_compiled
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
@@ -32,6 +33,7 @@ from dp_compile.engine.settling import agree_in_call, meeting, table_in_backward
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 from dp_compile.modules.kinds import members_of, units_named
+from dp_compile.modules.selection import refuse_sparse
 from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
 from dp_compile.modules.units import BucketPolicy
 
@@ -42,11 +44,11 @@ _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] 
 _wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _wrapper_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 _wrapped_replicas: weakref.WeakSet[Replica] = weakref.WeakSet()
-_classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+_classes: weakref.WeakValueDictionary[tuple[Any, ...], type] = weakref.WeakValueDictionary()
 
 
 class ReplicatedModule:
-    """What a module can do while it is replicated. The module's own class comes next in the order of resolution."""
+    """What a module can do while it is replicated. Comes after the module's own class, whose attributes win."""
 
     _dp_compile_original: ClassVar[type[nn.Module]]
 
@@ -89,6 +91,7 @@ class ReplicatedModule:
         module = _module(self)
         plain = original_class(module).__new__(original_class(module))
         plain.__dict__ = module.__dict__ | _hooks_of_the_user(module.__dict__, _our_hooks(self))
+        plain.__dict__.pop("_compiled_call_impl", None)  # what `compile()` set calls this module
         return plain
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
@@ -96,11 +99,11 @@ class ReplicatedModule:
 
         So do copies of `copy.deepcopy`, as `torch.optim.swa_utils.AveragedModel` makes them: nobody reduces theirs.
         """
-        reduced: Any = super().__reduce_ex__(protocol)
+        original: Any = original_class(_module(self))
+        reduced = original.__reduce_ex__(self, protocol)
         if isinstance(reduced, str):
             return reduced
         rebuild, args, *rest = reduced
-        original = original_class(_module(self))
         if rest and isinstance(rest[0], dict) and "_forward_pre_hooks" in rest[0]:
             rest[0] = rest[0] | _hooks_of_the_user(rest[0], _our_hooks(self))
         args = tuple(original if value is type(self) else value for value in args)
@@ -130,31 +133,64 @@ _MIXINS: Final = {
 }
 
 
-def replicated_class(kind: type[nn.Module], *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
-    """`DDP<Name>` for a module class `<Name>`; the same one each time, so that modules can share compiled code.
+_FROM_OURS: Final = ("__new__", "__prepare_scriptable__", "__reduce_ex__")
+_METHODS: Final = frozenset(name for name in vars(ReplicatedModule) if name[0] != "_")
+
+
+def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = False) -> type[nn.Module]:
+    """`DDP<Name>` for a module of class `<Name>`; the same one each time, so that modules can share compiled code.
 
     Args:
-        kind: the module's class.
+        module: it keeps its class here.
         waiting: it starts with its first forward.
         casts: its forward computes in a dtype of its own.
 
     Raises:
-        ModuleError: the class does not allow subclasses.
+        ModuleError: the class does not allow subclasses, or its objects cannot change their class.
     """
-    kind = _plain(kind)
-    mixin = _MIXINS[waiting, casts]
-    found = _classes.get((kind, mixin))
+    kind, mixin = original_class(module), _MIXINS[waiting, casts]
+    stores = ("_modules", "_parameters", "_buffers")
+    taken = tuple((name, store) for store in stores for name in getattr(module, store).keys() if name in _METHODS)
+    found = _classes.get((kind, mixin, taken))
     if found is not None:
         return found
     body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
+    body |= {name: vars(ReplicatedModule)[name] for name in _FROM_OURS}
     body |= {"forward": _casting_forward(kind)} if casts else {}
     body |= {"__deepcopy__": _copied_as_its_author_says} if hasattr(kind, "__deepcopy__") else {}
+    body |= {"recompile": _recompiled_as_its_own_class} if hasattr(kind, "recompile") else {}
+    # nn.Module.__getattr__ runs only where no class has the name: a child called `no_sync` would be hidden.
+    body |= {name: property(functools.partial(_of_its_own, store, name)) for name, store in taken}
+    now = type(module)
     try:
-        made = types.new_class(f"DDP{kind.__name__}", (mixin, kind), {}, lambda namespace: namespace.update(body))
+        made = types.new_class(f"DDP{kind.__name__}", (kind, mixin), {}, lambda namespace: namespace.update(body))
+        give_class(module, made)
+        give_class(module, now)
     except Exception as error:
-        raise ModuleError(f"{kind.__name__} cannot be replicated, it refuses a subclass: {error}") from error
-    _classes[kind, mixin] = made
+        raise ModuleError(
+            f"{kind.__name__} cannot be given to replicate(), which changes the class of a module to a subclass: "
+            f"{error}. Use dp_compile.DistributedDataParallel(module), which leaves the class alone."
+        ) from error
+    _classes[kind, mixin, taken] = made
     return made
+
+
+def _of_its_own(store: str, name: str, module: nn.Module) -> Any:
+    return getattr(module, store)[name]
+
+
+def give_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    object.__setattr__(module, "__class__", kind)  # the module may have a __setattr__ that stores it elsewhere
+
+
+def _recompiled_as_its_own_class(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """`fx.GraphModule` writes its code, and a call that looks for its superclass, to the class that it has now."""
+    now = type(module)
+    restore_class(module)
+    try:
+        return module.recompile(*args, **kwargs)
+    finally:
+        give_class(module, now)
 
 
 def _copied_as_its_author_says(module: ReplicatedModule, memo: dict[int, Any]) -> Any:
@@ -163,15 +199,13 @@ def _copied_as_its_author_says(module: ReplicatedModule, memo: dict[int, Any]) -
 
 
 def _casting_forward(kind: type[nn.Module]) -> Callable[..., Any]:
-    plain = kind.forward
-
     # Not its attributes: torch.compile leaves some on what it decorates, and Dynamo would take this for that.
-    @functools.wraps(plain, updated=())
+    @functools.wraps(kind.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         precision: Precision | None = self.__dict__.get(ATTRIBUTE)
         if precision is None:
-            return plain(self, *args, **kwargs)
-        return precision.run(self, functools.partial(plain, self), args, kwargs)
+            return kind.forward(self, *args, **kwargs)  # not kept here: recompile() of a GraphModule sets another
+        return precision.run(self, functools.partial(kind.forward, self), args, kwargs)
 
     return forward
 
@@ -182,7 +216,8 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def restore_class(module: nn.Module) -> None:
-    module.__class__ = original_class(module)
+    if isinstance(module, ReplicatedModule):
+        give_class(module, original_class(module))
 
 
 def set_state(module: nn.Module, state: Replica | Pending) -> None:
@@ -267,8 +302,9 @@ def is_pending(module: nn.Module) -> bool:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside what `torch.compile(module)` returned, or the module itself."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
+    while is_compiled(module):
+        module = module._orig_mod  # type: ignore[assignment]
+    return module
 
 
 @contextlib.contextmanager
@@ -284,6 +320,14 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         state_of(module).sync = before  # the module may have started meanwhile
+
+
+def _averaging_options(config: ReplicateConfig, module: nn.Module) -> list[str]:
+    """The options by which gradients would be averaged otherwise than a comm hook does."""
+    names = ["gradient_divide_factor", "gradient_predivide_factor", "reduce_dtype", "reduce_dtypes"]
+    if {each.dtype for each in module.parameters() if each.requires_grad} == {config.reduce_dtype}:
+        names.remove("reduce_dtype")  # their own; with torch 2.15 a policy without one gives it
+    return [name for name in names if getattr(config, name) not in (None, ())]
 
 
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
@@ -332,10 +376,14 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
                 f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
                 f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
-        if modules is None:
-            _refuse_other_averages(owner.config, behind(module), name)
+        if modules is None and (said := _averaging_options(owner.config, behind(module))):
+            raise ConfigError(
+                f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give "
+                "one."
+            )
         if isinstance(owner, Replica):
             refuse_hook_of_dtensors(owner, made)
+            refuse_sparse(owner.names, owner.sparse, f"comm hook {made.name}")
             _take(owner, made)
     owner.comm_hook = made
     if made.averaging is None:
@@ -367,17 +415,6 @@ def _take(replica: Replica, hook: CommHook) -> None:
         replica.revisions.average_by(hook.averaging)
     if hook.memory is not None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
-
-
-def _refuse_other_averages(config: ReplicateConfig, module: nn.Module, name: str) -> None:
-    """Raise ConfigError where options say how gradients are averaged, which a comm hook says too."""
-    given = ["gradient_divide_factor", "gradient_predivide_factor", "reduce_dtype", "reduce_dtypes"]
-    if {each.dtype for each in module.parameters() if each.requires_grad} == {config.reduce_dtype}:
-        given.remove("reduce_dtype")  # A hook does not contradict it. A policy without one gives it on torch 2.15.
-    if said := [option for option in given if getattr(config, option) not in (None, ())]:
-        raise ConfigError(
-            f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give one."
-        )
 
 
 def _feasible(replica: Replica, hook: CommHook) -> CommHook:

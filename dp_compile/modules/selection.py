@@ -7,7 +7,7 @@ manages, each with all below them, and their tensors wherever else they appear.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,6 +157,24 @@ def device_of(given: int | torch.device, option: str) -> torch.device:
     return given
 
 
+def check_copied(target: Selection, *, buffers: bool) -> None:
+    """Refuse what cannot be copied from the first rank.
+
+    Args:
+        buffers: buffers are copied too, not only parameters.
+
+    Raises:
+        ModuleError: one is sparse, quantized or nested.
+    """
+    for name, tensor in {**target.frozen, **(target.buffers if buffers else {})}.items():
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise ModuleError(
+                f"{name} is {tensor.dtype if tensor.is_quantized else tensor.layout}: only plain strided tensors can "
+                "be copied from the first rank. Pass broadcast_buffers=False, then each rank keeps its own buffers, "
+                "or name the module that owns it in ignored_modules."
+            )
+
+
 def _left_alone(module: nn.Module, ignored: frozenset[nn.Module]) -> frozenset[nn.Module]:
     return ignored | {submodule for submodule in module.modules() if _is_fully_sharded(submodule)}
 
@@ -256,12 +274,26 @@ def _check_kinds(target: Selection, *, fake_allowed: bool) -> None:
         if owners.find(parameter) is not None:
             raise ModuleError(
                 f"parameter {name} is replicated already. Call replicate() once, on the outermost module, or name the "
-                "module that owns it in ignored_modules."
+                "module that owns it in ignored_modules. To replicate it again, call dp_compile.unreplicate() first, "
+                "on the module or on its DistributedDataParallel, which some name may still hold."
             )
-    reduced = {id(parameter) for parameter in target.trainable.values()}
-    for name, submodule in target.module.named_modules():
-        sparse = isinstance(submodule, (nn.Embedding, nn.EmbeddingBag)) and submodule.sparse
-        if sparse and id(submodule.weight) in reduced:
-            raise ModuleError(
-                f"{fully_qualified(name) or 'the module'} makes sparse gradients. Build it with sparse=False."
-            )
+
+
+def sparse_parameters(target: Selection) -> frozenset[int]:
+    """The trainable parameters whose gradients are sparse, by their places: what torch's DDP looks for, too."""
+    modules = target.module.modules()
+    weights = {id(each.weight) for each in modules if isinstance(each, (nn.Embedding, nn.EmbeddingBag)) and each.sparse}
+    return frozenset(place for place, each in enumerate(target.trainable.values()) if id(each) in weights)
+
+
+def refuse_sparse(names: Sequence[str], sparse: Iterable[int], what: str) -> None:
+    """Refuse sparse gradients, by name, with something that they cannot be combined with.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    for index in sorted(sparse):
+        raise ConfigError(
+            f"the gradient of {names[index]} is sparse, which {what} cannot be combined with. Build its module with "
+            "sparse=False, or leave that out."
+        )

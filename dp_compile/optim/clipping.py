@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from dp_compile._torch import dtensors
 from dp_compile.engine.gradients import lay_out
+from dp_compile.engine.owners import owners
 from dp_compile.errors import ConfigError
+from dp_compile.optim.in_backward import InBackward
 
 
 @torch.no_grad()
@@ -41,9 +43,14 @@ def clip_grad_norm_(
 
     Raises:
         ConfigError: `norm_type` is not above zero, and there are DTensors.
+        ReductionError: an optimizer with `in_backward()` has used gradients already.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    for found in filter(None, map(owners.find, given)):
+        for updates in found[0].after.updates:
+            if isinstance(updates, InBackward):
+                updates.check_clipping(found[1])
     if not any(dtensors.is_dtensor(each.grad) for each in given):
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type, error_if_nonfinite, foreach)
     order = float(norm_type)

@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
+from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.observers import UNTOLD, UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import agree_in_call
@@ -44,7 +45,6 @@ from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
-from dp_compile.plan.backends import LANES
 from dp_compile.plan.buckets import Bucket, Layout, Rows
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
@@ -165,6 +165,9 @@ class Crossing:
             for each in left:
                 each.arrive()
         except BaseException:
+            if not self.failed:  # nothing was written: the next read tries again
+                self._left = [each for each in left if not each.is_over]
+                raise
             for each in left:
                 with contextlib.suppress(RuntimeError):  # of a lost rank, as what is raised is: said once, by name
                     each.drop()
@@ -244,9 +247,17 @@ class Left(ABC):
     def parameters(self) -> list[nn.Parameter]:
         return [self.replica.parameters[index] for index in self.indices]
 
+    def written_to(self) -> object:
+        """Equal as long as nothing of what `finish` writes to has changed; `None`: it cannot be tried twice."""
+        return None
+
+    def _fly(self) -> None:
+        self.is_over = False
+        in_flight.update(dict.fromkeys(self.addresses, self))
+
     def depart(self, *, poisons: bool) -> None:
         self.addresses = tuple(parameter.data_ptr() for parameter in self.parameters if parameter.numel())
-        in_flight.update(dict.fromkeys(self.addresses, self))
+        self._fly()
         if poisons:
             with torch.no_grad(), self.replica.local.updating(self.indices):
                 self.poison()
@@ -260,10 +271,15 @@ class Left(ABC):
             if self.is_over:
                 return
             self._land()
+            before = None
             try:
                 self._check_not_written()
+                before = self.written_to()
                 self._finish()
             except BaseException as error:
+                if before is not None and before == self.written_to() and not is_of_other_ranks(error):
+                    self._fly()
+                    raise
                 names = self.replica.name_list(self.indices)
                 self.crossing.failed = self.crossing.failed or (
                     f"the {self.what} of {names} failed ({type(error).__name__}), which was left for the next forward. "
@@ -301,11 +317,11 @@ class Left(ABC):
     def _finish(self) -> None:
         numbers = " and ".join(map(str, self.buckets))
         whose = f"bucket {numbers} {self.what}" if numbers else self.what  # an average's buckets are not of the plan
-        # Whoever reads first may be in inference mode; what the optimizer remembers must not be of that. Or it is
-        # Dynamo, which looks at the module's buffers while it traces; or somebody who computes with fake tensors.
+        # The first read may be in inference mode; what the optimizer remembers must not be of that. Or in Dynamo, which
+        # looks at the module's buffers while it traces; under a mode of fake tensors; or in a transform of torch.func.
         with (
             compiler.not_compiling(),
-            autograd.without_dispatch_modes(),
+            autograd.as_outermost_code(),
             autograd.named_range(f"dp_compile::{whose}, in the next forward"),
             torch.inference_mode(mode=False),
             torch.no_grad(),
@@ -330,6 +346,11 @@ class _LeftUpdate(Left):
     @property
     def nbytes(self) -> int:
         return sum(launched.nbytes for _, _, launched in self.on_its_way)
+
+    def written_to(self) -> object:
+        states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
+        tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        return self._versions_now(), [(id(each), autograd.version_of(each)) for each in tensors]
 
     def poison(self) -> None:
         self.before = [each.detach().clone() for each in self.parameters]
@@ -504,8 +525,7 @@ def plan_for(replica: Replica) -> None:
 
     def crossing(planned: Planned, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
         nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-        lanes = LANES.get(group.backend, 1)
-        return plan_crossing(planned, times, config.cost or measured or nominal, layout, lanes=lanes)
+        return plan_crossing(planned, times, config.cost or measured or nominal, layout, lanes=group.backend.lanes)
 
     if revise is not None:
         replica.revisions.revise = lambda times, measured: crossing(revise(times, measured), times, measured)

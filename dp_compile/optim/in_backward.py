@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import operator
 import weakref
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from dp_compile._torch import compiler, optim
+from dp_compile._torch import autograd, compiler, optim
 from dp_compile.engine.observers import UPDATE
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.replica import Replica
@@ -87,9 +88,7 @@ def in_backward(
     mine = updates.indices()
     if not mine:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
-    for other in replica.after.updates:
-        if isinstance(other, InBackward) and other.is_alive and (both := sorted({*mine} & {*other.indices()})):
-            raise ConfigError(f"another optimizer updates {replica.name_list(both)} in the backward already.")
+    _check_only(replica, mine)
     updates.install()
     replica.after.updates.append(updates)
     if updates.crossing is not None:
@@ -98,6 +97,40 @@ def in_backward(
         watch(model, updates.crossing)
     _known[optimizer] = updates
     return optimizer
+
+
+def _check_only(replica: Replica, mine: Sequence[int]) -> None:
+    """Refuse a second optimizer of the same parameters."""
+    others = [each for each in replica.after.updates if isinstance(each, InBackward)]
+    if any(other.is_alive for other in others):
+        gc.collect()  # perhaps only a cycle keeps it, as a scheduler makes one, on this rank and not on others
+    for other in others:
+        if other.is_alive and (both := sorted({*mine} & {*other.indices()})):
+            raise ConfigError(
+                f"another optimizer updates {replica.name_list(both)} in the backward already. Call "
+                "dp_compile.optim.remove_in_backward(other_optimizer) before."
+            )
+
+
+def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Undo `in_backward`: `step()` updates again, from reduced gradients. Every rank calls it, between two steps.
+
+    Raises:
+        ConfigError: the optimizer was not given to `in_backward`, or was removed; or it is sharded: then load
+            `full_state_dict(optimizer)` into another one after `unreplicate(model)`.
+    """
+    updates = _known.get(optimizer)
+    if updates is None or updates.replica is None or updates not in updates.replica.after.updates:
+        raise ConfigError("this optimizer does not update in the backward. Nothing has to be removed.")
+    if updates.replica.after.parts_to is not None:
+        raise ConfigError(
+            "an optimizer with shard=True has a part of the state on each rank. Save full_state_dict(optimizer), call "
+            "unreplicate(model) and replicate(model), and load it into another optimizer."
+        )
+    updates.remove()
+    updates.released()
+    updates.replica.after.updates.remove(updates)
+    del _known[optimizer]
 
 
 def _sharded() -> type[InBackward]:
@@ -199,6 +232,10 @@ class InBackward:
         """Parameters that were updated since the last `step()`."""
         self._done: frozenset[int] = frozenset()
         """Those of the last backward, with what it left for the next forward."""
+        self._unstepped: frozenset[int] = frozenset()
+        """The same until `step()` ends."""
+        self._stepped_at: int | None = None
+        """How many nodes of autograd this thread had made at the last `step()`; `None` after a backward."""
         self._awaits_step = False
         self._options: tuple[dict[str, Any], ...] = ()
         """Of the optimizer's groups, as the last synchronised backward found them; nothing behind its `step()`."""
@@ -302,12 +339,15 @@ class InBackward:
             self.crossing.begin()
         if self._broken:
             raise ReductionError(self._broken)
-        if self._awaits_step:
+        scaler = self._scaler
+        if self._awaits_step and (scaler is None or optim.awaits_update(scaler, self._alive())):
+            calls = "step()" if scaler is None else "scaler.step(optimizer) and scaler.update()"
             raise ReductionError(
                 "a second backward of a module whose optimizer updates in the backward, before optimizer.step(). Call "
-                "step() after each synchronised backward; to accumulate, run all backwards but the last under "
+                f"{calls} after each synchronised backward; to accumulate, run all backwards but the last under "
                 "no_sync(); if the gradients are not for this optimizer, as those of a GAN's other half, freeze the "
-                "parameters for that backward."
+                "parameters for that backward; if another optimizer has taken its place, call "
+                "dp_compile.optim.remove_in_backward() on this one."
             )
         self._updated.clear()
         self._loaded_before_step = False
@@ -343,12 +383,14 @@ class InBackward:
         return sum(each.requires_grad or each.grad is not None for each in self._parameters if id(each) not in mine)
 
     def ended(self) -> None:
-        # A GradScaler may leave step() out, and refuses a second look at the same gradients itself.
-        self._awaits_step = self._scaler is None
+        self._awaits_step, self._stepped_at = True, None
+        if self._scaler is not None:  # it may leave step() out, but not update()
+            optim.note_backward(self._scaler, self._alive())
         self._done = frozenset(self._updated)
         if self.crossing is not None:
             self.crossing.ended()
             self._done |= self.crossing.left_behind().indices
+        self._unstepped = self._done
 
     def interrupted(self, error: BaseException) -> None:
         replica = self.replica
@@ -365,6 +407,9 @@ class InBackward:
             f"{len(self._indices)} parameters in it: {names}. The model is of no step now: load a checkpoint, with "
             "optimizer.load_state_dict() too, which ends this state."
         )
+
+    def left_out(self, error: BaseException) -> None:
+        """Nothing follows: each rank updates all by itself."""
 
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -393,6 +438,7 @@ class InBackward:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_step(optimizer, args, kwargs)
+        self._check_gradients(optimizer)
         if self.crossing is not None:
             self.crossing.step_begins()
         if self._max_norm is not None and not self._updated:
@@ -427,8 +473,40 @@ class InBackward:
                 "still scaled. Give it to in_backward(model, optimizer, scaler=scaler)."
             )
 
+    def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse what would be a second update of the same backward, or none at all."""
+        replica = self.replica
+        if replica is None:
+            return
+        if again := [index for index in sorted(self._unstepped) if replica.parameters[index].grad is not None]:
+            raise ReductionError(
+                f"{replica.name_list(again)} was updated in the backward, and has another gradient since: step() would "
+                "update it twice. Between the backward and step() run no backward under no_sync() and set no .grad. To "
+                "change reduced gradients, use the optimizer without in_backward(), or a comm hook; to clip, max_norm."
+            )
+        gradients = any(each.grad is not None for group in optimizer.param_groups for each in group["params"])
+        if self._stepped_at == autograd.nodes_made() and not gradients:
+            raise ReductionError(
+                "optimizer.step() is called twice after one backward, which has updated already. Call it once for each "
+                "synchronised backward."
+            )
+
+    def check_clipping(self, index: int) -> None:
+        """Whether the gradient of a parameter is still to be used.
+
+        Raises:
+            ReductionError: the last backward has used it.
+        """
+        replica = self.replica
+        if replica is not None and index in self._unstepped:
+            raise ReductionError(
+                f"clip_grad_norm_(): the backward has updated {replica.name_list([index])} already, without clipping. "
+                "Leave the call out and pass in_backward(model, optimizer, max_norm=...)."
+            )
+
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._awaits_step, self._options = False, ()
+        self._awaits_step, self._options, self._unstepped = False, (), frozenset()
+        self._stepped_at = autograd.nodes_made()
         self._updated.clear()
         if self.crossing is not None:
             self.crossing.step_ended()
@@ -441,6 +519,7 @@ class InBackward:
         # A rank that has updated has done so with the state before, one that falls back would with that of now.
         self._loaded_before_step = bool(self._options) and not self._broken
         self._failed, self._awaits_step, self._options = "", False, ()
+        self._unstepped, self._stepped_at = frozenset(), None
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._has_another_state()

@@ -18,9 +18,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, Final, NoReturn
 
 import torch
@@ -30,13 +30,14 @@ from torch.amp import GradScaler
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
+from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.observers import GATHER, UPDATE
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call
 from dp_compile.engine.updates import Wanted
-from dp_compile.errors import ConfigError, ReductionError
+from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.crossing import Left
 from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place, said_of
@@ -111,6 +112,9 @@ class _LeftGather(Left):
     def nbytes(self) -> int:
         return self.round.values.nbytes
 
+    def written_to(self) -> object:
+        return self._versions_now()
+
     def poison(self) -> None:
         self.is_poisoned = True
         for parameter in self.parameters:
@@ -167,6 +171,8 @@ class Sharded(InBackward):
         """Gradients of whole parameters of this rank that are not used yet."""
         self._has_state = False
         """Whether any rank has state: known to all of them."""
+        self._is_open = False
+        """A backward has begun, and this rank has not come to the end of it."""
 
     # --- from the call to the end
 
@@ -211,8 +217,9 @@ class Sharded(InBackward):
                     f"a parameter of shape {tuple(parameter.shape)} in this {type(optimizer).__name__} is not in the "
                     "module, so nobody reduces its gradient in parts. Give it to an optimizer of its own."
                 )
-            if parameter.is_complex():
-                raise ConfigError(f"{replica.names[index]} is complex: it is not cut. Use shard=False.")
+            if parameter.is_complex() or index in replica.sparse:
+                what = "is complex" if parameter.is_complex() else "has sparse gradients"
+                raise ConfigError(f"{replica.names[index]} {what}: it is not cut. Use shard=False.")
             if parameter.stride() != dense_strides(parameter):
                 raise ConfigError(
                     f"{replica.names[index]} has strides {parameter.stride()}, with gaps in its memory: it cannot be "
@@ -445,6 +452,7 @@ class Sharded(InBackward):
 
     def begin(self) -> None:
         super().begin()
+        self._is_open = True
         replica = self._replicated()
         self._forget()
         if self._take_in_added(replica) and not self.cuts:  # else the plan may change before the end
@@ -553,8 +561,18 @@ class Sharded(InBackward):
             raise
         super().ended()
 
-    def _end(self, replica: Replica) -> None:
-        """Do what is left of the update, and let all ranks have all of it."""
+    def left_out(self, error: BaseException) -> None:
+        if self._is_open:
+            with contextlib.suppress(type(error)), torch.no_grad():
+                self._end(self._replicated(), error)
+            self._forget()
+
+    def _end(self, replica: Replica, failed: BaseException | None = None) -> None:
+        """Do what is left of the update, and let all ranks have all of it.
+
+        An error, or `failed`, is raised once other ranks have all that they wait for from this one.
+        """
+        self._is_open, held = False, _Held(failed)
         self._lay_out()
         still = {
             *replica.unused.untouched,
@@ -567,12 +585,13 @@ class Sharded(InBackward):
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = True
         if self._whole_step:
-            moves = self._may_step_with(gradients)
+            moves = self._may_step_with(gradients, held)
         self._forget()
         if moves:
-            self._updated.update(self.covered)
+            # A rank that takes part only has updated nothing: the next backward compares who has missed the step.
+            self._updated.update(() if failed is not None else self.covered)
             with replica.local.updating(self.covered):
-                self._gather(replica, gradients)
+                self._gather(replica, gradients, held)
         for index in self.covered:
             if index not in still:
                 self.parameters[index].grad = sharded_gradient(self.parameters[index])
@@ -632,24 +651,35 @@ class Sharded(InBackward):
             for index in gradients:
                 self._own[index].grad = None
 
-    def _may_step_with(self, gradients: Mapping[int, torch.Tensor]) -> bool:
-        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce."""
+    def _may_step_with(self, gradients: Mapping[int, torch.Tensor], held: _Held) -> bool:
+        """Unscale and clip; the norm, and whether anything is not finite, come from all ranks in one all-reduce.
+
+        Raises:
+            VoidBackwardError: another rank failed before it; nothing is updated on any rank.
+        """
         scaler, device = self._scaler, self.parameters[0].device
         found: list[torch.Tensor] = []
-        if scaler is not None:
-            with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
-                scaler.unscale_(optimizer)
-                found = optim.found_inf_tensors(scaler, optimizer)
-        norms = [
-            self._squares[index] if index in self._squares else _square(gradients[index]) for index in sorted(gradients)
-        ]
-        both = torch.zeros(2, dtype=torch.float64, device=device)
-        both[0] = torch.stack(norms).sum() if norms else 0.0
-        for each in found:
-            both[1] += each.to(device=device, dtype=torch.float64).squeeze()
+        both = torch.zeros(3, dtype=torch.float64, device=device)
+        with held:
+            if scaler is not None and held.error is None:
+                with self._narrowed(gradients) as optimizer, _something_to_look_at(optimizer, device):
+                    scaler.unscale_(optimizer)
+                    found = optim.found_inf_tensors(scaler, optimizer)
+            norms = [
+                self._squares[index] if index in self._squares else _square(gradients[index])
+                for index in sorted(gradients)
+            ]
+            both[0] = torch.stack(norms).sum() if norms else 0.0
+            for each in found:
+                both[1] += each.to(device=device, dtype=torch.float64).squeeze()
+        both[2] = float(held.error is not None)
         dist.all_reduce(both, group=self.group)
+        # Without a scaler a GPU is not waited for: the next backward says that parameters differ.
+        if (device.type == "cpu" or scaler is not None) and bool(both[2] > 0):
+            held.release()
+            raise VoidBackwardError("another rank failed before the update, which no rank does: its log says why.")
         for each in found:
-            each.copy_((both[1:] > 0).view(each.shape))
+            each.copy_((both[1:2] > 0).view(each.shape))
         if self._max_norm is not None:
             # As torch's own: of gradients of two dtypes in the wider one, whichever the first parameter has.
             kinds = {self.parameters[index].dtype for index in self.covered}
@@ -664,12 +694,12 @@ class Sharded(InBackward):
 
     # --- what all ranks get
 
-    def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> None:
+    def _gather(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> None:
         """Update by these gradients, and let all ranks have all of the parameters, now or in the next forward."""
         if self.ranks == 1:
             self._step(gradients)
             return
-        rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients)
+        rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients, held)
         if self.crossing is not None:
             for each in rounds:
                 self.crossing.keep(
@@ -682,16 +712,19 @@ class Sharded(InBackward):
                         round=each,
                     )
                 )
+            held.release()
             return
         flights: deque[_Round] = deque()
         for each in rounds:
             flights.append(each)
             if len(flights) > _GATHERS_AHEAD:
-                with replica.told.following(GATHER):
+                with held, replica.told.following(GATHER):
                     flights.popleft().put_back(self.parameters)
         with replica.told.following(GATHER):
             for each in flights:
-                each.put_back(self.parameters)
+                with held:
+                    each.put_back(self.parameters)
+        held.release()
 
     def _numbers(self, replica: Replica) -> list[int]:
         """Buckets of the plan, those first that are waited for first.
@@ -701,18 +734,22 @@ class Sharded(InBackward):
         numbers = list(range(len(replica.plan.buckets)))
         return numbers if self.crossing is None else numbers[::-1]
 
-    def _rounds_of_parts(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
+    def _rounds_of_parts(
+        self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held
+    ) -> Iterator[_Round]:
         """Each rank's part of each bucket; updated and launched one by one, so that the first is on its way at once."""
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
         for number in filter(self._in_buckets.__contains__, self._numbers(replica)):
             bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
-            self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
+            with held:
+                if held.error is None:
+                    self._step({piece.index: gradients[piece.index] for piece in own if piece.index in gradients})
             (numel,), like = bucket.tensor_numels, self.parameters[bucket.members[0].gradient.index]
             with replica.told.following(GATHER):
                 values = self._memory(number, numel, like)
                 for piece in own:
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
-                work = launch_gather(stage, values)
+                work = held.launched(partial(launch_gather, stage, values))
             indices = tuple(member.gradient.index for member in bucket.members)
             yield _Round((number,), indices, own, others, values, work)
 
@@ -726,9 +763,13 @@ class Sharded(InBackward):
             values = like.new_empty(numel)
         return values.zero_() if nan_check_is_on() else values
 
-    def _rounds_of_whole(self, replica: Replica, gradients: Mapping[int, torch.Tensor]) -> Iterator[_Round]:
+    def _rounds_of_whole(
+        self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held
+    ) -> Iterator[_Round]:
         """What each rank has updated, from that rank to all others; launched one by one."""
-        self._step(gradients)
+        with held:
+            if held.error is None:
+                self._step(gradients)
         self._is_laid_out(replica)
         _, bucket_of, _ = self._looked_at
         chunks = [((), self.covered)] if self.crossing is None else [
@@ -744,7 +785,7 @@ class Sharded(InBackward):
                 source = dist.get_global_rank(self.group, rank)
                 with replica.told.following(GATHER):
                     values = torch.cat([flat(self.parameters[index]) for index in indices])
-                    work = dist.broadcast(values, source, group=self.group, async_op=True)
+                    work = held.launched(partial(dist.broadcast, values, source, group=self.group, async_op=True))
                 numels = [self.parameters[index].numel() for index in indices]
                 offsets = itertools.accumulate(numels, initial=0)
                 pieces = tuple(
@@ -769,6 +810,35 @@ class Sharded(InBackward):
                     "hand; and once the module is not replicated any more, load "
                     "dp_compile.optim.full_state_dict(optimizer) into an optimizer of its own."
                 )
+        self._check_gradients(optimizer)
+
+
+class _Held:
+    """Holds the first error inside until other ranks have all that they wait for from this one."""
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if error is None or is_of_other_ranks(error):
+            return False
+        self.error = self.error or error
+        return True
+
+    def launched(self, launch: Callable[[], dist.Work | None]) -> dist.Work:
+        """What is launched, the second time if the first one raised."""
+        work: dist.Work | None = None
+        with self:
+            work = launch()
+        work = work or launch()
+        assert work is not None
+        return work
+
+    def release(self) -> None:
+        if self.error is not None:
+            raise self.error
 
 
 def _square(gradient: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile.engine.gradients import dense_strides
+from dp_compile.errors import ConfigError
 from dp_compile.optim.shards import Piece
 
 State = dict[str, Any]
@@ -28,10 +29,19 @@ def is_cut(key: str, value: object) -> bool:
 
 
 def cut(state: State, parameter: nn.Parameter, piece: Piece, cuts: bool) -> State:
-    """The state of a piece, in memory of its own."""
+    """The state of a piece, in memory of its own.
+
+    Raises:
+        ConfigError: it is of a parameter of another shape.
+    """
     found: State = {}
     for key, value in state.items():
         if cuts and is_cut(key, value):
+            if value.shape != parameter.shape:
+                raise ConfigError(
+                    f"the state that is loaded has {key} of shape {list(value.shape)} for a parameter of shape "
+                    f"{list(parameter.shape)}. Load what an optimizer over the same parameters has saved."
+                )
             value = in_memory_order(value, parameter)[piece.start : piece.stop]
         found[key] = value.clone() if isinstance(value, torch.Tensor) else value
         if isinstance(value, torch.Tensor) and value.dim():

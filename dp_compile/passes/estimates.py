@@ -18,6 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
+from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.devices import device
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import Estimate, ModelCollective, Product
@@ -29,7 +30,8 @@ aten = torch.ops.aten
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
-_NOMINAL: Final = {"cpu": ("gloo", "cpu-core"), "cuda": ("nccl", "h100-sxm")}
+_NOMINAL: Final = {"cpu": (GLOO, "cpu-core"), "cuda": (NCCL, "h100-sxm")}
+"""By type of device: the network of a simulated group, and the preset of `plan.devices`."""
 """By type of device: whose links carry the model's collectives, and whose memory moves bytes meanwhile."""
 
 # What comes between a product and its accumulation without changing a number.
@@ -103,10 +105,12 @@ def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollectiv
         return
     target: Any = node.target
     kind, device_type = target.overloadpacket.__name__.removesuffix("_"), made[0].device.type
-    backend, computes_on = _NOMINAL.get(device_type, _NOMINAL["cuda"])
-    ranks, nbytes = distributed.group_of_name(group).size(), max(sum(map(_nbytes, each)) for each in (given, made))
+    nominal, computes_on = _NOMINAL.get(device_type, _NOMINAL["cuda"])
+    members = distributed.group_of_name(group)
+    backend = distributed.backend_of(members, device_type)
+    ranks, nbytes = members.size(), max(sum(map(_nbytes, each)) for each in (given, made))
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
-    (leg,) = legs_of([[load]], nominal_cost(backend, ranks))
+    (leg,) = legs_of([[load]], nominal_cost(nominal if backend.simulated else backend, ranks))
     yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * device(computes_on).memory_bytes_per_s)
 
 

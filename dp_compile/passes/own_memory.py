@@ -23,14 +23,7 @@ _CLONE = torch.ops.aten.clone.default
 
 @dataclass(frozen=True, slots=True)
 class OwnMemory:
-    """Copies what a graph returns twice, and what it gives to an update and somebody else reads.
-
-    Args:
-        is_whole: the graph is a backward, which returns gradients and what follows from them. A piece of one may return
-            a tensor and views of it, which the next piece takes for that.
-    """
-
-    is_whole: bool
+    """Copies what a backward returns twice, and what it gives to an update and somebody else reads."""
 
     def __call__(self, graph: fx.Graph) -> None:
         graph.eliminate_dead_code()  # what nobody uses reads nothing
@@ -47,7 +40,7 @@ class OwnMemory:
             if not isinstance(value, fx.Node) or not isinstance(value.meta.get("val"), torch.Tensor):
                 return value
             others = taken.setdefault(_root(value), [])
-            if value in others or (self.is_whole and not all(_is_apart(value, other) for other in others)):
+            if value in others or not all(_is_apart(value, other) for other in others):
                 return _copied(graph, value, output)
             others.append(value)
             return value

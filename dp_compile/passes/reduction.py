@@ -151,6 +151,8 @@ class EagerOps:
         launching: around each launch; `waiting` around each wait.
         state: for a functional hook: what it remembers of each member, by name.
         memory: where the memory of a bucket comes from, of so many elements of a dtype; by default it is new.
+        launches: how many collectives it has launched.
+        is_silent: nothing is launched: a backward that failed on this rank has launched it. What came of it is lost.
     """
 
     bucket: Bucket
@@ -164,6 +166,8 @@ class EagerOps:
     """Whether who goes on knows already that it has ended."""
     state: Sequence[State] = ()
     memory: Callable[..., torch.Tensor] | None = None
+    launches: int = 0
+    is_silent: bool = False
     _kept: Sequence[torch.Tensor] = ()
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
@@ -218,10 +222,13 @@ class EagerOps:
         return source if member.rows is None else source[slice(*member.rows)]
 
     def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
+        if self.is_silent:
+            nothing = pairs.Pairs((), (), stage.group)
+            return Launched([each.new_zeros(_numel_behind(stage, each)) for each in tensors], nothing)
         stages = self.bucket.key.reduction.stages
         with self.launching() if stage is stages[0] else contextlib.nullcontext():
             launched = launch_stage(stage, tensors)
-        self.work = launched.work
+        self.work, self.launches = launched.work, self.launches + 1
         return launched
 
     def wait(self, launched: Launched) -> list[torch.Tensor]:
@@ -261,6 +268,11 @@ def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
     return work
 
 
+def _numel_behind(stage: Stage, tensor: torch.Tensor) -> int:
+    """The elements that a stage's collective returns; `Stage.numel_behind` counts what is left after the sum."""
+    return tensor.numel() if stage.op in (ALL_REDUCE, EXCHANGE) else stage.numel_behind(tensor.numel())
+
+
 def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
     """Start the collective of a stage over tensors, which it may write over."""
     group = distributed.group_of_name(stage.group)
@@ -270,8 +282,7 @@ def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
         if paired is not None and pairs.take_turns(stage.group, tensor.device):
             result, messages = paired(tensor, stage.group)
             return Launched([result], messages)
-        numel = tensor.numel() if stage.op == EXCHANGE else stage.numel_behind(tensor.numel())
-        result = tensor.new_empty(numel)
+        result = tensor.new_empty(_numel_behind(stage, tensor))
         if stage.op == ALL_GATHER:
             work = distributed.all_gather(result, tensor, group=group, async_op=True)
         elif stage.op in (EXCHANGE, ALL_TO_ALL):

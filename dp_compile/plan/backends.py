@@ -1,19 +1,104 @@
-"""What follows from the name of a process group's backend."""
+"""What the backend of a process group can do: one value, made once for each group. Nothing decides by a name."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
-FABRIC: Final = "fabric"
-"""A network that is played for one process, by `dp_compile.bench.fabric`. It stands for GPUs joined by NCCL."""
-LIKE_NCCL: Final = ("nccl", FABRIC)
-"""They average inside a collective, and reduce several tensors in one without copying them."""
-PLAYED: Final = ("fake", FABRIC)
-"""One process plays one rank of many: no other rank exists. `fake` is torch's, which reduces nothing."""
-GROUPED: Final = ("nccl", "gloo", *PLAYED)
-"""Backends that reduce several tensors in one collective."""
-LANES: Final = {"gloo": 2}
-"""How many collectives a backend carries at a time, which share the network; others carry one.
 
-gloo: the threads of a group (`ProcessGroupGloo::Options::threads`, torch 2.13).
-"""
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """What a backend can do with tensors on one type of device.
+
+    A backend written in Python states it itself, by an attribute `dp_compile_backend` of its process group with such a
+    value; those of torch are known by their class (`_torch.distributed.backend_of`). The defaults are what any
+    backend of torch can do.
+
+    Args:
+        name: for messages and records.
+        device: the type of device on which it reduces.
+        averages: reduces with `ReduceOp.AVG`.
+        scatters: its reduce-scatter sends half of what its all-reduce sends.
+        coalesces: reduces several tensors in one launch.
+        coalesces_in_place: and does not copy them into one.
+        lanes: how many collectives of a group it carries at a time, which share the network.
+        equal_bits: every rank gets the same bits of a sum.
+        on_stream: collectives run on a stream of the device, so the host does not wait and events time them.
+        bf16_compress: torch's DDP takes its `bf16_compress_hook` on it.
+        simulated: one process stands for one rank of many; no other rank exists.
+        inside: preset of `plan.links` for the ranks of a node, before anything is measured.
+        between: the same for a group of several nodes.
+    """
+
+    name: str
+    device: str = "cpu"
+    averages: bool = False
+    scatters: bool = False
+    coalesces: bool = False
+    coalesces_in_place: bool = False
+    lanes: int = 1
+    equal_bits: bool = False
+    on_stream: bool = False
+    bf16_compress: bool = False
+    simulated: bool = False
+    inside: str = "loopback"
+    between: str = "loopback"
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether the ranks of a node have another link than nodes have."""
+        return self.inside != self.between
+
+    def __str__(self) -> str:
+        return self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+GLOO: Final = Backend("gloo", coalesces=True, lanes=2, equal_bits=True)
+"""Two lanes: the threads of a group (`ProcessGroupGloo::Options::threads`, torch 2.13). Its reduce-scatter sends as
+much as an all-reduce (measured with torch 2.13)."""
+
+NCCL: Final = Backend(
+    "nccl",
+    "cuda",
+    averages=True,
+    scatters=True,
+    coalesces=True,
+    coalesces_in_place=True,
+    equal_bits=True,
+    on_stream=True,
+    bf16_compress=True,
+    inside="nvlink4",
+    between="infiniband-ndr",
+)
+"""torch's `ProcessGroupNCCL`, which torch 2.14 and later call `nccl-legacy`."""
+
+NCCL2: Final = replace(NCCL, name="nccl2", coalesces_in_place=False)
+"""torch's `ProcessGroupNCCL2`: `nccl2` in torch 2.14, `nccl` in 2.15. Its `allreduce_coalesced` launches one
+collective for each tensor where no coalescing window is open (`ProcessGroupNCCL.cpp`, read at 02327c9)."""
+
+FAKE: Final = Backend("fake", coalesces=True, simulated=True)
+"""torch's `FakeProcessGroup`, which reduces nothing."""
+
+FABRIC: Final = replace(NCCL, name="fabric", simulated=True)
+"""`dp_compile.bench.fabric`: GPUs joined by NCCL, with times from a formula."""
+
+COLLECTIVE_KERNELS: Final = ("nccl", "spin_kernel")
+"""Parts of lower-case names of kernels in a trace that communicate: NCCL's, and those of `FABRIC` on a GPU."""
+
+XCCL: Final = Backend("xccl", "xpu", on_stream=True, bf16_compress=True)
+"""For Intel GPUs. Not tested, so nothing more is assumed of it."""
+
+CLASSES: Final[Mapping[str, Backend]] = {
+    "ProcessGroupGloo": GLOO,
+    "ProcessGroupNCCL": NCCL,
+    "ProcessGroupNCCL2": NCCL2,
+    "ProcessGroupNCCLLazy": replace(NCCL2, name="nccl-lazy"),
+    "FakeProcessGroup": FAKE,
+    "ProcessGroupXCCL": XCCL,
+}
+"""torch's own backends, by the names of their classes."""

@@ -11,7 +11,11 @@ Only zero and not zero are told apart, so the elements survive averaging over an
 and bfloat16, in float16 as far as `Averaging.reduction` allows it (`MOST_IN_FLOAT16`). No lossy codec carries them.
 A bit that is not zero together with its complement means that two ranks sent different numbers: they reduced different
 modules, and what they got is no gradient of anything. So for the last two: sharpness-aware
-minimisation moves parameters so on every rank, and what only some ranks do takes them apart.
+minimisation moves parameters so on every rank, and what only some ranks do takes them apart. A rank that left out a
+step, as it raised after the other ranks had the gradients, says the same.
+
+A rank whose backward failed sends ones for all bits and their complements. Two modules give that only if their numbers
+are complements of each other.
 """
 
 from __future__ import annotations
@@ -41,6 +45,15 @@ def more_elements(module: str, *, stepped: bool, moved: bool) -> list[float]:
 def is_mixed(more: Sequence[float]) -> bool:
     """Whether some ranks reduced another module than others, from the reduced elements."""
     return any(more[place] and more[NUMBER_BITS + place] for place in range(NUMBER_BITS))
+
+
+FAILED: Final = (*[1.0] * (2 * NUMBER_BITS), 0.0, 0.0, 0.0)
+"""The elements behind those of the parameters from a rank whose backward failed."""
+
+
+def is_failed(more: Sequence[float]) -> bool:
+    """Whether the backward of some rank failed, from the reduced elements."""
+    return all(more[: 2 * NUMBER_BITS])
 
 
 def is_stepped(more: Sequence[float]) -> bool:

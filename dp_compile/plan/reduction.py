@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, Protocol
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.backends import LIKE_NCCL
+from dp_compile.plan.backends import Backend
 
 MOST_IN_FLOAT16: Final = 1e6
 """float16 ends at 6e-8."""
@@ -94,7 +94,7 @@ class Levels:
     def ranks_inside(self) -> int:
         return len(self.ranks[0])
 
-    def stages(self, reduce_op: str, backend: str) -> tuple[Stage, ...]:
+    def stages(self, reduce_op: str, backend: Backend) -> tuple[Stage, ...]:
         """Each rank of a node has a part of its sum, reduces that with its like in other nodes, and shares it out."""
         return (
             Stage(scattering(backend), self.inside, reduce_op, self.ranks_inside, INSIDE),
@@ -238,7 +238,7 @@ class Averaging:
         return all(each is None for each in said)
 
     def reduction(
-        self, group: str, backend: str, world_size: int, dtype: str, levels: Levels | None = None
+        self, group: str, backend: Backend, world_size: int, dtype: str, levels: Levels | None = None
     ) -> Reduction:
         """The reduction of gradients of one dtype over a group, by its `levels` if it has some.
 
@@ -262,7 +262,8 @@ class Averaging:
         if predivisor is None and (wire or dtype) == "float16" and not self.all_before:
             predivisor, given = before_the_sum(divisor), 2
         elif predivisor is None:
-            if self.in_collective and self.divide_by is None and backend in LIKE_NCCL:
+            # NCCL may return wrong results with AVG and one rank (FSDP2's `_get_gradient_divide_factors`).
+            if self.in_collective and self.divide_by is None and backend.averages and world_size > 1:
                 return Reduction(self._stages(group, backend, world_size, levels, "avg"), 1.0, wire=wire)
             predivisor = divisor
         for factor in (divisor, predivisor):
@@ -281,22 +282,19 @@ class Averaging:
         return Reduction(stages, 1.0 / predivisor, predivisor / divisor, wire, given=given if self.given else 0)
 
     def _stages(
-        self, group: str, backend: str, world_size: int, levels: Levels | None, reduce_op: str
+        self, group: str, backend: Backend, world_size: int, levels: Levels | None, reduce_op: str
     ) -> tuple[Stage, ...]:
         if self.scattered:
             return (Stage(scattering(backend), group, reduce_op, world_size),)
         return stages_of(group, backend, levels, reduce_op)
 
 
-def scattering(backend: str) -> str:
-    """The stage behind which each rank has its part of a sum.
-
-    gloo's reduce-scatter sends as much as an all-reduce (measured with torch 2.13: twice what is needed).
-    """
-    return REDUCE_SCATTER if backend in LIKE_NCCL else EXCHANGE
+def scattering(backend: Backend) -> str:
+    """The stage after which each rank has its part of a sum."""
+    return REDUCE_SCATTER if backend.scatters else EXCHANGE
 
 
-def stages_of(group: str, backend: str, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
+def stages_of(group: str, backend: Backend, levels: Levels | None, reduce_op: str) -> tuple[Stage, ...]:
     """One all-reduce over the group, or what the levels of its network have in its place."""
     return (Stage(ALL_REDUCE, group, reduce_op),) if levels is None else levels.stages(reduce_op, backend)
 
@@ -343,6 +341,6 @@ def before_the_sum(divisor: float) -> float:
     return power
 
 
-def mean(group: str, backend: str, world_size: int) -> Reduction:
+def mean(group: str, backend: Backend, world_size: int) -> Reduction:
     """The average over a group. NCCL averages inside the collective; others add what was scaled before."""
     return Averaging().reduction(group, backend, world_size, "float32")

@@ -25,7 +25,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, Protocol, runtime_checkable
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.backends import GROUPED, LIKE_NCCL
+from dp_compile.plan.backends import Backend
 from dp_compile.plan.buckets import (
     PACKED,
     PLAN_VERSION,
@@ -343,7 +343,7 @@ def plan_coalesced(
     return plan_optimal(gradients, cost, times, replace(layout, apart=everything), band=band)
 
 
-def check_grouped(plan: BucketPlan, backend: str) -> None:
+def check_grouped(plan: BucketPlan, backend: Backend) -> None:
     """Whether a backend can run the plan's grouped collectives.
 
     Raises:
@@ -356,10 +356,10 @@ def check_grouped(plan: BucketPlan, backend: str) -> None:
             "the plan reduces several tensors in one collective, which is not supported on two levels of network. Use "
             "another strategy than 'coalesced', a plan without members apart, or a device_mesh with one dimension."
         )
-    if grouped and backend not in GROUPED:
+    if grouped and not backend.coalesces:
         raise ConfigError(
-            f"the plan reduces several tensors in one collective, which backend '{backend}' cannot; these can: "
-            f"{', '.join(GROUPED)}. Use another strategy than 'coalesced', or a plan without members apart."
+            f"the plan reduces several tensors in one collective, which backend '{backend}' cannot. "
+            "Use another strategy than 'coalesced', or a plan without members apart."
         )
 
 
@@ -403,18 +403,16 @@ def _on_cheaper_levels(bucket: Bucket, group: str, cost: AllReduceCost) -> Bucke
     return Bucket(key, members, f"{bucket.reason}; {times}")
 
 
-def nominal_cost(backend: str, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
-    """What to plan with before anything was measured: NVLink inside a node, InfiniBand beyond, loopback for gloo.
+def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
+    """What to plan with before anything was measured: the backend's nominal links.
 
     `ranks_inside`: of a node, where the network has two levels.
     """
-    inside, between = map(link, ("nvlink4", "infiniband-ndr") if backend in LIKE_NCCL else ("loopback", "loopback"))
+    inside, between, formula = link(backend.inside), link(backend.between), EITHER if backend.has_nodes else RING
     if ranks_inside is not None:
-        whole = between.cost(world_size, formula=EITHER if backend in LIKE_NCCL else RING)
+        whole = between.cost(world_size, formula=formula)
         return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)
-    if backend not in LIKE_NCCL:
-        return between.cost(world_size)
-    return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=EITHER)
+    return (inside if world_size <= RANKS_OF_A_NODE else between).cost(world_size, formula=formula)
 
 
 def plan_to_json(plan: BucketPlan) -> str:

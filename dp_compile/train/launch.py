@@ -151,7 +151,7 @@ def _run_rank(options: TrainOptions, rank: int, local_rank: int, local_world_siz
     # Ranks share the machine: more threads would only fight over its cores.
     torch.set_num_threads(1)
     dist.init_process_group(
-        "nccl" if uses_gpu else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=meet_at,
         rank=rank,
         world_size=options.ranks,

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
+from dp_compile._torch import distributed
 from dp_compile.decentralized import DecentralizedModule, decentralize
 from dp_compile.insight.observe import report, step_of
 from dp_compile.modules.replicate import replicate
@@ -186,13 +187,14 @@ class Run:
     def introduce(self) -> None:
         """Print what is going to be trained on what, and by whom."""
         options, place = self.options, self.place
+        backend = distributed.backend_of(None, place.device.type)
         count = sum(parameter.numel() for parameter in self.model.parameters())
         each = "each" if place.tp == 1 else f"for each {place.tp}, which share a copy of the model"
         self.say(
             f"model  GPT, layers {options.layers}, width {options.width}, heads {options.heads}, "
             f"context {options.context}: {count:,} parameters\n"
             f"data   {self.corpus}\n"
-            f"ranks  {place.world_size} on {place.device.type} ({dist.get_backend()}), {options.batch_size} sequences "
+            f"ranks  {place.world_size} on {place.device.type} ({backend}), {options.batch_size} sequences "
             f"{each}: {self.tokens_per_step:,} tokens per step\n"
         )
 

@@ -170,3 +170,23 @@ class TestRefused:
         with pytest.warns(UserWarning, match="step counter"):
             optimizer.load_state_dict(optimizer.optim.state_dict())
         assert torch.equal(optimizer.state_dict()["outer"]["parameters"][0], parameters[0])
+
+
+def of_another_shape(where: str) -> str:
+    parameters, optimizer = make(2)
+    steps(parameters, optimizer, 0, 2)
+    good = copy.deepcopy(optimizer.state_dict())
+    bad = copy.deepcopy(good)
+    bad["outer"][where][1] = bad["outer"][where][1][:1]  # of a model with one output: would fit by broadcasting
+    bad["step"] = 100
+    with pytest.raises(dp_compile.ConfigError) as error:
+        optimizer.load_state_dict(bad)
+    torch.testing.assert_close(optimizer.state_dict(), good)
+    optimizer.load_state_dict(good)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("where", ["parameters", "velocities"])
+def test_a_state_of_another_shape(ranks2: Ranks, where: str) -> None:
+    for text in ranks2.run(of_another_shape, where):
+        assert f"outer {where}[1] of shape [1], this optimizer one of [4]" in text

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from bench_standins import tiny
 
+from dp_compile._torch import distributed
 from dp_compile.bench import beds, fabric, selfcheck
 from dp_compile.bench.beds import Link
 from dp_compile.bench.catalogue import mode
@@ -26,7 +27,7 @@ from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.group import Group
 from dp_compile.errors import ConfigError
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.plan.backends import FABRIC
+from dp_compile.plan.backends import FABRIC, GLOO, NCCL
 from dp_compile.plan.cost import TREE, AllReduceCost
 from dp_compile.plan.links import link as preset
 from dp_compile.plan.reduction import Averaging
@@ -304,7 +305,7 @@ def test_a_fabric_that_cannot_be_is_refused(given: dict[str, Any], error: str) -
 
 def test_a_mode_of_neighbours_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
-    monkeypatch.setattr(dist, "get_backend", lambda: FABRIC)
+    monkeypatch.setattr(distributed, "backend_of", lambda *_: FABRIC)
     with pytest.raises(ConfigError, match=r"^mode 'decent_dp' exchanges parameters with neighbours, which a fabric"):
         mode("decent_dp").prepare(tiny())
 
@@ -327,9 +328,9 @@ def test_nccl_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_planner_takes_it_for_nccl_and_nobody_is_waited_for() -> None:
-    assert nominal_cost(FABRIC, RANKS) == nominal_cost("nccl", RANKS) != nominal_cost("gloo", RANKS)
+    assert nominal_cost(FABRIC, RANKS) == nominal_cost(NCCL, RANKS) != nominal_cost(GLOO, RANKS)
     group = Fabric(0, RANKS, FAST)
-    played, real = (Group(group, "0", name, RANKS, Averaging()) for name in (FABRIC, "nccl"))
+    played, real = (Group(group, "0", name, RANKS, Averaging()) for name in (FABRIC, NCCL))
     assert real.has_others
     assert not played.has_others
 

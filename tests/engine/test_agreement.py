@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.engine.agreement import Table, agree, collect, decide, exchange, first_difference
-from dp_compile.errors import DesyncError
+from dp_compile.errors import CommunicationError, DesyncError
 
 SAME = {"options": {"cap": 25.0}, "parameters": [["weight", [4, 2]], ["bias", [4]]]}
 
@@ -34,6 +36,44 @@ def meet(store: Any, statements: dict[int, Any], *, world_size: int, timeout_s: 
     for thread in threads:
         thread.join()
     return heard
+
+
+CALLS: dict[str, Callable[[Table], Any]] = {
+    "agree": lambda table: agree(table, "topic", SAME),
+    "decide": lambda table: decide(table, "topic", 1),
+    "exchange": lambda table: exchange(table, "topic", 1),
+    "collect": lambda table: collect(table, "topic", 1),
+}
+
+
+@pytest.mark.parametrize(("call", "rank"), [("agree", 0), ("agree", 1), ("decide", 1), ("exchange", 0), ("collect", 0)])
+@pytest.mark.parametrize("before", [True, False])
+def test_the_store_is_lost(call: str, rank: int, before: bool) -> None:
+    """Before a rank asks, and while it waits: the error comes at once and is not one of a rank that did not come."""
+    server: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client, other = (dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False) for _ in range(2))
+    heard: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            CALLS[call](Table(client, rank, 2, 60.0))
+        except BaseException as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=ask)
+    if before:
+        del server
+        thread.start()
+    else:
+        thread.start()
+        while not other.check([f"topic/{rank}"]) and call != "decide":
+            time.sleep(0.01)
+        time.sleep(0.1)
+        del server
+    thread.join(30.0)
+    (error,) = heard
+    assert isinstance(error, CommunicationError)
+    assert "the key-value store does not answer after" in str(error)
 
 
 def test_equal_statements() -> None:

@@ -485,7 +485,7 @@ def test_exception_in_the_middle_of_a_backward() -> None:
         expect_half(model, plain)
 
 
-def test_broken_backward_reduces_everything_at_its_end() -> None:
+def test_a_backward_that_breaks_is_reduced_by_eager_hooks() -> None:
     model = nn.Sequential(Block(), Block())
     plain = copy.deepcopy(model)
     dp_compile.replicate(model, config=CONFIG, bucket_cap_mb=0.0005)
@@ -496,10 +496,8 @@ def test_broken_backward_reduces_everything_at_its_end() -> None:
         model[1](Untraceable.apply(model[0](batch()))).square().sum().backward()
         plain(batch()).square().sum().backward()
         expect_half(model, plain)
-    (record,) = dp_compile.report(model).captures
-    assert record.deferred
-    assert record.graphs > 1
-    assert record.reductions == 9
+    report = dp_compile.report(model)
+    assert (report.backwards, report.captures) == ({"eager hooks": 2}, ())
 
 
 # --- the guard --------------------------------------------------------------------------------------------------
@@ -582,8 +580,12 @@ def test_torch_settings_are_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
         twin.step(batch())
     assert (settings(), switches()) == before
     loss = first.run(batch()).square().sum()
-    monkeypatch.setattr(compilation.CompiledBackward, "__call__", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compilation.CompiledBackward, "__call__", fail)
+    with pytest.raises(KeyboardInterrupt):
         loss.backward()
     assert switches() == before[1]
 

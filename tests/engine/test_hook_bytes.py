@@ -18,6 +18,7 @@ from dp_compile.engine.power_sgd import PowerSGD
 from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import Step
 from dp_compile.passes.functional_hook import HookBucket, HookRun, Reduced, register, sent_nbytes
+from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import PACKED, BucketPlan
 from dp_compile.plan.reduction import ALL_REDUCE, Averaging
 
@@ -32,7 +33,7 @@ def specs(key: str, rounds: int) -> list[dp_compile.GradientSpec]:
     averaging = Averaging(hook=key, rounds=(ALL_REDUCE,) * rounds)
     world = dist.group.WORLD
     assert world is not None
-    group = Group(world, distributed.group_name(world), "gloo", 2, averaging)
+    group = Group(world, distributed.group_name(world), GLOO, 2, averaging)
     parameters = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
     return list(gradient_specs(parameters, [f"p{number}" for number in range(len(SHAPES))], group))
 
@@ -82,7 +83,7 @@ def test_predictions_count_what_is_handed_out_and_plan_files_keep_it() -> None:
         PACKED.bucket(gradients[-1].key, gradients[-1:], ""),
     )
     base = step_of_buckets(1)
-    step = Step("python hooks", "fixed", 4, "gloo", "cpu", BucketPlan((hooked, flags)), base.ready, base.cost, "stated")
+    step = Step("python hooks", "fixed", 4, GLOO, "cpu", BucketPlan((hooked, flags)), base.ready, base.cost, "stated")
     sent = [sum(each) for each in zip(*(each.sent for each in gradients[:-1]), strict=True)]
     expected = sum(step.cost.seconds(nbytes) for nbytes in (*sent, flags.nbytes))
     assert step.communication_s == pytest.approx(expected, rel=1e-9)

@@ -786,3 +786,65 @@ def test_one_rank_finds_and_one_compiles(ranks2: Ranks, tmp_path: Path) -> None:
     assert first.startswith("miss")
     assert found.startswith("hit")
     assert compiled == ""
+
+
+class Calls(nn.Module):
+    user: Callable[[torch.Tensor], torch.Tensor]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.user(x)
+
+
+def formula(how: str, factor: float, library: torch.library.Library) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What a user has in his own source, where `factor` stands: the forward doubles, the backward says otherwise."""
+    if how == "traced through":
+        library.define("scaled(Tensor x) -> Tensor")
+        library.impl("scaled", lambda x: x * factor, "CompositeImplicitAutograd")
+        return lambda x: torch.ops.stale.scaled(x)
+    if how == "no gradient":  # nothing of the op is in the backward's graph
+        library.define("added(Tensor x) -> Tensor")
+        library.impl("added", lambda x: x + factor, "CompositeImplicitAutograd")
+        return lambda x: torch.ops.stale.added(x)
+    if how == "function":
+
+        class Scaled(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                return gradient * factor
+
+        return lambda x: Scaled.apply(x)  # type: ignore[no-any-return]
+
+    @torch.library.custom_op("stale::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2.0
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, gradient: gradient * factor)
+    return lambda x: torch.ops.stale.twice(x)
+
+
+@pytest.mark.parametrize("how", ["custom op", "traced through", "no gradient", "function"])
+@pytest.mark.usefixtures("keeping")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does
+def test_code_of_the_users_that_was_edited(
+    fake_group: dist.ProcessGroup, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="dp_compile.kept")
+    for factor in (2.0, 3.0):
+        library = torch.library.Library("stale", "FRAGMENT")
+        user = formula(how, factor, library)
+        like_a_new_process()
+        torch.manual_seed(0)
+        model = dp_compile.replicate(nn.Sequential(nn.Linear(6, 6), Calls()))
+        model[1].user = user
+        found = gradients_of(model, torch.compile(model))
+        with dp_compile.no_sync(model):
+            local = gradients_of(model, model)
+        torch.testing.assert_close(found, [gradient / 2 for gradient in local])  # the fake group has two ranks
+        assert dp_compile.report(model).captures
+        library._destroy()
+    assert how == "function" or "a forward is not saved: the source of stale::" in caplog.text

@@ -23,6 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
+from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.reduction import Averaging, Reduction, before_the_sum
 from dp_compile.testing.ranks import Ranks
 
@@ -178,7 +179,7 @@ def test_float16_is_divided_as_fsdp_does(world_size: int) -> None:
 
     before, after, *_ = _get_gradient_divide_factors(Group(), None, FP16)  # type: ignore[arg-type]
     assert before_the_sum(world_size) == before
-    found = Averaging().reduction("0", "nccl", world_size, "float16")
+    found = Averaging().reduction("0", NCCL, world_size, "float16")
     assert (found.scale, found.post_scale) == (1 / before, 1 / after)
 
 
@@ -188,8 +189,8 @@ def test_flags_are_not_divided_down_to_nothing() -> None:
         (Averaging(wire="float16", predivide_by=1e7), "float32"),
     ]:
         with pytest.raises(dp_compile.ConfigError, match=r"in float16 can be divided by 1e\+06 at most, got 1e\+07"):
-            averaging.reduction("0", "gloo", 2, dtype)
-    assert Averaging(wire="bfloat16", divide_by=1e7).reduction("0", "gloo", 2, "float32").scale == 1e-7
+            averaging.reduction("0", GLOO, 2, dtype)
+    assert Averaging(wire="bfloat16", divide_by=1e7).reduction("0", GLOO, 2, "float32").scale == 1e-7
 
 
 def run_large(value: float) -> tuple[float, float]:

@@ -129,6 +129,19 @@ def test_it_waits_until_it_can_be_tried_out(monkeypatch: pytest.MonkeyPatch) -> 
     assert not probe._is_known
 
 
+def test_it_is_not_tried_out_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A trial takes half a second: as long as ten steps of a small model."""
+
+    def fail(self: Any) -> bool:
+        raise RuntimeError("something of this torch")
+
+    monkeypatch.setattr(probe, "_failures", 0)
+    monkeypatch.setattr(probe._Trial, "_capture", fail)
+    for _ in range(5):
+        probe.check()
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["something of this torch"] * 3
+
+
 @pytest.mark.usefixtures("fake_group")
 def test_it_comes_before_the_first_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the user's model is blamed for a forward that looks as if it were not compiled."""

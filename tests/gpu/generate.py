@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import cases
@@ -43,6 +43,7 @@ import dp_compile
 from dp_compile._torch import distributed, inductor
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
+from dp_compile.plan.backends import CLASSES, FABRIC, GLOO, Backend
 from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS, row_blocks
 from dp_compile.plan.reduction import Averaging, mean
 
@@ -195,7 +196,7 @@ def settings_of(case: cases.Case) -> Iterator[None]:
 
             stack.enter_context(mock.patch.object(inductor, "_compile_fx", as_torch_has_it))
         if case.reduce_op == "sum":
-            summed = mean("0", "gloo", RANKS)
+            summed = mean("0", GLOO, RANKS)
             stack.enter_context(mock.patch.object(Averaging, "reduction", return_value=summed))
         if case.flash:
             stack.enter_context(flash_attention())
@@ -314,6 +315,7 @@ def begin() -> None:
     """The GPU, an interpreter of its code, and the ranks."""
     played.install()
     interpreted.install()
+    cast(dict[str, Backend], CLASSES)["FakeProcessGroup"] = FABRIC
     dist.Backend.register_backend("fabric", _create_fake_pg, extended_api=True, devices=["cpu", "cuda"])
     dist.init_process_group("fabric", store=FakeStore(), rank=0, world_size=RANKS)
 

@@ -1,77 +1,186 @@
-"""`.ci/gpu`: what it says where there is no GPU; and with one, what only a GPU can show."""
+"""The runner of `.ci/gpu`: what it says without a GPU, what it does with processes that die or hang, its table."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
+import on_a_gpu
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch._inductor.utils import run_and_get_code
-
-import dp_compile
-from dp_compile.testing.generated_code import read_code
-from dp_compile.train.gpt import GPT, GPTConfig
+from on_a_gpu import (
+    FAILED,
+    NEEDS_A_GPU,
+    OUT_OF_TIME,
+    PASSED,
+    PLANNED,
+    WHOLE,
+    Experiment,
+    Machine,
+    Process,
+    Run,
+    Task,
+)
 
 ROOT = Path(__file__).parents[2]
-FILES = (
-    "fabric.json fabric.txt machine.txt memory.json nccl.json nccl.txt profile.txt step.json summary.txt tests.txt "
-    "timeline.html timeline.txt trace.json.gz"
-).split()
-
-
-def ci_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tests/gpu/on_a_gpu.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
-def test_without_a_gpu_every_file_says_so(tmp_path: Path) -> None:
-    done = ci_gpu("--dry-run", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == FILES
-    assert {path.read_text() for path in tmp_path.iterdir()} == {"not run: no GPU\n"}
-    assert "missing: " in done.stderr
+ONE_CARD = Machine(gpus=1, nccl=(2, 28, 9), rehearse=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
-    done = ci_gpu("--out", str(tmp_path / "results"))
+    command = [sys.executable, str(ROOT / "tests/gpu/on_a_gpu.py"), "first", "--out", str(tmp_path / "results")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 1
     assert "missing: torch" in done.stderr or "missing: no GPU" in done.stderr
     assert not (tmp_path / "results").exists()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_nccl_with_one_rank_trains_as_without(tmp_path: Path, dtype: torch.dtype) -> None:
-    """And in the real code too nobody touches what the network has."""
-    dist.init_process_group("nccl", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        torch.manual_seed(0)
-        model = GPT(GPTConfig()).to("cuda", dtype)
-        tokens = torch.randint(0, 256, (2, 128), device="cuda")
-        expected = gradients(model, tokens)
-        model.zero_grad()
-        dp_compile.replicate(model, bucket_cap_mb=0.5)
-        loss = torch.compile(model)(tokens).float().square().mean()
-        with torch._inductor.config.patch(fx_graph_cache=False):
-            _, codes = run_and_get_code(loss.backward)
-        for name, parameter in model.named_parameters():
-            assert parameter.grad is not None
-            scale = expected[name].abs().max()
-            assert (parameter.grad - expected[name]).abs().max() <= scale * (1e-3 if dtype == torch.float32 else 5e-2)
-        (code,) = (code for code in codes if "all_reduce" in code)
-        assert not read_code(code).faults
-        assert dp_compile.report(model).captures[0].collectives > 2
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize(
+    ("seen", "text"),
+    [
+        ({"error": "no such file"}, "torch cannot be imported: no such file"),
+        ({"torch": "2.10.1", "cuda": "13.0", "gpus": 1, "nccl": [2, 28, 9]}, "too old: 2.11 or newer"),
+        ({"torch": "2.13.0+cpu", "cuda": None, "gpus": 0, "nccl": [0, 0, 0]}, "built without CUDA"),
+        ({"torch": "2.11.0+cu130", "cuda": "13.0", "gpus": 0, "nccl": [0, 0, 0]}, "no GPU that torch can use"),
+        ({"torch": "2.11.0+cu130", "cuda": "13.0", "gpus": 1, "nccl": [0, 0, 0]}, "built without NCCL"),
+    ],
+)
+def test_what_is_missing(seen: dict[str, Any], text: str) -> None:
+    assert any(text in each for each in on_a_gpu.missing(seen, rehearse=False))
 
 
-def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    model(tokens).float().square().mean().backward()
-    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+def test_a_rehearsal_needs_no_cuda() -> None:
+    assert on_a_gpu.missing({"torch": "2.13.0+cpu", "cuda": None, "gpus": 0, "nccl": [0, 0, 0]}, rehearse=True) == []
+
+
+def test_ranks_share_a_card_by_what_their_nccl_has() -> None:
+    """Below 2.30.3 each is a host of its own; from there on NCCL has a variable. With two cards nothing is needed."""
+    before = [on_a_gpu.nccl_settings(ONE_CARD, rank) for rank in range(2)]
+    assert [each.pop("NCCL_HOSTID") for each in before] == ["rank-0", "rank-1"]
+    assert before[0] == before[1]
+    assert (before[0]["NCCL_NET"], before[0]["NCCL_SOCKET_IFNAME"]) == ("Socket", "lo")
+    since = on_a_gpu.nccl_settings(Machine(1, (2, 30, 7), rehearse=False), 0)
+    assert (since["NCCL_MULTI_RANK_GPU_ENABLE"], since["NCCL_NVLS_ENABLE"]) == ("1", "0")
+    assert "NCCL_HOSTID" not in since
+    assert on_a_gpu.nccl_settings(Machine(2, (2, 28, 9), rehearse=False), 0) == {}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_every_experiment_starts_somewhere(gpus: int, rehearse: bool) -> None:
+    """Roles and ranks name a process; parts fit their budget."""
+    machine = Machine(0 if rehearse else gpus, (2, 28, 9), rehearse)
+    for experiment in on_a_gpu.EXPERIMENTS:
+        processes = experiment.processes(machine)
+        assert len({(each.role, each.rank, each.wave) for each in processes}) == len(processes) > 0
+    ranks = {each.ranks for each in on_a_gpu.EXPERIMENTS[0].processes(machine)}
+    assert ranks == {1 if rehearse else gpus}
+    for part in ("first", "second"):
+        limits = [each.limit_s for each in on_a_gpu.EXPERIMENTS if each.part == part]
+        assert sum(limits) - min(limits) < on_a_gpu.PART_S
+
+
+def run_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Run:
+    """One whose processes run this text; `task` is theirs."""
+    head = "import json, os, sys, time\nfrom on_a_gpu import *\ntask = Task(**json.loads(sys.argv[1]))\n"
+    (tmp_path / "experiments.py").write_text(head + script)
+    monkeypatch.setattr(on_a_gpu, "HERE", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    run = Run(tmp_path, Machine(0, (0, 0, 0), rehearse=False), "cpu")
+    run.end_s = time.monotonic() + 60
+    return run
+
+
+def rows(run: Run) -> dict[str, tuple[str, str]]:
+    return {row["claim"]: (row["status"], row["detail"]) for row in on_a_gpu.rows_of(run.out / "results.jsonl")}
+
+
+def experiment(limit_s: float, *roles: str) -> Experiment:
+    return Experiment("X", "title", "first", limit_s, lambda _: [Process(each) for each in roles])
+
+
+def test_a_process_that_dies_fails_what_it_had_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "task.planned('a', 'b')\ntask.record('a', True, '1 ms')\nsys.exit('what went wrong')\n"
+    run = run_of(tmp_path, monkeypatch, script)
+    run.run(experiment(30, "one"))
+    found = rows(run)
+    assert found["a"] == (PASSED, "")
+    assert found["b"] == found[WHOLE] == (FAILED, "one.0 ended with 1: what went wrong")
+    assert "what went wrong" in (tmp_path / "log.txt").read_text()
+
+
+def test_one_that_hangs_is_killed_and_its_numbers_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it has started, too."""
+    script = "import subprocess\nchild = subprocess.Popen(['sleep', '300'])\ntask.planned('a', 'b')\n"
+    script += "task.record('a', True)\ntask.publish('../child', child.pid)\ntime.sleep(300)\n"
+    run = run_of(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(on_a_gpu.tempfile, "tempdir", str(tmp_path))
+    run.run(experiment(12, "one"))
+    assert {claim: status for claim, (status, _) in rows(run).items()} == {
+        "a": PASSED,
+        "b": OUT_OF_TIME,
+        WHOLE: OUT_OF_TIME,
+    }
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+
+
+def test_what_killed_a_process_has_failed_and_the_rest_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "if not task.again:\n    task.planned('a', 'b', 'c')\n"
+    script += "for claim in ('b', 'c')[: 1 + task.again][task.again :]:\n    task.publish('now.one.0', claim)\n"
+    script += "    os.abort() if claim == 'b' else task.record(claim, True)\ntask.record('a', NEEDS_A_GPU)\n"
+    run = run_of(tmp_path, monkeypatch, script)
+    run.run(experiment(40, "one"))
+    found = {claim: status for claim, (status, _) in rows(run).items()}
+    assert found == {"a": NEEDS_A_GPU, "b": FAILED, "c": PASSED, WHOLE: FAILED}
+    assert "killed by SIGABRT" in rows(run)["b"][1]
+
+
+def test_no_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path, monkeypatch, "")
+    run.end_s = time.monotonic() + 5
+    run.run(experiment(30, "one"))
+    assert rows(run) == {WHOLE: (OUT_OF_TIME, "")}
+
+
+def test_the_worst_rank_counts_and_a_second_run_replaces(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+
+    def line(status: str, claim: str = "c") -> None:
+        on_a_gpu.append(
+            results, {"experiment": "G1", "claim": claim, "status": status, "figure": "1 | 2", "detail": "d"}
+        )
+
+    for status in (PLANNED, PASSED, FAILED, PASSED):
+        line(status)
+    results.write_text(results.read_text() + '{"experiment": "G1", "cla')  # killed while it wrote
+    (row,) = on_a_gpu.rows_of(results)
+    assert row["status"] == FAILED
+    table = on_a_gpu.summary([row], "head")
+    assert "| **G1** | **one rank: our step, plain compile, DDP, compiled DDP** | | |" in table
+    assert "|  | c | **FAILED** | 1 / 2 |" in table
+    assert "- G1, c: d" in table
+    results.write_text(results.read_text() + "\n")
+    line("begun", "title")
+    line(PASSED)
+    assert [row["status"] for row in on_a_gpu.rows_of(results)] == [PASSED]
+
+
+def test_a_reader_is_told_when_a_process_has_ended(tmp_path: Path) -> None:
+    given = {
+        "device": "cpu",
+        "rehearse": True,
+        "gpus": 0,
+        "features": "",
+        "patience": 1.0,
+        "again": False,
+        "out": str(tmp_path),
+    }
+    task = Task("X", "one", 0, 1, scratch=str(tmp_path), begun_s=0.0, until_s=time.time() + 30, **given)
+    task.publish("there", [1, 2])
+    assert task.read("there") == [1, 2]
+    (tmp_path / "ended.other.0").write_text("{}")
+    assert task.read("not there", of="other.0") is None

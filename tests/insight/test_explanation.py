@@ -29,6 +29,7 @@ from dp_compile.insight.observe import step_of
 from dp_compile.insight.prediction import Scenario, predict
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.passes.result import PeakMemory, Refusal
+from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ESTIMATED, MEASURED, ReadyTimes, assumed_times
@@ -59,7 +60,7 @@ def step(backward_s: float | None, **changes: object) -> Step:
         mode="python hooks",
         strategy="fixed",
         world_size=8,
-        backend="nccl",
+        backend=NCCL,
         device="cuda",
         plan=PLAN,
         ready=ReadyTimes({3: 0.4, 2: 0.4, 1: 0.9, 0: 1.0}, backward_s, MEASURED if backward_s else ESTIMATED),
@@ -362,7 +363,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ("{}", "not a step file"),
         (json.dumps(PLAN.to_dict()), "a plan file: dp-compile plan show"),
         (explanation_of(step(0.004)).to_json(), "an explanation"),
-        (json.dumps(json.loads(step(0.004).to_json()) | {"version": 9}), "version 9, readable is 1"),
+        (json.dumps(json.loads(step(0.004).to_json()) | {"version": 9}), "version 9, readable is 2"),
         (step(0.004, measured=measured(0.1, (0.0,))).to_json(), "3 buckets, 1 were measured"),
     ],
 )
@@ -491,7 +492,7 @@ def test_two_levels_are_advised_where_nodes_could_be_known_and_never_as_measured
     (change,) = [each.change for each in advice_for(many) if "device_mesh" in each.change]
     assert change.startswith("a device_mesh of two dimensions, 4 nodes x 8 ranks")
     assert change.endswith("nvlink4 inside (nominal, not measured)")
-    for other in (replace(many, world_size=8), replace(many, world_size=12), replace(many, backend="gloo")):
+    for other in (replace(many, world_size=8), replace(many, world_size=12), replace(many, backend=GLOO)):
         assert not [each for each in advice_for(other) if "device_mesh" in each.change]
 
 

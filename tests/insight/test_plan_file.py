@@ -19,6 +19,7 @@ import dp_compile
 from dp_compile.cli.main import main
 from dp_compile.insight.plan_file import differences, problems, reach, read_plan
 from dp_compile.insight.step import Step, planned_buckets
+from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes
@@ -58,7 +59,7 @@ STEP = Step(
     mode="python hooks",
     strategy="optimal",
     world_size=2,
-    backend="gloo",
+    backend=GLOO,
     device="cpu",
     plan=PLAN,
     ready=ReadyTimes({0: 0.2, 1: 0.3, 2: 0.6}, 0.001, "stated"),

@@ -25,6 +25,7 @@ from dp_compile.insight.prediction import (
     predict,
 )
 from dp_compile.insight.step import MeasuredStep, Step, planned_buckets
+from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import EITHER, AllReduceCost
 from dp_compile.plan.links import LINKS
@@ -63,7 +64,7 @@ def step(
         mode="python hooks",
         strategy="fixed",
         world_size=world_size,
-        backend="nccl",
+        backend=NCCL,
         device="cuda",
         plan=BucketPlan(tuple(buckets)),
         ready=ReadyTimes(shares, backward_s, "stated"),

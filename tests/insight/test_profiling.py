@@ -201,7 +201,11 @@ def test_a_trace_without_the_events_of_gloo() -> None:
     assert (step.forward_s, step.optimizer_s, step.step_s) == (None, None, None)
 
 
-def on_gpu() -> list[dict[str, Any]]:
+NCCL_KERNEL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+SPIN_KERNEL = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+
+
+def on_gpu(collective: str) -> list[dict[str, Any]]:
     """Launched by the host within 70 us; the GPU works until 900. What torch draws above kernels is not ours."""
 
     def kernel(name: str, called_us: float, begin_us: float, length_us: float, number: int) -> list[dict[str, Any]]:
@@ -209,7 +213,6 @@ def on_gpu() -> list[dict[str, Any]]:
         call = event("cudaLaunchKernel", called_us, 1, cat="cuda_runtime", **correlation)
         return [call, event(name, begin_us, length_us, thread=20, cat="kernel", **correlation)]
 
-    nccl = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     return [
         event("Torch-Compiled Region: 0/0", 0, 8),
         *kernel("forward", 2, 50, 50, 1),
@@ -218,10 +221,10 @@ def on_gpu() -> list[dict[str, Any]]:
         *kernel("mm", 12, 100, 200, 2),
         event(LAUNCHES[0], 20, 5),
         event(LAUNCHES[0], 300, 100, cat="gpu_user_annotation"),
-        *kernel(nccl, 22, 300, 100, 3),
+        *kernel(collective, 22, 300, 100, 3),
         *kernel("mm", 30, 300, 300, 4),
         event(LAUNCHES[1], 40, 5),
-        *kernel(nccl, 42, 600, 250, 5),
+        *kernel(collective, 42, 600, 250, 5),
         event(WAITS[0], 50, 2),
         event(WAITS[1], 60, 2),
         *kernel("copy", 70, 850, 50, 6),
@@ -230,8 +233,10 @@ def on_gpu() -> list[dict[str, Any]]:
     ]
 
 
-def test_kernels_count_where_there_are_some() -> None:
-    step = measured_step(trace_of(*on_gpu()), PLAN)
+@pytest.mark.parametrize("collective", [NCCL_KERNEL, SPIN_KERNEL])
+def test_kernels_count_where_there_are_some(collective: str) -> None:
+    """Those of NCCL, and those with which the bench plays a network."""
+    step = measured_step(trace_of(*on_gpu(collective)), PLAN)
     buckets = (
         MeasuredBucket(200e-6, 300e-6, 0.0, start_s=200e-6, wait_s=500e-6),
         MeasuredBucket(500e-6, 750e-6, 250e-6, start_s=500e-6, wait_s=500e-6),

@@ -15,6 +15,7 @@ from dp_compile.engine.record import Placement
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.passes.result import PeakMemory, Refusal
+from dp_compile.plan.backends import FAKE, GLOO
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ESTIMATED, Product, ReadyTimes
@@ -29,7 +30,7 @@ STEP = Step(
     mode="python hooks",
     strategy="optimal",
     world_size=2,
-    backend="gloo",
+    backend=GLOO,
     device="cpu",
     plan=BucketPlan((LAYOUT.bucket(KEY, [TWO], "why"), LAYOUT.bucket(KEY, [ONE], "because"))),
     ready=ReadyTimes({1: 0.5, 0: 1.0}, 0.010, "stated", {1: Product(0.1, 0.01)}),
@@ -75,7 +76,7 @@ def test_to_json_and_back() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 7}, "version 7, readable is 1"),
+        ({"version": 7}, "version 7, readable is 2"),
         ({"surplus": 1}, "not a step file"),
         ({"cost": {"alpha_s": -1.0, "beta_s_per_byte": 0.0}}, "alpha_s must be >= 0"),
         ({"plan": {"version": 9}}, "the plan is of version 9"),
@@ -103,7 +104,7 @@ def test_read_off_a_module(options: dict[str, float]) -> None:
         step_of(model)
     torch.compile(model, backend="aot_eager")(torch.randn(5, 8)).sum().backward()
     step = step_of(model)
-    assert (step.strategy, step.backend, step.mode) == ("fixed" if options else "optimal", "fake", "python hooks")
+    assert (step.strategy, step.backend, step.mode) == ("fixed" if options else "optimal", FAKE, "python hooks")
     assert step.ready.basis == ESTIMATED
     assert step.cost_source == "nominal for fake, not measured"
     assert step.plan == dp_compile.report(model).plan

@@ -26,6 +26,7 @@ from dp_compile.insight.explanation import explanation_of
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.insight.timelines import timeline_page, timeline_picture, timeline_trace
 from dp_compile.insight.timelines.events import Interval, critical_path_text, facts, format_time, timeline_of
+from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import legs_of
@@ -41,7 +42,7 @@ STEP = Step(
     mode="python hooks",
     strategy="explicit",
     world_size=2,
-    backend="gloo",
+    backend=GLOO,
     device="cpu",
     plan=BucketPlan(tuple(LAYOUT.bucket(KEY, [each], "as given") for each in reversed(GRADIENTS))),
     ready=ReadyTimes({2: 0.2, 1: 0.6, 0: 1.0}, 0.010, "stated"),
@@ -532,7 +533,7 @@ def test_the_command_takes_a_format_and_a_profile(step_file: Path) -> None:
         (["{dir}/none.json", "-o", "{dir}/a.svg"], "none.json: No such file or directory."),
         (["{dir}", "-o", "{dir}/a.svg"], "Is a directory."),
         (["{bad}", "-o", "{dir}/a.svg"], "not a step file of dp_compile"),
-        (["{old}", "-o", "{dir}/a.svg"], "of version 0, readable is 1"),
+        (["{old}", "-o", "{dir}/a.svg"], "of version 0, readable is 2"),
         (["{binary}", "-o", "{dir}/a.svg"], "cannot read"),
         (["{step}", "-o", "{dir}/a.html", "--merge", "{step}"], "are for traces"),
         (["{step}", "-o", "{dir}/a.json", "--merge", "{bad}"], "is not JSON"),

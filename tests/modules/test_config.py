@@ -40,6 +40,7 @@ def test_defaults() -> None:
         "static_graph": False,
         "gradient_as_bucket_view": None,
         "broadcast_buffers": True,
+        "init_sync_buffers": None,
         "check_reductions": True,
         "check_nan": False,
         "compare_parameters_every": None,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
@@ -116,7 +117,6 @@ class TestInTorchsPlace:
         assert not ours.require_forward_param_sync
         ours.reducer._rebuild_buckets()
         ours.reducer._delay_all_reduce()
-        assert ours._get_ddp_logging_data() == {}
         ours.reducer.prepare_for_backward([])
 
     def test_again_once_the_wrapper_is_gone(self) -> None:
@@ -275,3 +275,207 @@ def beside_torch_ddp() -> dict[str, bool]:
 def test_torch_ddp_beside_a_replicated_part(ranks2: Ranks) -> None:
     for same in ranks2.run(beside_torch_ddp):
         assert all(same.values())
+
+
+# --- torch's meaning of torch's words ----------------------------------------------------------------------------
+
+
+class OwnBuffers(nn.Module):
+    """A buffer of each rank, perhaps of a size of its own, and a parameter that starts differently."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        torch.manual_seed(dist.get_rank())
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mine", torch.full((size,), float(dist.get_rank())))
+        self.register_buffer("wide", torch.full((1, 1), float(dist.get_rank())).expand(2, 3))
+        self.register_buffer("small", torch.full((3,), dist.get_rank(), dtype=torch.int32).to(torch.uint16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.mine.mean() + self.wide.sum()
+
+
+def own_buffers(how: str, options: dict[str, Any], compiled: bool) -> tuple[list[float], list[torch.Tensor]]:
+    torch._dynamo.reset()
+    inner = OwnBuffers(2 if options != {"broadcast_buffers": False} or how == "torch" else 2 + dist.get_rank())
+    if how == "torch":
+        del inner._buffers["wide"], inner._buffers["small"]  # torch's own error
+        inner.wide = torch.full((2, 3), float(dist.get_rank()) if options == {"broadcast_buffers": False} else 0.0)
+        model: nn.Module = TorchDDP(inner, **options)
+    elif how == "replicate":
+        model = dp_compile.replicate(inner, config=AOT, **options)
+    else:
+        model = DistributedDataParallel(inner, config=AOT, **options)
+    start = [float(inner.mine[0]), float(inner.wide[0, 0])]
+    call = torch.compile(model, backend="aot_eager") if compiled else model
+    for _ in range(2):
+        call(torch.ones(2, 4)).square().mean().backward()
+        with torch.no_grad():
+            inner.mine.add_(dist.get_rank())
+    call(torch.ones(2, 4))
+    if how != "torch":
+        both = [torch.empty_like(inner.small.view(torch.float16)) for _ in range(2)]
+        dist.all_gather(both, inner.small.view(torch.float16))
+        kept = options == {"broadcast_buffers": False}
+        assert torch.equal(both[0], both[1]) is not kept
+    return start, [inner.layer.weight.detach(), inner.layer.weight.grad]
+
+
+@pytest.mark.parametrize(
+    ("how", "compiled"), [("replicate", True), ("wrapper", True), ("wrapper", False)], ids=lambda each: str(each)
+)
+@pytest.mark.parametrize("options", [{"broadcast_buffers": False}, {"forward_sync_buffers": False}, {}])
+@pytest.mark.filterwarnings("ignore:`broadcast_buffers` is deprecated:FutureWarning")
+def test_buffers_of_each_rank(ranks2: Ranks, how: str, compiled: bool, options: dict[str, Any]) -> None:
+    """`broadcast_buffers=False` leaves them alone from the start on; parameters are the same in any case."""
+    if how == "replicate" and "forward_sync_buffers" in options:
+        return
+    found = ranks2.run(own_buffers, how, options, compiled)
+    expected = ranks2.run(own_buffers, "torch", options, False)
+    for rank, ((start, tensors), (their_start, theirs)) in enumerate(zip(found, expected, strict=True)):
+        assert start == [rank, rank] if options == {"broadcast_buffers": False} else start == [0, 0]
+        assert start == their_start
+        if options != {}:  # there torch copies before the forward, we after the backward
+            torch.testing.assert_close(tensors, theirs)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+def test_a_buffer_that_cannot_be_copied() -> None:
+    for sparse in (torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()):
+        model = build()
+        model.register_buffer("adjacency", sparse)
+        for wrap in (dp_compile.replicate, DistributedDataParallel):
+            with pytest.raises(dp_compile.ModuleError, match=r"adjacency is torch.sparse.*broadcast_buffers=False"):
+                wrap(model)
+        DistributedDataParallel(model, broadcast_buffers=False)
+
+
+def copied_after_compile(how: str, inside: bool) -> None:
+    torch._dynamo.reset()
+    ours = DistributedDataParallel(build(), config=AOT)
+    (ours.module if inside else ours).compile(backend="aot_eager")
+    ours(torch.ones(2, 4)).sum().backward()
+    ours.zero_grad()
+    twin = copied(ours, how)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    out = twin(torch.ones(2, 4))
+    out.sum().backward()
+    assert not out.any()
+    assert all(parameter.grad is not None for parameter in twin.parameters())
+    assert all(parameter.grad is None for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize(("how", "inside"), [("deepcopy", False), ("pickle", False), ("deepcopy", True)])
+def test_copies_of_what_is_compiled_in_place(ranks2: Ranks, how: str, inside: bool) -> None:
+    ranks2.run(copied_after_compile, how, inside)
+
+
+class CopiesItself(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        twin = type(self).__new__(type(self))
+        twin.__dict__ = {name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()}
+        return twin
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_copy_by_its_author_of_what_is_compiled_in_place() -> None:
+    model = dp_compile.replicate(CopiesItself(2, 2), config=AOT)
+    model.compile(backend="aot_eager")
+    twin = copy.deepcopy(model)
+    torch.nn.init.zeros_(twin.weight)
+    torch.nn.init.zeros_(twin.bias)
+    assert not twin(torch.ones(1, 2)).any()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_wrapped_twice_under_one_name() -> None:
+    model = build()
+    wrapper = DistributedDataParallel(model)
+    with pytest.raises(dp_compile.ModuleError, match=r"call dp_compile.unreplicate\(\) first"):
+        wrapper = DistributedDataParallel(model)
+    dp_compile.unreplicate(model)
+    wrapper = DistributedDataParallel(model)
+    dp_compile.unreplicate(wrapper)
+    assert dp_compile.report(DistributedDataParallel(model)).plan is not None
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_names_of_torch_s_class() -> None:
+    model = build()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["3.bias", "1.running_mean"])
+    ours = DistributedDataParallel(model, bucket_cap_mb=2)
+    theirs_model = build()
+    TorchDDP._set_params_and_buffers_to_ignore_for_model(theirs_model, ["3.bias", "1.running_mean"])
+    theirs = TorchDDP(theirs_model, bucket_cap_mb=2)
+    for named in (False, True):
+        found, expected = (
+            [each[0] if named else each.shape for each in type(one)._get_data_parallel_params(one, named_params=named)]
+            for one in (ours, theirs)
+        )
+        assert found == expected
+    assert len(ours._module_parameters) == len(theirs._module_parameters)
+    assert list(ours.named_module_buffers) == list(theirs.named_module_buffers)
+    assert (len(ours.modules_buffers), ours.bucket_bytes_cap) == (len(theirs.modules_buffers), theirs.bucket_bytes_cap)
+    assert ours.will_sync_module_buffers() is theirs.will_sync_module_buffers() is True
+    assert not DistributedDataParallel(build(), forward_sync_buffers=False).will_sync_module_buffers()
+    assert not DistributedDataParallel(nn.Linear(2, 2)).will_sync_module_buffers()
+    data, their_data = ours._get_ddp_logging_data(), theirs._get_ddp_logging_data()
+    for name in data.keys() & their_data.keys() - {"bucket_sizes", "backend_name", "dtypes"}:
+        assert data[name] == their_data[name], name
+    assert {"world_size", "iteration", "bucket_sizes", "module_name"} <= data.keys() & their_data.keys()
+    logged = ours.logger._get_ddp_logging_data()
+    assert {**logged.strs_map, **logged.ints_map} == data
+    ours.logger.set_error_and_log("an error of the script")
+    ours._set_ddp_runtime_logging_sample_rate(1)
+    ours._set_ddp_sink_clone(False)
+    ours._check_reducer_finalized()
+    with pytest.raises(dp_compile.ConfigError, match=r"dp_compile.optim.in_backward\(model, optimizer\)"):
+        ours._register_fused_optim(torch.optim.SGD, lr=0.1)
+    missing = {name for name in dir(TorchDDP) if name[0] != "_"} - {*dir(DistributedDataParallel), *dir(ours)}
+    assert missing == {"gather", "scatter", "to_kwargs"}  # over the devices of one process
+
+
+def by_torch_s_words(how: str, ours: bool, compiled: bool) -> list[Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = build()
+    model = DistributedDataParallel(module, config=AOT) if ours else TorchDDP(module)
+    calls: list[str] = []
+
+    def add_up(state: list[str], named: dict[str, torch.Tensor]) -> list[Any]:
+        state.append(",".join(sorted(named)))
+        works = [dist.all_reduce(each, async_op=True) for each in named.values() if each.is_floating_point()]
+        return [work.get_future() for work in works]
+
+    if how == "buffers":
+        model._register_buffer_comm_hook(calls, add_up)
+    else:
+        model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, how))
+    call = torch.compile(model, backend="aot_eager") if compiled and ours else model
+    for step in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+        call(x).square().mean().backward()
+    # Of the last step torch copies buffers in the next forward, we after the backward; a hook comes after the forward.
+    buffers = module.buffers() if how == "buffers" else ()
+    return [*(each.clone() for each in buffers), *(each.grad for each in module.parameters()), len(calls)]
+
+
+@pytest.mark.parametrize("how", ["ALLREDUCE", "FP16_COMPRESS", "buffers"])
+def test_torch_s_private_registrations(ranks2: Ranks, how: str) -> None:
+    expected = ranks2.run(by_torch_s_words, how, False, False)
+    for compiled in (False, True) if how == "buffers" else (True,):
+        for found, theirs in zip(ranks2.run(by_torch_s_words, how, True, compiled), expected, strict=True):
+            bounds = {"rtol": 1e-2, "atol": 1e-2} if how == "FP16_COMPRESS" else {}
+            *tensors, calls = found
+            torch.testing.assert_close(tensors, theirs[:-1], **bounds)
+            assert calls == theirs[-1]
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_the_mesh_that_was_given() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    assert DistributedDataParallel(build(), device_mesh=mesh).device_mesh is mesh
+    assert not hasattr(DistributedDataParallel(build()), "device_mesh")

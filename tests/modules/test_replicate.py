@@ -269,10 +269,6 @@ class TestLocal:
         with pytest.raises(dp_compile.ModuleError, match=r"0\.body\.0\.weight is replicated already"):
             dp_compile.replicate(nn.Sequential(model))
 
-    def test_sparse(self) -> None:
-        with pytest.raises(dp_compile.ModuleError, match="0 makes sparse gradients"):
-            dp_compile.replicate(nn.Sequential(nn.Embedding(4, 4, sparse=True)))
-
     def test_managed_by_fully_shard(self) -> None:
         model = Net()
         fully_shard(model.head, mesh=init_device_mesh("cpu", (2,)))

@@ -165,7 +165,10 @@ class TestClass:
                 raise TypeError("Final is final")
 
         model = Final(2, 2)
-        with pytest.raises(dp_compile.ModuleError, match=r"Final cannot be replicated, .*: Final is final"):
+        with pytest.raises(
+            dp_compile.ModuleError,
+            match=r"Final cannot be given to replicate.*: Final is final. Use dp_compile.DistributedDataParallel",
+        ):
             dp_compile.replicate(model)
         assert type(model) is Final
 

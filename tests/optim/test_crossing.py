@@ -11,6 +11,7 @@ import io
 import pickle
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -33,6 +34,7 @@ from twins import ADAMW, SGD, SMALL, Make, Net, Twins, poisoned, twins, two_grou
 import dp_compile
 import dp_compile.plan.crossing
 from dp_compile.averaging import PeriodicModelAverager
+from dp_compile.optim.crossing import Left
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
@@ -240,6 +242,12 @@ READERS: dict[str, Callable[[Any, Any], Any]] = {
     "an averager": lambda model, run: averaged_in_place(model),
     "the end of a join": lambda model, run: joined(model),
     "fake tensors": lambda model, run: beside_fake_tensors(model),
+    "vmap": lambda model, run: torch.func.vmap(model)(batch(77)),
+    "jacrev": lambda model, run: torch.func.jacrev(model)(batch(77)),
+    "jacfwd": lambda model, run: torch.func.jacfwd(model)(batch(77)),
+    "hessian": lambda model, run: torch.func.hessian(lambda x: model(x).square().sum())(batch(77)),
+    "jvp of a part": lambda model, run: torch.func.jvp(model.layers[1], (batch(77),), (batch(78),)),
+    "grad of functional_call": lambda model, run: gradients_of_a_copy(model),
     "code of another backend": lambda model, run: torch.compile(penalty, backend="aot_eager")(model),
     "a graph that breaks": lambda model, run: torch.compile(Broken(model), backend="dp_compile")(batch(77)),
 }
@@ -263,6 +271,16 @@ def beside_fake_tensors(model: Any) -> torch.Tensor:
         list(model.parameters())
     result: torch.Tensor = model.layers[1].weight.detach().clone()
     return result
+
+
+def gradients_of_a_copy(model: Any) -> dict[str, torch.Tensor]:
+    """For parameters of its own; the module itself is read past its methods."""
+    values = {name: torch.ones_like(each) for name, each in HELD[model].items()}
+    return torch.func.grad(lambda given: torch.func.functional_call(model, given, (batch(77),)).sum())(values)
+
+
+HELD: weakref.WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = weakref.WeakKeyDictionary()
+"""The parameters of models, as somebody took them before anything was in flight."""
 
 
 def penalty(model: nn.Module) -> torch.Tensor:
@@ -300,6 +318,7 @@ def inferred(model: nn.Module, run: Any) -> torch.Tensor:
 def read(names: Sequence[str], shard: bool) -> None:
     with poisoned():
         both = crossing(make=ADAMW, shard=shard, compile_theirs=names in (IN_GRAPHS, IN_DOUBLE))
+        HELD.update({model: dict(model.named_parameters()) for model in (both.ours, both.theirs)})
         for number, name in enumerate((*names, *names)):
             go(both, number)
             assert left() == LEFT, name
@@ -839,6 +858,40 @@ def failed_backward(shard: bool) -> None:
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_backward_that_fails(ranks2: Ranks, shard: bool) -> None:
     ranks2.run(failed_backward, shard)
+
+
+def interrupted(kind: type[BaseException], shard: bool) -> int:
+    """Before an update that is in flight has written anything."""
+    both = crossing(shard=shard)
+    go(both, 0)
+    go(both, 1)
+    plain, raised = Left._finish, list[bool]()
+
+    def finish(self: Left) -> None:
+        if not raised:
+            raised.append(True)
+            raise kind("planted")
+        plain(self)
+
+    Left._finish = finish  # type: ignore[method-assign]
+    try:
+        with pytest.raises(kind, match="planted"):
+            dp_compile.optim.synchronize(both.ours)
+    finally:
+        Left._finish = plain  # type: ignore[method-assign]
+    in_the_air = left()
+    go(both, 2)
+    dp_compile.optim.synchronize(both.ours)
+    both.compare()
+    return in_the_air
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_update_that_has_written_nothing_stays_in_flight(
+    ranks2: Ranks, kind: type[BaseException], shard: bool
+) -> None:
+    assert all(ranks2.run(interrupted, kind, shard))
 
 
 def written(way: str) -> list[str]:

@@ -774,3 +774,158 @@ def test_what_is_refused(ranks: Ranks) -> None:
     for said in ranks.run(refused):
         for text, part in zip(said, expected, strict=True):
             assert part in text
+
+
+# --- one update for one backward --------------------------------------------------------------------------------------
+
+
+def set_by_hand(given: dict[str, Any]) -> str:
+    """A gradient that comes after the update: the plain loop would replace the other one, or add to it."""
+    both = twins(given=given, compile_model=waiting if given.get("overlap_forward") else compile_whole)
+    both.nearly = True
+    both.train(0)
+    both.backward(1)
+    weight = both.ours.layers[1].weight
+    assert weight.grad is None or given.get("shard")
+    weight.grad = torch.ones_like(weight)
+    before = [each.clone() for each in both.ours.parameters()]
+    with pytest.raises(dp_compile.ReductionError) as error:
+        both.mine.step()
+    assert all(map(torch.equal, before, both.ours.parameters()))
+    both.ours.zero_grad()
+    both.mine.step()
+    both.other.step()
+    both.compare()
+    return str(error.value)
+
+
+def waiting(module: nn.Module) -> Any:
+    """For `overlap_forward`."""
+    return torch.compile(module, backend="dp_compile")
+
+
+@pytest.mark.parametrize("given", [{}, {"max_norm": 100.0}, {"overlap_forward": True}, {"shard": True}])
+def test_a_gradient_after_the_update(ranks: Ranks, given: dict[str, Any]) -> None:
+    for text in ranks.run(set_by_hand, given):
+        assert "layers." in text
+        assert "set no .grad" in text
+
+
+def set_where_nothing_was_updated() -> None:
+    """By hooks of the eager way `.grad` is the reduced gradient, and what the loop makes of it counts."""
+    both = twins(compile_model=not_compiled)
+    for number in range(2):
+        both.backward(number)
+        for model in (both.ours, both.theirs):
+            for each in model.parameters():
+                each.grad = each.grad.sign()
+        both.step()
+        both.compare()
+
+
+def test_gradients_that_step_uses_may_be_changed(ranks: Ranks) -> None:
+    ranks.run(set_where_nothing_was_updated)
+
+
+def stepped_twice(given: dict[str, Any], compile_model: Callable[[nn.Module], Any]) -> str:
+    both = twins(given=given, compile_model=compile_model)
+    both.mine.step()  # before any backward, as state is initialised for a checkpoint
+    both.train(0)
+    with pytest.raises(dp_compile.ReductionError) as error:
+        both.mine.step()
+    with torch.enable_grad():
+        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # of another model: this one may have had no part in it
+    both.mine.step()
+    both.train(1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
+@pytest.mark.parametrize("given", [{}, {"shard": True}])
+def test_a_second_step(ranks: Ranks, given: dict[str, Any], compile_model: Callable[[nn.Module], Any]) -> None:
+    for text in ranks.run(stepped_twice, given, compile_model):
+        assert "called twice after one backward" in text
+
+
+def clipped_by_hand(compile_model: Callable[[nn.Module], Any]) -> str:
+    both = twins(compile_model=compile_model)
+    both.train(0)
+    both.backward(1)
+    if compile_model is not_compiled:
+        for model in (both.ours, both.theirs):
+            dp_compile.optim.clip_grad_norm_(model.parameters(), 0.1)
+        both.step()
+        both.compare()
+        return ""
+    with pytest.raises(dp_compile.ReductionError) as error:
+        dp_compile.optim.clip_grad_norm_(both.ours.parameters(), 0.1)
+    both.step()
+    both.compare()
+    assert not dp_compile.optim.clip_grad_norm_(both.ours.parameters(), 0.1)
+    return str(error.value)
+
+
+def test_clipping_after_the_update(ranks: Ranks) -> None:
+    for text in ranks.run(clipped_by_hand, compile_whole):
+        assert "max_norm=" in text
+    ranks.run(clipped_by_hand, not_compiled)
+
+
+def step_that_is_dropped(given: dict[str, Any], compile_model: Callable[[nn.Module], Any]) -> str:
+    scaler = torch.amp.GradScaler("cpu")
+    both = twins(given={"scaler": scaler, **given}, compile_model=compile_model)
+    scaler.scale(both.run(batch(0)).square().mean()).backward()
+    with pytest.raises(dp_compile.ReductionError) as error:
+        scaler.scale(both.run(batch(1)).square().mean()).backward()
+    scaler.step(both.mine)
+    scaler.update()
+    scaler.scale(both.run(batch(2)).square().mean()).backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
+@pytest.mark.parametrize("given", [{}, {"shard": True}])
+def test_a_scaled_step_that_is_dropped(
+    ranks: Ranks, given: dict[str, Any], compile_model: Callable[[nn.Module], Any]
+) -> None:
+    for text in ranks.run(step_that_is_dropped, given, compile_model):
+        assert "before optimizer.step()" in text
+        assert "scaler.update()" in text
+
+
+def one_after_the_other(given: dict[str, Any]) -> str:
+    both = twins(given=given, compile_model=waiting if given else compile_whole)
+    both.nearly = True
+    both.train(0)
+    second = SGD(both.ours.parameters())
+    with pytest.raises(dp_compile.ConfigError) as error:
+        dp_compile.optim.in_backward(both.ours, second)
+    dp_compile.optim.remove_in_backward(both.mine)
+    both.train(1)  # the first one steps as any optimizer does
+    with pytest.raises(dp_compile.ConfigError, match="does not update in the backward"):
+        dp_compile.optim.remove_in_backward(both.mine)
+    state = both.mine.state_dict()
+    dp_compile.optim.in_backward(both.ours, second, **given)
+    second.load_state_dict(state)
+    both.mine = second
+    both.train(2, 3)
+    assert both.updated == 10
+    return str(error.value)
+
+
+@pytest.mark.parametrize("given", [{}, {"overlap_forward": True}])
+def test_an_optimizer_that_is_removed(ranks: Ranks, given: dict[str, Any]) -> None:
+    for text in ranks.run(one_after_the_other, given):
+        assert "remove_in_backward(other_optimizer)" in text
+
+
+def held_by_a_cycle() -> None:
+    model = dp_compile.replicate(Net(), config=SMALL)
+    first = dp_compile.optim.in_backward(model, SGD(model.parameters()))
+    first.itself = [first]  # type: ignore[attr-defined]
+    del first
+    dp_compile.optim.in_backward(model, SGD(model.parameters()))
+
+
+def test_an_optimizer_that_only_a_cycle_holds(ranks: Ranks) -> None:
+    ranks.run(held_by_a_cycle)

@@ -234,7 +234,7 @@ def generated(max_norm: float | None, wish: bool | None) -> int:
 
 
 class Broken(Net):
-    """Its backward is captured in pieces."""
+    """Its backward has a graph break, so hooks reduce eagerly."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = super().forward(Untraceable.apply(super().forward(x)))
@@ -967,3 +967,19 @@ def test_parameters_that_go_round_under_the_next_forward(
 ) -> None:
     """The same in all of these cases with `overlap_forward`, and NaN in what is in flight."""
     ranks.run(in_the_next_forward, scenario, *args)
+
+
+def of_another_shape() -> str:
+    both = sharded()
+    both.train(0)
+    state = copy.deepcopy(both.other.state_dict())
+    moments = next(each for each in state["state"].values() if each["momentum_buffer"].numel() > 1)
+    moments["momentum_buffer"] = moments["momentum_buffer"].flatten()[:1].view([1] * moments["momentum_buffer"].dim())
+    with pytest.raises(dp_compile.ConfigError) as error:
+        both.mine.load_state_dict(state)
+    return str(error.value)
+
+
+def test_a_state_of_another_shape(ranks: Ranks) -> None:
+    for text in ranks.run(of_another_shape):
+        assert "momentum_buffer of shape [1" in text

@@ -9,11 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.optim.shards import layout_of, numel_of_part, owners_of, pieces_of, pieces_of_others
+from dp_compile.plan.backends import GLOO, NCCL, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Averaging
 
 
-def plan_of(numels: list[int], ranks: int, alignment_bytes: int, backend: str = "gloo") -> BucketPlan:
+def plan_of(numels: list[int], ranks: int, alignment_bytes: int, backend: Backend = GLOO) -> BucketPlan:
     keys = [
         BucketKey(Averaging(scattered=scattered).reduction("g", backend, ranks, "float32"), "float32", "cpu")
         for scattered in (True, False)
@@ -56,8 +57,8 @@ def test_every_element_is_one_rank_s(numels: list[int], ranks: int, alignment_by
     assert met == Counter((index, element) for index, numel in enumerate(numels) for element in range(numel))
 
 
-@pytest.mark.parametrize(("backend", "op"), [("gloo", EXCHANGE), ("nccl", REDUCE_SCATTER)])
-def test_flags_go_to_all_ranks(backend: str, op: str) -> None:
+@pytest.mark.parametrize(("backend", "op"), [(GLOO, EXCHANGE), (NCCL, REDUCE_SCATTER)])
+def test_flags_go_to_all_ranks(backend: Backend, op: str) -> None:
     plan = plan_of([100, 7], 2, 16, backend)
     assert {bucket.key.reduction.stages[0].op for bucket in plan.buckets[:-1]} == {op}
     assert [stage.op for stage in plan.flags.key.reduction.stages] == [ALL_REDUCE]

@@ -15,6 +15,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, emit, match
 from dp_compile.passes.result import Refusal
 from dp_compile.passes.running import Running
+from dp_compile.plan.backends import FABRIC, FAKE, GLOO, NCCL, Backend
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, plan_single
 from dp_compile.plan.reduction import Reduction, Stage, mean
 from dp_compile.testing.ranks import Ranks
@@ -74,10 +75,11 @@ def test_refusals(args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) ->
 
 @pytest.mark.parametrize(
     ("backend", "reduce_op", "scale"),
-    [("nccl", "avg", 1.0), ("fabric", "avg", 1.0), ("gloo", "sum", 0.25), ("fake", "sum", 0.25)],
+    [(NCCL, "avg", 1.0), (FABRIC, "avg", 1.0), (GLOO, "sum", 0.25), (FAKE, "sum", 0.25), (Backend("mpi"), "sum", 0.25)],
 )
-def test_averaging(backend: str, reduce_op: str, scale: float) -> None:
+def test_averaging(backend: Backend, reduce_op: str, scale: float) -> None:
     assert mean("7", backend, 4) == Reduction((Stage("all_reduce", "7", reduce_op),), scale)
+    assert mean("7", backend, 1) == Reduction((Stage("all_reduce", "7", "sum"),), 1.0)
 
 
 def plan_of(grad: torch.Tensor, group: str = "0", scale: float = 0.5) -> BucketPlan:

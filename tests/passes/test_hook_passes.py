@@ -17,6 +17,7 @@ from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
+from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import Averaging
 
@@ -57,7 +58,7 @@ SHARED_KEY, SHARED = register(Shared())
 
 
 def plan(key: str = KEY, hook: FunctionalHook = HOOK) -> BucketPlan:
-    reduction = Averaging(hook=key, rounds=hook.rounds).reduction("0", "gloo", 2, "float32")
+    reduction = Averaging(hook=key, rounds=hook.rounds).reduction("0", GLOO, 2, "float32")
     specs = [replace(grad.spec, key=grad.spec.key._replace(reduction=reduction)) for grad in GRADS]
     return plan_for(GRADS).with_keys_of(specs)
 

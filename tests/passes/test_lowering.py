@@ -24,6 +24,7 @@ from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollecti
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.lowering import observing
 from dp_compile.passes.pipeline import Pipeline
+from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
@@ -206,7 +207,7 @@ def test_gaps_hold_zeros_where_somebody_looks_for_nan(monkeypatch: pytest.Monkey
 @pytest.fixture
 def averaging_in_the_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with NCCL: gradients are reduced as they are."""
-    averaged = mean("0", "nccl", 2)
+    averaged = mean("0", NCCL, 2)
     monkeypatch.setattr(Averaging, "reduction", lambda *_: averaged)
 
 

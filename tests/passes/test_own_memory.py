@@ -18,9 +18,9 @@ from dp_compile.passes.updates import UPDATE_LATER, read_update
 aten = torch.ops.aten
 
 
-def separated(function: Callable[..., Any], *inputs: torch.Tensor, is_whole: bool = True) -> fx.GraphModule:
+def separated(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule:
     module = trace(function, *inputs)
-    OwnMemory(is_whole)(module.graph)
+    OwnMemory()(module.graph)
     module.graph.lint()
     module.recompile()
     return module
@@ -56,10 +56,10 @@ def noted_elsewhere(x: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("function", "expected", "in_a_piece"),
-    [(twice, 1, 1), (as_a_view, 1, 0), (overlapping, 1, 0), (apart, 0, 0)],
+    ("function", "expected"),
+    [(twice, 1), (as_a_view, 1), (overlapping, 1), (apart, 0)],
 )
-def test_what_is_returned(function: Callable[..., Any], expected: int, in_a_piece: int) -> None:
+def test_what_is_returned(function: Callable[..., Any], expected: int) -> None:
     x = torch.randn(4, 3)
     module = separated(function, x)
     assert copies(module) == expected
@@ -70,7 +70,6 @@ def test_what_is_returned(function: Callable[..., Any], expected: int, in_a_piec
         each.fill_(7.0)  # of no other
         assert sum(bool((one == 7.0).any()) for one in found) == 1
         each.fill_(0.0)
-    assert copies(separated(function, x, is_whole=False)) == in_a_piece
 
 
 def test_views_of_a_copy_that_was_taken_out() -> None:
@@ -79,7 +78,7 @@ def test_views_of_a_copy_that_was_taken_out() -> None:
     (copy,) = [node for node in module.graph.nodes if node.target is aten.mul.Tensor and node.args[1] == 1]
     copy.replace_all_uses_with(copy.args[0])
     module.graph.erase_node(copy)
-    OwnMemory(is_whole=True)(module.graph)
+    OwnMemory()(module.graph)
     assert copies(module) == 1
 
 

@@ -16,6 +16,7 @@ from dp_compile.fx.collectives import REDUCE_SCATTER, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
+from dp_compile.plan.backends import GLOO, NCCL, Backend
 from dp_compile.plan.buckets import BucketPlan, Layout, plan_buckets
 from dp_compile.plan.reduction import Averaging
 
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 GRADS = [Grad(index=index, shape=shape) for index, shape in enumerate([(4,), (2, 3), (40,), (5,)])]
 
 
-def plan(backend: str = "gloo", wire: str | None = None, divide_by: float | None = None) -> BucketPlan:
+def plan(backend: Backend = GLOO, wire: str | None = None, divide_by: float | None = None) -> BucketPlan:
     """Two buckets."""
     averaging = Averaging(scattered=True, wire=wire, divide_by=divide_by, predivide_by=divide_by and 2.0)
     reduction = averaging.reduction("0", backend, 2, "float32")
@@ -52,9 +53,9 @@ def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=target)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("backend", [GLOO, NCCL])
 @pytest.mark.parametrize(("wire", "divide_by"), [(None, None), ("bfloat16", None), (None, 3.0), ("bfloat16", 3.0)])
-def test_an_update_is_given_the_part_of_its_bucket(backend: str, wire: str | None, divide_by: float | None) -> None:
+def test_an_update_is_given_the_part_of_its_bucket(backend: Backend, wire: str | None, divide_by: float | None) -> None:
     graph = run(chosen=plan(backend, wire, divide_by))
     launches = [node for node in graph.nodes if is_collective(node)]
     assert [launch.args[0].target for launch in launches] == [FLAT_BUCKET, FLAT_BUCKET]  # type: ignore[union-attr]
@@ -104,4 +105,4 @@ def members_exchanged(graph: fx.Graph) -> None:
 @pytest.mark.parametrize("edit", [other_group, more_parts, another_bucket_s_part, another_factor, members_exchanged])
 def test_what_changes_a_part_is_refused(edit: Callable[[fx.Graph], None]) -> None:
     with pytest.raises(InvalidGraphError):
-        run(edit, chosen=plan("nccl"))
+        run(edit, chosen=plan(NCCL))

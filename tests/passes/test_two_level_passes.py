@@ -25,6 +25,8 @@ from dp_compile.fx.collectives import (
 from dp_compile.fx.printer import short
 from dp_compile.insight.graph_names import collectives_of, node_names
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
+from dp_compile.plan import backends
+from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import Levels
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -37,7 +39,7 @@ def first(graph: fx.Graph, target: Any) -> fx.Node:
     return graph.find_nodes(op="call_function", target=target)[0]
 
 
-def layers(number: int, backend: str) -> tuple[list[Grad], fx.GraphModule]:
+def layers(number: int, backend: Backend) -> tuple[list[Grad], fx.GraphModule]:
     """A backward through matrices, last layer first; then something that no reduction needs."""
     grads = [Grad(index=index, shape=(4, 4), levels=LEVELS, backend=backend) for index in range(number)]
 
@@ -81,7 +83,7 @@ return as_strided_default""",
 
 
 def test_gloo_exchanges_parts_and_adds_them_up() -> None:
-    grad = Grad(index=0, shape=(3,), levels=LEVELS, backend="gloo")
+    grad = Grad(index=0, shape=(3,), levels=LEVELS, backend=backends.GLOO)
     module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
     assert_expected_inline(
         "\n".join(short(module.graph).splitlines()[2:-1]),
@@ -121,8 +123,8 @@ def told(graph: fx.Graph) -> str:
     return " ".join(parts)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "gloo"])
-def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend: str) -> None:
+@pytest.mark.parametrize("backend", [backends.NCCL, backends.GLOO])
+def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend: Backend) -> None:
     """And for the slow link only when nothing is left to compute."""
     grads, module = layers(3, backend)
     plan = plan_for(grads[::-1], cap=1)
@@ -132,7 +134,7 @@ def test_compute_waits_for_a_stage_when_the_next_bucket_is_launched(backend: str
 
 
 def test_compute_that_does_not_move_is_not_held_back_either() -> None:
-    grads, module = layers(3, "gloo")
+    grads, module = layers(3, backends.GLOO)
     passes = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
     graph = run_passes(module, plan_for(grads[::-1], cap=1), passes=passes).graph
     assert told(graph).replace(" exp", "").replace(" c", "").startswith("c R0 R1 r0 A0 R2 r1 A1 r2 A2 a0 G0")
@@ -235,9 +237,10 @@ GLOO: list[tuple[Callable[[fx.Graph], None], str]] = [(wrong, "changed what is r
 
 
 @pytest.mark.parametrize(
-    ("wrong", "text", "backend"), [*((*each, "nccl") for each in WRONG), *((*each, "gloo") for each in GLOO)]
+    ("wrong", "text", "backend"),
+    [*((*each, backends.NCCL) for each in WRONG), *((*each, backends.GLOO) for each in GLOO)],
 )
-def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], text: str, backend: str) -> None:
+def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], text: str, backend: Backend) -> None:
     grads = [Grad(index=index, shape=(3,), levels=LEVELS, backend=backend) for index in range(2)]
     module = trace(lambda a, b: (grads[0].reduce(a.sin()), grads[1].reduce(b.cos())), *(torch.randn(3),) * 2)
     with pytest.raises(InvalidGraphError, match=f"pass 'users-pass' .*{text}"):

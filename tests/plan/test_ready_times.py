@@ -19,6 +19,7 @@ from torch import fx
 from dp_compile._torch import distributed
 from dp_compile.passes.estimates import Accumulation, Estimates, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import PACKED, BucketPlan
 from dp_compile.plan.ready_times import (
     Estimate,
@@ -183,7 +184,7 @@ def test_collectives_of_the_model_take_their_time() -> None:
     GROUP = distributed.group_name(dist.group.WORLD)
     found = captured_times(backward, (64, 64), (64, 64))
     product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
-    sent = nominal_cost("gloo", dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
+    sent = nominal_cost(GLOO, dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
     total = 2 * product + sent
     assert [each.share for each in found.gradients] == pytest.approx([product / total, 1.0])
     (seen,) = found.collectives

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from dp_compile.errors import ConfigError
 from dp_compile.insight.plan_file import problems
 from dp_compile.insight.step import Step, planned_buckets
+from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec
 from dp_compile.plan.certificate import certify, robust_partition
 from dp_compile.plan.cost import RING, AllReduceCost, CostFit
@@ -46,8 +47,8 @@ from dp_compile.plan.reduction import (
 from dp_compile.plan.strategies import Planned, on_cheaper_levels, plan_optimal
 
 LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
-TWO = Averaging().reduction("all", "nccl", 4, "float32", LEVELS)
-TWO_ROUNDS = Averaging(hook="h", rounds=(ALL_REDUCE, ALL_REDUCE)).reduction("", "gloo", 4, "float32")
+TWO = Averaging().reduction("all", NCCL, 4, "float32", LEVELS)
+TWO_ROUNDS = Averaging(hook="h", rounds=(ALL_REDUCE, ALL_REDUCE)).reduction("", GLOO, 4, "float32")
 COST = AllReduceCost(9.0, 9.0, inside=AllReduceCost(0.2, 0.02), between=AllReduceCost(0.5, 0.1))
 CLOSE = 1e-9
 
@@ -60,7 +61,7 @@ def test_two_levels_cost_their_three_stages() -> None:
     fast, slow = Link("fast", 2.0, 400.0, "here"), Link("slow", 10.0, 50.0, "here")
     cost = with_levels(AllReduceCost(1.0, 1.0), fast, slow, ranks_inside=8, nodes=4)
     levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
-    reduction = Averaging().reduction("", "nccl", 32, "float32", levels)
+    reduction = Averaging().reduction("", NCCL, 32, "float32", levels)
     nbytes = 2**30
     legs = legs_of([reduction.loads(nbytes)], cost)
     half_inside = 8.4e-6 + 7 * (2e-6 + nbytes / 8 / 400e9)
@@ -79,9 +80,9 @@ def test_a_ring_is_a_reduce_scatter_and_an_all_gather() -> None:
 @pytest.mark.parametrize(
     ("reduction", "sent", "loads"),
     [
-        (Averaging().reduction("", "gloo", 4, "float32"), (), [(WHOLE, 2, 100)]),
+        (Averaging().reduction("", GLOO, 4, "float32"), (), [(WHOLE, 2, 100)]),
         (
-            Averaging().reduction("", "gloo", 4, "float32", LEVELS),
+            Averaging().reduction("", GLOO, 4, "float32", LEVELS),
             (),
             [(INSIDE, 1, 100), (BETWEEN, 2, 50), (INSIDE, 1, 100)],
         ),
@@ -359,7 +360,7 @@ def test_the_bound_needs_times() -> None:
 
 
 def planned_on(levels: Levels | None, sizes: list[int], rows: bool = False) -> tuple[Planned, ReadyTimes]:
-    key = BucketKey(Averaging().reduction("all", "gloo", 4, "float32", levels), "float32", "cpu")
+    key = BucketKey(Averaging().reduction("all", GLOO, 4, "float32", levels), "float32", "cpu")
     specs = [GradientSpec(index, f"p{index}", (numel, 1), (1, 1), 4, key) for index, numel in enumerate(sizes)]
     times = ReadyTimes({each.index: (each.index + 1) / len(specs) for each in specs}, 4.0, "stated")
     buckets = [PACKED.bucket(key, [each], "its own", {0: (0, each.shape[0])} if rows else {}) for each in specs]
@@ -395,7 +396,7 @@ def test_the_certificate_is_that_of_the_buckets_as_they_are() -> None:
     found = on_cheaper_levels(two, "all", cost, times)
     assert found.certificate is not None
     assert two.certificate is not None
-    step = Step("python hooks", "optimal", 4, "gloo", "cpu", found.plan, times, cost, "stated")
+    step = Step("python hooks", "optimal", 4, GLOO, "cpu", found.plan, times, cost, "stated")
     end_s = max([step.backward_s, *(each.finish_s for each in planned_buckets(step))])
     assert found.certificate.makespan_s == pytest.approx(end_s)
     assert found.certificate.makespan_s < two.certificate.makespan_s

@@ -20,6 +20,7 @@ from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.modules.planning import PlanRequest, make_plan
+from dp_compile.plan.backends import FAKE, GLOO, NCCL, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost, CostFit
 from dp_compile.plan.reduction import Averaging
@@ -127,7 +128,7 @@ class Vision(nn.Module):
         self.norm, self.head = nn.BatchNorm2d(8), nn.Linear(8, 5)
 
 
-def group_with(backend: str, fake_group: dist.ProcessGroup) -> Group:
+def group_with(backend: Backend, fake_group: dist.ProcessGroup) -> Group:
     return Group(fake_group, "0", backend, 2, Averaging())
 
 
@@ -135,7 +136,7 @@ def apart(plan: BucketPlan) -> set[str]:
     return {member.gradient.name for bucket in plan.buckets for member in bucket.members if member.offset is None}
 
 
-def plan_with(backend: str, fake_group: dist.ProcessGroup, **options: Any) -> BucketPlan:
+def plan_with(backend: Backend, fake_group: dist.ProcessGroup, **options: Any) -> BucketPlan:
     module, group = Vision(), group_with(backend, fake_group)
     policy = options.pop("bucket_policy", None)
     named = dict(module.named_parameters())
@@ -162,19 +163,19 @@ def test_coalesced_has_the_buckets_of_optimal_and_nothing_flat(fake_group: dist.
 )
 def test_with_nccl_weights_of_convolutions_are_apart(fake_group: dist.ProcessGroup, options: dict[str, Any]) -> None:
     """Not those that are made of other parameters: their gradient is no convolution's."""
-    assert apart(plan_with("nccl", fake_group, **options)) == {"stem.weight", "up.weight"}
-    for backend in ("gloo", "fake", "mpi"):
+    assert apart(plan_with(NCCL, fake_group, **options)) == {"stem.weight", "up.weight"}
+    for backend in (GLOO, FAKE, Backend("mpi")):
         assert apart(plan_with(backend, fake_group, **options)) == set()
 
 
 def test_a_backend_that_cannot_group(fake_group: dist.ProcessGroup) -> None:
-    with pytest.raises(dp_compile.ConfigError, match="which backend 'mpi' cannot; these can: nccl, gloo, fake"):
-        plan_with("mpi", fake_group, strategy="coalesced")
-    assert apart(plan_with("gloo", fake_group, strategy="coalesced"))
+    with pytest.raises(dp_compile.ConfigError, match="which backend 'mpi' cannot"):
+        plan_with(Backend("mpi"), fake_group, strategy="coalesced")
+    assert apart(plan_with(GLOO, fake_group, strategy="coalesced"))
 
 
 def test_gaps_are_as_wide_as_asked(fake_group: dist.ProcessGroup) -> None:
-    packed, aligned = (plan_with("gloo", fake_group, alignment_bytes=each) for each in (1, 64))
+    packed, aligned = (plan_with(GLOO, fake_group, alignment_bytes=each) for each in (1, 64))
     assert sum(bucket.padding_nbytes for bucket in packed.buckets) == 0
     assert sum(bucket.padding_nbytes for bucket in aligned.buckets) > 0
     assert packed.signature() != aligned.signature()

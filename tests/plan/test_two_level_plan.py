@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dp_compile.plan.backends import GLOO, NCCL, Backend
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
 from dp_compile.plan.links import LINKS, with_levels
 from dp_compile.plan.network import legs_of
@@ -53,7 +54,7 @@ def test_a_second_stage_is_one_bucket_late_and_the_last_ones_come_at_the_end() -
 
 
 def test_over_one_link_the_last_stage_is_one_bucket_late_too() -> None:
-    two = Averaging(hook="a hook", rounds=(ALL_TO_ALL, ALL_GATHER)).reduction("0", "gloo", 3, "float32").stages
+    two = Averaging(hook="a hook", rounds=(ALL_TO_ALL, ALL_GATHER)).reduction("0", GLOO, 3, "float32").stages
     assert two == (Stage(ALL_TO_ALL, "0", parts=3), Stage(ALL_GATHER, "0", parts=3))
     assert list(launch_order([two, two, levels(1)])) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
 
@@ -61,19 +62,19 @@ def test_over_one_link_the_last_stage_is_one_bucket_late_too() -> None:
 @pytest.mark.parametrize(
     ("averaging", "backend", "dtype", "ops", "scale", "post"),
     [
-        (Averaging(), "gloo", "float32", "sum", 1 / 6, 1.0),
-        (Averaging(), "nccl", "float32", "avg", 1.0, 1.0),
-        (Averaging(wire="bfloat16"), "nccl", "float32", "avg", 1.0, 1.0),
-        (Averaging(), "nccl", "float16", "sum", 1 / 4, 4 / 6),  # FSDP's rule for six ranks, over all of them
-        (Averaging(divide_by=5.0, predivide_by=2.0), "gloo", "float32", "sum", 1 / 2, 2 / 5),
+        (Averaging(), GLOO, "float32", "sum", 1 / 6, 1.0),
+        (Averaging(), NCCL, "float32", "avg", 1.0, 1.0),
+        (Averaging(wire="bfloat16"), NCCL, "float32", "avg", 1.0, 1.0),
+        (Averaging(), NCCL, "float16", "sum", 1 / 4, 4 / 6),  # FSDP's rule for six ranks, over all of them
+        (Averaging(divide_by=5.0, predivide_by=2.0), GLOO, "float32", "sum", 1 / 2, 2 / 5),
     ],
 )
 def test_what_is_divided_is_divided_for_all_ranks_together(
-    averaging: Averaging, backend: str, dtype: str, ops: str, scale: float, post: float
+    averaging: Averaging, backend: Backend, dtype: str, ops: str, scale: float, post: float
 ) -> None:
     reduction = averaging.reduction("all", backend, 6, dtype, LEVELS)
     assert reduction.stages == (
-        Stage(REDUCE_SCATTER if backend == "nccl" else EXCHANGE, "in", ops, 3, INSIDE),
+        Stage(REDUCE_SCATTER if backend == NCCL else EXCHANGE, "in", ops, 3, INSIDE),
         Stage(ALL_REDUCE, "out", ops, link=BETWEEN),
         Stage(ALL_GATHER, "in", parts=3, link=INSIDE),
     )
@@ -83,7 +84,7 @@ def test_what_is_divided_is_divided_for_all_ranks_together(
 
 
 def specs(levels: Levels | None, *numels: int) -> list[GradientSpec]:
-    key = BucketKey(Averaging().reduction("all", "gloo", 6, "float32", levels), "float32", "cpu")
+    key = BucketKey(Averaging().reduction("all", GLOO, 6, "float32", levels), "float32", "cpu")
     return [GradientSpec(index, f"p{index}", (numel,), (1,), 4, key) for index, numel in enumerate(numels)]
 
 
@@ -113,13 +114,13 @@ def test_plans_are_data_and_those_of_one_level_are_what_they_were() -> None:
 
 def test_what_is_assumed_before_anything_was_measured() -> None:
     link_of = {link.name: link for link in LINKS}
-    flat, two = nominal_cost("nccl", 32), nominal_cost("nccl", 32, 8)
+    flat, two = nominal_cost(NCCL, 32), nominal_cost(NCCL, 32, 8)
     links = link_of["nvlink4"], link_of["infiniband-ndr"]
     assert two == with_levels(flat, *links, ranks_inside=8, nodes=4)
     # A slow link between nodes is what two levels are for.
     levels = Levels("", "", tuple(tuple(range(8)) for _ in range(4)))
-    stages = legs_of([Averaging().reduction("", "nccl", 32, "float32", levels).loads(2**30)], two)
+    stages = legs_of([Averaging().reduction("", NCCL, 32, "float32", levels).loads(2**30)], two)
     assert sum(stage.seconds for stage in stages) < 0.5 * flat.seconds(2**30)
     loopback = link_of["loopback"]
     flat = loopback.cost(4)
-    assert nominal_cost("gloo", 4, 2) == with_levels(flat, loopback, loopback, ranks_inside=2, nodes=2)
+    assert nominal_cost(GLOO, 4, 2) == with_levels(flat, loopback, loopback, ranks_inside=2, nodes=2)

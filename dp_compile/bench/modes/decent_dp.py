@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dp_compile._torch import distributed
 from dp_compile.bench.contract import PROBE_LR, Batch, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import build, place, trainable
 from dp_compile.bench.modes.packages import load, why_not_there
 from dp_compile.errors import ConfigError
-from dp_compile.plan.backends import FABRIC
 
 NODES_AND_RING: Final = "alternating-exp-ring"
 TOPOLOGIES: Final = ("complete", "ring", "one-peer-exp", NODES_AND_RING)
@@ -42,7 +42,7 @@ class DecentDP:
     def prepare(self, workload: Workload) -> Trainer:
         if dist.get_world_size() < 2:
             raise ConfigError(f"mode '{self.name}' needs 2 ranks or more: it averages with neighbours. Here is 1.")
-        if dist.get_backend() == FABRIC:
+        if distributed.backend_of(None, "cpu").simulated:
             raise ConfigError(f"mode '{self.name}' exchanges parameters with neighbours, which a fabric does not play.")
         if self.topology == NODES_AND_RING and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < 2:
             raise ConfigError(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 
+from dp_compile._torch import distributed
 from dp_compile.bench.contract import PROBE_LR, Batch, Facts, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import Loop, as_plain, build, trainable
 from dp_compile.config import ReplicateConfig
@@ -17,7 +17,6 @@ from dp_compile.decentralized.module import mixing_of
 from dp_compile.errors import ConfigError
 from dp_compile.insight.observe import report
 from dp_compile.plan import topologies
-from dp_compile.plan.backends import FABRIC
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +36,7 @@ class Decentralized:
         return None
 
     def prepare(self, workload: Workload) -> Trainer:
-        if dist.get_backend() == FABRIC:
+        if distributed.backend_of(None, "cpu").simulated:
             raise ConfigError(f"mode '{self.name}' exchanges parameters with neighbours, which a fabric does not play.")
         model: Any = build(workload)
         optimizer = workload.rule.optimizer(model.parameters(), lr=workload.lr)

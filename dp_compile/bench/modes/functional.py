@@ -67,7 +67,9 @@ class _ReducedInBackward(nn.Module):
         self.model = model
         assert dist.group.WORLD is not None
         group = distributed.group_name(dist.group.WORLD)
-        self.reduction = mean(group, dist.get_backend(), dist.get_world_size())
+        self.reduction = mean(
+            group, distributed.backend_of(None, distributed.working_device(None)), dist.get_world_size()
+        )
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         (stage,) = self.reduction.stages

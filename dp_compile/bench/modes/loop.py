@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch import dynamo
+from dp_compile._torch import distributed, dynamo
 from dp_compile.bench.contract import Batch, Facts, Rule, Workload
 from dp_compile.errors import ConfigError
 
@@ -21,15 +21,12 @@ SEED: Final = 0
 
 
 def place() -> torch.device:
-    """This process's GPU if the default process group has a backend of its own for GPUs, else, or without one, the CPU.
+    """This process's accelerator if the default process group works on it, else the CPU.
 
     gloo would take tensors of a GPU too, by way of the CPU; nobody who asks for gloo wants that timed.
     """
-    if torch.cuda.is_available() and dist.is_initialized():
-        backends = dict(each.split(":") for each in dist.get_backend_config().split(","))
-        if backends.get("cuda", "gloo") != "gloo":
-            return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    kind = distributed.working_device(None) if dist.is_initialized() else "cpu"
+    return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
 
 def build(workload: Workload) -> nn.Module:

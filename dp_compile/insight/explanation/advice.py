@@ -11,7 +11,6 @@ from dp_compile.insight.explanation.exposure import slowest_part, times_as_seen
 from dp_compile.insight.explanation.facts import COMPUTE, bound_by
 from dp_compile.insight.prediction import LINK_INSIDE, Prediction, Scenario, predict
 from dp_compile.insight.step import NOMINAL, WAITED, Step
-from dp_compile.plan.backends import LIKE_NCCL
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.strategies import RANKS_OF_A_NODE, Planned, on_cheaper_levels
 from dp_compile.plan.words import count
@@ -150,7 +149,7 @@ def _levels(step: Step, now: Prediction) -> Iterator[Advice]:
         flat = sum(bucket.key.reduction.ranks_inside == 1 for bucket in plan.buckets)
         after = predict(replace(known, plan=plan), Scenario())
         yield _advice(f'two_levels="auto": {count(flat, "bucket")} on one level', _end(now), _end(after))
-    elif step.cost.inside is None and step.backend in LIKE_NCCL and not step.world_size % RANKS_OF_A_NODE:
+    elif step.cost.inside is None and step.backend.has_nodes and not step.world_size % RANKS_OF_A_NODE:
         nodes = step.world_size // RANKS_OF_A_NODE
         if nodes > 1:
             after = predict(step, Scenario(ranks_inside=RANKS_OF_A_NODE))

@@ -232,7 +232,7 @@ def explanation_of(step: Step) -> Explanation:
         mode=step.mode,
         strategy=step.strategy,
         world_size=step.world_size,
-        backend=step.backend,
+        backend=step.backend.name,
         device=step.device,
         nbytes=step.plan.nbytes,
         gradients=sum(each.name != UNUSED_FLAGS for each in step.plan.gradients),

@@ -148,7 +148,7 @@ def notes_of(step: Step) -> Iterator[str]:
     if (why := why_no_timeline(step)) is not None:
         yield f"No timeline: {why}."
     if step.deferred:
-        why = step.why_deferred or "it broke into several graphs, or no pass makes buckets"
+        why = step.why_deferred or "no pass makes buckets"
         yield f"All reductions stand at the end of the backward: {why}."
     for each in step.optimizers:
         if each.stayed is False and each.left:

@@ -1,0 +1,844 @@
+"""The cases: a function for each, which trains a module under a subject, and alone for the truth.
+
+What is right is said once for all: gradients, parameters and buffers as in one process on the joint batch; or what
+the function returns is what it returns for the truth; or an error on every rank that names the parameter or the rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
+
+import dp_compile
+from corpus import models
+from corpus.sides import RANKS, NotOffered, Side, Wrong, seed
+
+Train = Callable[[Side], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way in which a report says that things go wrong.
+
+    `names`: an error whose text one of these patterns finds, or a parameter's name, is a named one. `faulty`: ranks
+    with which something is wrong; only what the others say counts.
+    """
+
+    name: str
+    threads: tuple[str, ...]
+    symptom: str
+    right: str
+    build: Callable[[], nn.Module]
+    train: Train
+    options: Mapping[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    compares: bool = True
+    buffers_everywhere: bool = False
+    returns: str = "what came"
+    has_to_be_refused: bool = False
+    if_not_refused: str = "no error on any rank"
+    a_warning_counts: bool = False
+    faulty: tuple[int, ...] = ()
+    limit_s: float = 90.0
+    group_timeout_s: float = 20.0
+    rtol: float = 1e-4
+    atol: float = 1e-6
+    backend: str = "aot_eager"
+    truth_dtype: torch.dtype = torch.float32
+    known: Mapping[str, str] = field(default_factory=dict)
+    """Of subjects of ours that are neither right nor refuse: why, to be cured."""
+
+    @property
+    def row(self) -> int:
+        """The number of its report."""
+        return int(self.name.rstrip("abc"))
+
+
+CASES: Final[dict[str, Case]] = {}
+
+
+def case(name: str, threads: str, symptom: str, right: str, build: Callable[[], nn.Module], **more: Any) -> Any:
+    """Register a function as the training of a case."""
+
+    def register(train: Train) -> Train:
+        CASES[name] = Case(name, tuple(threads.split()), symptom, right, build, train, **more)
+        return train
+
+    return register
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A report that two processes on a CPU cannot show."""
+
+    row: int
+    threads: tuple[str, ...]
+    symptom: str
+    needs: str
+
+
+ELSEWHERE: Final = (
+    Elsewhere(
+        18,
+        ("pytorch#169545", "pytorch#139207", "pytorch#140395"),
+        '`mode="reduce-overhead"` with accumulation: the next replay of the CUDA graph overwrites `.grad`',
+        "needs a GPU",
+    ),
+    Elsewhere(
+        27,
+        ("pytorch#107372", "pytorch#100239"),
+        "SyncBatchNorm under DDP and compile breaks graphs, or differs",
+        "needs two GPUs",
+    ),
+)
+
+
+def plain(side: Side, steps: int = 3) -> None:
+    for step in side.steps(steps):
+        side.backward(lambda rank, step=step: side.square(rank, step))  # type: ignore[misc]
+
+
+# --- accumulation, buffers, freezing --------------------------------------------------------------------------------
+
+
+@case(
+    "1",
+    "pytorch#187732 accelerate#3679 pytorch#143580 lightning#19354",
+    "`static_graph=True` and `no_sync` from the first backward on: an internal assert, or nothing is reduced again",
+    "gradients of the joint batch; no collective in a local micro-batch, some in each other one",
+    models.ThreeLayers,
+    options={"static_graph": True},
+    names=("static_graph",),
+    returns="collectives in micro-batches",
+)
+def static_graph_and_no_sync(side: Side) -> list[bool]:
+    reduced = []
+    for step in side.steps(3):
+        for micro in range(4):
+            before, number = side.collectives(), 10 * step + micro
+            with side.no_sync() if micro < 3 else nullcontext():
+                side.backward(lambda rank, number=number: side.square(rank, number))  # type: ignore[misc]
+            reduced.append(micro == 3 if side.is_truth else side.collectives() > before)
+    return reduced
+
+
+@case(
+    "2",
+    "pytorch#175024",
+    "two forwards, then one backward, with BatchNorm: the broadcast of buffers is an in-place operation in between",
+    "trains; buffers of the first rank everywhere",
+    models.Normed,
+    buffers_everywhere=True,
+)
+def siamese(side: Side) -> None:
+    def loss(rank: int, step: int) -> torch.Tensor:
+        one, other = (side.run(side.batch(rank, number)) for number in (step, step + 50))
+        return (one - other).square().mean()
+
+    for step in side.steps(3):
+        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+    side.wrapped.eval()
+    with torch.no_grad():
+        side.wrapped(side.batch(0, 0))  # torch's DDP hands buffers on in the next forward
+
+
+def _switched(side: Side, trainable: bool) -> None:
+    for step in side.steps(4):
+        if step == 2:
+            side.model.get_submodule("trunk").requires_grad_(trainable)
+        side.backward(lambda rank, step=step: side.square(rank, step))  # type: ignore[misc]
+
+
+@case(
+    "3a",
+    "pytorch#139476 dingo#407",
+    "a frozen part is unfrozen after some steps, and never trains, or by each rank alone",
+    "trains, or an error that names the parameter",
+    lambda: models.Halves(frozen=True),
+)
+def unfrozen(side: Side) -> None:
+    _switched(side, True)
+
+
+@case(
+    "3b",
+    "pytorch#139476 dingo#407",
+    "a part is frozen after some steps: what is left is not reduced",
+    "trains, or an error that names the parameter",
+    models.Halves,
+    names=("find_unused_parameters",),
+)
+def frozen(side: Side) -> None:
+    _switched(side, False)
+
+
+@case(
+    "4",
+    "pytorch#196227",
+    "stochastic depth and a Python float in the forward: partitions that return numbers crash `DDPOptimizer`",
+    "as in one process",
+    models.StochasticDepth,
+    options={"find_unused_parameters": True, "bucket_cap_mb": 1.0},
+    limit_s=300.0,
+)
+def stochastic_depth(side: Side) -> None:
+    def loss(rank: int, step: int) -> torch.Tensor:
+        random.seed(step)
+        result: torch.Tensor = side.run(side.batch(rank, step, rows=3 + step % 3), 1.0 + 0.1 * step)
+        return result.square().mean()
+
+    for step in side.steps(8):
+        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+
+
+# --- parameters of other kinds --------------------------------------------------------------------------------------
+
+
+@case(
+    "5a",
+    "pytorch#158753",
+    "complex parameters beside real ones, with a local micro-batch: the imaginary part of the gradient is zero",
+    "as in one process",
+    models.Complex,
+    names=("complex",),
+)
+def complex_parameters(side: Side) -> None:
+    for step in side.steps(3):
+        for micro in range(2):
+            number = 10 * step + micro
+            with side.no_sync() if micro == 0 else nullcontext():
+                side.backward(lambda rank, number=number: side.square(rank, number))  # type: ignore[misc]
+
+
+@case(
+    "5b",
+    "pytorch#158753",
+    "complex parameters under a comm hook that compresses to float16: the imaginary part is dropped",
+    "as in one process within the rounding of float16, or an error that names the parameter",
+    models.Complex,
+    names=("complex",),
+    rtol=5e-3,
+)
+def complex_compressed(side: Side) -> None:
+    if not side.is_truth:
+        if not hasattr(side.wrapped, "register_comm_hook"):
+            raise NotOffered("no comm hooks")
+        side.wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    plain(side)
+
+
+@case(
+    "5c",
+    "pytorch#158753",
+    "complex parameters whose optimizer is sharded over the ranks and runs in the backward",
+    "as in one process, or an error that names the parameter",
+    models.Complex,
+    names=("complex",),
+)
+def complex_sharded(side: Side) -> None:
+    if not side.is_truth:
+        if not side.ours:
+            raise NotOffered("no sharded optimizer in the backward")
+        dp_compile.optim.in_backward(side.wrapped, side.optimizer, shard=True)
+    plain(side)
+    if side.is_truth:
+        side.optimizer.zero_grad()
+
+
+def _words(side: Side, used_by: tuple[int, ...]) -> None:
+    def loss(rank: int, step: int) -> torch.Tensor:
+        words = torch.tensor([step, 3 * step + rank, 7]) if rank in used_by else None
+        result: torch.Tensor = side.run(side.batch(rank, step), words)
+        return result.square().mean()
+
+    for step in side.steps(3):
+        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+
+
+@case(
+    "6a",
+    "pytorch#150656",
+    "an embedding with `sparse=True` under compile",
+    "as in one process, or an error of the wrapper that names the parameter",
+    models.Words,
+    names=("words",),
+)
+def sparse(side: Side) -> None:
+    _words(side, (0, 1))
+
+
+@case(
+    "6b",
+    "pytorch#80496",
+    "an embedding with `sparse=True` that one rank does not use, with `find_unused_parameters`",
+    "as in one process, or an error of the wrapper that names the parameter",
+    models.Words,
+    options={"find_unused_parameters": True},
+    names=("words",),
+)
+def sparse_on_one_rank(side: Side) -> None:
+    _words(side, (0,))
+
+
+@case(
+    "15a",
+    "pytorch#158936 ao#1665 DiffSynth-Studio#1674",
+    "a frozen weight that is a tensor subclass (NF4, int8) breaks the broadcast at the start",
+    "what is trainable trains",
+    lambda: models.OnScaled(frozen=True),
+)
+def frozen_subclass(side: Side) -> None:
+    plain(side)
+
+
+@case(
+    "15b",
+    "ao#2586 TransformerEngine#1135",
+    "a trainable weight that is a tensor subclass breaks the copy into buckets",
+    "as in one process, or an error that names the parameter",
+    lambda: models.OnScaled(frozen=False),
+)
+def trainable_subclass(side: Side) -> None:
+    plain(side)
+
+
+# --- recomputation and backwards in backwards -----------------------------------------------------------------------
+
+
+@case(
+    "7",
+    "pytorch#109191",
+    "a checkpointed part that is called directly, past the wrapper: its gradients are not synchronised",
+    "as in one process, or an error",
+    models.Halves,
+)
+def past_the_wrapper(side: Side) -> None:
+    trunk, head = side.model.get_submodule("trunk"), side.model.get_submodule("head")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = head(torch.tanh(checkpoint(trunk, x, use_reentrant=False)))
+        return result
+
+    run = side.compile(forward)
+    for step in side.steps(3):
+        side.backward(lambda rank, step=step: run(side.batch(rank, step)).square().mean())  # type: ignore[misc]
+
+
+@case(
+    "8a",
+    "accelerate#3536 peft#951 YOLO-Master#125",
+    'one LoRA adapter in two segments with reentrant checkpoints: "marked ready twice"',
+    "one reduction of the summed gradient",
+    models.SharedLora,
+)
+def lora_in_two_checkpoints(side: Side) -> None:
+    for step in side.steps(3):
+        side.backward(lambda rank, step=step: _with_grad(side, rank, step))  # type: ignore[misc]
+
+
+def _with_grad(side: Side, rank: int, step: int) -> torch.Tensor:
+    result: torch.Tensor = side.run(side.batch(rank, step).requires_grad_()).square().mean()
+    return result
+
+
+@case(
+    "8b",
+    "kernels-community#1083",
+    "a tiled MLP, whose backward runs three backwards that add to the same parameters",
+    "one reduction of the summed gradient",
+    models.Tiled,
+)
+def tiled(side: Side) -> None:
+    plain(side)
+
+
+@case(
+    "9",
+    "peft#3020",
+    "LoRA with dropout under checkpoint and Inductor: an error, or another dropout mask in the recomputation",
+    "the gradient belongs to the mask of the forward",
+    models.CheckpointedLora,
+    backend="inductor",
+    compares=False,
+    limit_s=240.0,
+    group_timeout_s=60.0,
+)
+def lora_dropout(side: Side) -> None:
+    """The gradient of `up`, whose output is summed, is the sum of what it was given."""
+    if side.is_truth:
+        return
+    for step in side.steps(2):
+        given: list[torch.Tensor] = []
+
+        def loss(rank: int, step: int, given: list[torch.Tensor]) -> torch.Tensor:
+            result, hidden = side.run(side.batch(rank, step, rows=8))
+            given.append(hidden)
+            total: torch.Tensor = result.sum()
+            return total
+
+        side.backward(lambda rank, step=step, given=given: loss(rank, step, given))  # type: ignore[misc]
+        expected = given[0].sum(0) / RANKS
+        dist.all_reduce(expected)
+        grad = side.model.get_parameter("lora.up.weight").grad
+        assert grad is not None
+        off = float((whole(grad) - expected).abs().max())
+        if off > 1e-5:
+            raise Wrong(f"lora.up.weight.grad is {off:.2g} off, of {float(expected.abs().max()):.2g}")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain tensor, also of a DTensor."""
+    result: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return result
+
+
+@case(
+    "19a",
+    "pytorch#181581 pytorch#183603 pytorch#47562",
+    "a gradient penalty (WGAN-GP): the double backward is lost, or not reduced",
+    "as in one process, or an error that says that there is no double backward",
+    models.Critic,
+    names=("double backward",),
+    known={"ours": "F7: captured before it is known that torch.compile has no double backward"},
+)
+def gradient_penalty(side: Side) -> None:
+    def loss(rank: int, step: int) -> torch.Tensor:
+        x = side.batch(rank, step).requires_grad_()
+        score = side.run(x)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        result: torch.Tensor = score.mean() + (slope.norm(dim=1) - 1).square().mean()
+        return result
+
+    for step in side.steps(3):
+        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+
+
+@case(
+    "19b",
+    "pytorch#91469 pytorch#47562",
+    "`torch.autograd.grad(loss, parameters)` put into `.grad` by the user: nothing is reduced, without a word",
+    "as in one process, or an error or a warning that names a parameter",
+    models.ThreeLayers,
+    a_warning_counts=True,
+)
+def autograd_grad(side: Side) -> None:
+    if hasattr(side.wrapped, "reshard"):
+        raise NotOffered("parameters are other ones in the forward")
+    for step in side.steps(6):
+        parameters = list(side.model.parameters())
+        sums = [torch.zeros_like(each) for each in parameters]
+        for rank in side.ranks:
+            for total, grad in zip(sums, torch.autograd.grad(side.square(rank, step), parameters), strict=True):
+                total += grad / len(side.ranks)
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = total
+
+
+# --- ranks that differ ----------------------------------------------------------------------------------------------
+
+
+def _towers(side: Side) -> None:
+    def loss(rank: int, step: int) -> torch.Tensor:
+        has_image = step == 0 or (rank == 0 and step < 3)
+        result: torch.Tensor = side.run(side.batch(rank, step), side.batch(rank, step + 50) if has_image else None)
+        return result.square().mean()
+
+    for step in side.steps(5):
+        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+
+
+@case(
+    "10a",
+    "trl#6617 torchtitan#4777",
+    "text without images on one rank, later on all, with `find_unused_parameters`",
+    "as in one process",
+    models.Towers,
+    options={"find_unused_parameters": True},
+)
+def towers(side: Side) -> None:
+    _towers(side)
+
+
+@case(
+    "10b",
+    "trl#6617 torchtitan#4777",
+    "text without images on one rank, without `find_unused_parameters`: a hang, or an error that names nothing",
+    "an error on every rank that names the tower's parameters, or as in one process",
+    models.Towers,
+    names=("vision",),
+)
+def towers_without_option(side: Side) -> None:
+    _towers(side)
+
+
+@case(
+    "11",
+    "Automodel#2468 WeatherGenerator#2718",
+    "one rank skips the backward of a bad batch: the ranks are one step apart, and one of them hangs in the end",
+    "an error that names the rank",
+    models.ThreeLayers,
+    names=("rank 1",),
+    has_to_be_refused=True,
+    if_not_refused="trains on, a step of one rank added to another step of the other",
+    faulty=(1,),
+    group_timeout_s=5.0,
+)
+def skipped_backward(side: Side) -> None:
+    if side.is_truth:
+        return
+    rank = side.ranks[0]
+    for step in range(5):
+        side.clock.start()
+        side.optimizer.zero_grad()
+        loss = side.square(rank, step)
+        if step == 3 and rank == 1:
+            continue  # a NaN, say
+        side.run_backward(loss)
+        side.optimizer.step()
+
+
+@case(
+    "13",
+    "pytorch#76282",
+    "a step that `GradScaler` skips on one rank also skips its averaging of parameters: the other one hangs",
+    "all ranks average together",
+    models.ThreeLayers,
+    names=(r"rank(\(s\))? [01]",),
+    compares=False,
+    returns="parameters after averaging",
+    group_timeout_s=5.0,
+)
+def averaging_after_inf(side: Side) -> Any:
+    """Parameters are averaged after each second step. The second overflows on rank 1."""
+    if hasattr(side.wrapped, "reshard"):
+        raise NotOffered("gradients that are not reduced are not in `.grad`")
+    twins = [side.make(models.ThreeLayers()) for _ in side.ranks] if side.is_truth else [side]
+    for twin in twins:
+        twin.model.load_state_dict(side.model.state_dict())
+    scalers = [torch.amp.GradScaler("cpu", init_scale=4.0) for _ in twins]
+    optimizers = [_averaging(twin) for twin in twins]
+    for step in range(4):
+        side.clock.start()
+        for rank, twin, scaler, optimizer in zip(side.ranks, twins, scalers, optimizers, strict=True):
+            twin.optimizer.zero_grad()
+            with twin.no_sync():
+                loss = twin.square(rank, step) * (float("inf") if (rank, step) == (1, 1) else 1.0)
+                twin.run_backward(scaler.scale(loss))
+            scaler.step(optimizer)
+            scaler.update()
+        if side.is_truth and step % 2 == 1:
+            _average(twins)
+    parameters = [[each.detach() for each in twin.model.parameters()] for twin in twins]
+    return [sum(whole(each) for each in group) / len(group) for group in zip(*parameters, strict=True)]
+
+
+@torch.no_grad()
+def _average(twins: list[Side]) -> None:
+    for group in zip(*(twin.model.parameters() for twin in twins), strict=True):
+        mean = sum(group) / len(group)
+        for each in group:
+            each.copy_(mean)
+
+
+def _averaging(side: Side) -> Any:
+    from torch.distributed.algorithms.model_averaging import averagers
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    if side.is_truth:
+        return side.optimizer
+    if side.ours:
+        from dp_compile import averaging
+
+        return averaging.PostLocalSGDOptimizer(side.optimizer, averaging.PeriodicModelAverager(2, warmup_steps=1))
+    return PostLocalSGDOptimizer(side.optimizer, averagers.PeriodicModelAverager(2, warmup_steps=1))
+
+
+def _sleep_in_compile(graph: Any, inputs: Any) -> Any:
+    from torch._dynamo.backends.debugging import aot_eager
+
+    if dist.get_rank() == 1:
+        time.sleep(8)
+    return aot_eager(graph, inputs)
+
+
+@case(
+    "21a",
+    "nanochat#722 flyte-sdk#698",
+    "a warm cache on one rank, a cold one on the other: the time to compile counts against the time-out",
+    "the ranks wait",
+    models.ThreeLayers,
+    group_timeout_s=4.0,
+    known={"ours": "compiling a forward counts against the group's time-out; on a loaded machine the error takes 15 s"},
+)
+def slow_compile(side: Side) -> None:
+    """Rank 1 compiles for 8 s longer, where a collective may take 4 s."""
+    if side.subject is not None and not side.subject.compiles:
+        raise NotOffered("compiles nothing")
+    if side.subject is not None:
+        side.run = torch.compile(side.wrapped, backend=_sleep_in_compile)
+    plain(side)
+
+
+@case(
+    "21b",
+    "pytorch#133374",
+    "one rank runs out of memory in its backward: the others wait until the time-out of the group",
+    "an error on the others within seconds that names the rank",
+    models.ThreeLayers,
+    names=("rank 1",),
+    has_to_be_refused=True,
+    faulty=(1,),
+    group_timeout_s=5.0,
+)
+def out_of_memory(side: Side) -> None:
+    if side.is_truth:
+        return
+    models.Fault.armed = False
+    try:
+        for step in side.steps(4):
+            models.Fault.armed = step == 2 and side.ranks == (1,)
+            side.backward(lambda rank, step=step: models.Fault.apply(side.run(side.batch(rank, step))).sum())  # type: ignore[misc]
+    finally:
+        models.Fault.armed = False
+
+
+@case(
+    "32",
+    "pytorch#164529 pytorch#186298 pytorch#187381",
+    "a rank dies: the group cannot go on without a restart",
+    "goes on with the others, or an error that names the rank",
+    models.ThreeLayers,
+    names=("rank 1",),
+    has_to_be_refused=True,
+    faulty=(1,),
+    group_timeout_s=3.0,
+)
+def a_rank_dies(side: Side) -> None:
+    if side.is_truth:
+        return
+    for step in side.steps(4):
+        if step == 2 and side.ranks == (1,):
+            os._exit(1)
+        side.backward(lambda rank, step=step: side.square(rank, step))  # type: ignore[misc]
+
+
+# --- numbers, names, memory -----------------------------------------------------------------------------------------
+
+
+@case(
+    "16",
+    "pytorch#187445 pytorch#187449",
+    "a ResNet under eager and under compiled DDP differs: small buckets, views of buckets, accumulation, clipping",
+    "within the rounding of float32 of one process in float64",
+    models.ResNet,
+    options={"bucket_cap_mb": 1.0, "gradient_as_bucket_view": True},
+    truth_dtype=torch.float64,
+    rtol=2e-5,
+)
+def resnet(side: Side) -> None:
+    def loss(rank: int, number: int) -> torch.Tensor:
+        images = side.batch(rank, number, rows=4, columns=3 * 6 * 6).reshape(4, 3, 6, 6)
+        return nn.functional.cross_entropy(side.run(images), torch.tensor([0, 1, 2, rank])) / 2
+
+    for step in side.steps(3):
+        for micro in range(2):
+            with side.no_sync() if micro == 0 else nullcontext():
+                side.backward(lambda rank, number=10 * step + micro: loss(rank, number))  # type: ignore[misc]
+        torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
+
+
+@case(
+    "17",
+    "pytorch#185752 torchtitan#2622 pytorch-image-models#2003",
+    "keys with `module.` or `_orig_mod.`: a checkpoint of the wrapped model does not load into the plain one",
+    "the wrapper adds nothing: the keys of the same module in one process, compiled in the same way",
+    models.ThreeLayers,
+    compares=False,
+    returns="keys of the state dict",
+)
+def keys(side: Side) -> None:
+    """Wrapped first or compiled first, in place or not; `torch.compile` itself adds `_orig_mod.` without a wrapper."""
+    if side.subject is None:
+        return
+
+    def in_place(module: Any) -> Any:
+        module.compile(backend=side.backend)
+        return module
+
+    def compiled(module: Any) -> Any:
+        return torch.compile(module, backend=side.backend)
+
+    def wrap(module: Any) -> Any:
+        assert side.subject is not None
+        return side.subject.wrap(module, side.backend, {})
+
+    ways: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
+        "wrap(m)": lambda around: around(models.ThreeLayers()),
+        "wrap(m with checkpoint_wrapper)": lambda around: around(_checkpointed()),
+    }
+    if side.subject.compiles:
+        ways |= {
+            "wrap(compile(m))": lambda around: around(compiled(models.ThreeLayers())),
+            "wrap(m.compile())": lambda around: around(in_place(models.ThreeLayers())),
+            "wrap(m).compile()": lambda around: in_place(around(models.ThreeLayers())),
+            "compile(wrap(m))": lambda around: compiled(around(models.ThreeLayers())),
+        }
+    other = {}
+    for name, way in ways.items():
+        found, expected = (list(way(around).state_dict()) for around in (wrap, lambda module: module))
+        if found != expected:
+            other[name] = f"{name} has {found[0]} where {expected[0]} is right"
+    if other:
+        raise Wrong(f"{len(other)} of {len(ways)} ways have other keys: {next(iter(other.values()))}")
+
+
+def _checkpointed() -> nn.Module:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    module = models.ThreeLayers()
+    module.middle = checkpoint_wrapper(module.middle)
+    return module
+
+
+@case(
+    "24",
+    "pytorch#128696 pytorch#45968",
+    "memory of buckets stays allocated between steps, though gradients were set to `None`",
+    "nothing stays allocated, in buckets below 32 MiB on CPUs",
+    models.ThreeLayers,
+    compares=False,
+    known={"ours_eager": "torch's reducer reduces where nothing is compiled, and keeps its buckets, as documented"},
+)
+def memory_between_steps(side: Side) -> None:
+    if side.is_truth:
+        return
+
+    def held(width: int) -> tuple[int, int]:
+        """Bytes of the gradients, and bytes that a training holds between two steps, its parameters not counted."""
+        gc.collect()
+        before = allocated()
+        module = models.Wide(width)
+        inner = side.make(module)
+        for _ in inner.steps(4):
+            inner.run_backward(inner.run(torch.ones(2, width)).sum())
+        inner.optimizer.zero_grad()
+        gc.collect()
+        size = sum(each.nbytes for each in map(whole, module.parameters()))
+        return size, allocated() - before - size
+
+    (small, of_small), (large, of_large) = held(64), held(1024)  # the difference: what grows with the gradients
+    times = (of_large - of_small) / (large - small)
+    if times > 0.3:
+        raise Wrong(f"{times:.1f} times the gradients' bytes stay allocated between steps")
+
+
+def allocated() -> int:
+    """Bytes that `malloc` has handed out, on glibc."""
+
+    class Info(ctypes.Structure):
+        _fields_ = tuple((name, ctypes.c_size_t) for name in ("a", "b", "c", "d", "mapped", "e", "f", "used", "g", "h"))
+
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = Info
+    found = mallinfo()
+    return int(found.mapped + found.used)
+
+
+@case(
+    "25",
+    "LoongForge#223 LoongForge#231 ColossalAI#5926",
+    "gradients in eight bits hurt norms and biases, which cannot be exempted",
+    "gradients of norms are exact, and the loss is within 0.5 %",
+    models.PreNorm,
+    compares=False,
+    returns="gradient of a norm",
+)
+def eight_bits(side: Side) -> Any:
+    if side.subject is not None:
+        if not side.ours:
+            raise NotOffered("no comm hook in eight bits on CPUs, and no exemption")
+        hook = dp_compile.QuantizedHook(dtype=torch.float8_e4m3fn)
+        side.wrapped.register_comm_hook(dp_compile.HookState(), hook, modules=[nn.Linear])
+    norms, losses = [], []
+    for step in side.steps(6):
+        side.backward(lambda rank, step=step: side.square(rank, 0))  # type: ignore[misc]
+        if step == 0:
+            norms = [side.model.get_parameter(f"norm.{name}").grad for name in ("weight", "bias")]
+            norms = [each.clone() for each in norms if each is not None]
+        with torch.no_grad():
+            losses.append(sum(float(side.model(side.batch(rank, 0)).square().mean()) for rank in range(RANKS)))
+    if side.is_truth:
+        _expected_loss[:] = losses[-1:]
+    elif abs(losses[-1] / _expected_loss[0] - 1) > 0.005:
+        raise Wrong(f"the loss is {losses[-1]:.4f} where {_expected_loss[0]:.4f} is right")
+    return norms
+
+
+_expected_loss: list[float] = []
+
+
+@case(
+    "28",
+    "accelerate#4219 pytorch#180501 VeOmni#1086 Automodel#2875",
+    "clipping of DTensors beside plain parameters raises, or gives each rank another norm",
+    "the norm of one process, on all ranks",
+    models.HalvesAndNorm,
+    compares=False,
+    returns="norm",
+)
+def clipped_dtensors(side: Side) -> Any:
+    """A mesh of 1 x 2: tensor parallel over both ranks, all of which see the same batch."""
+    if side.is_truth:
+        side.run(side.batch(0, 0)).square().mean().backward()
+        return torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.1)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    seed(0)
+    model = models.HalvesAndNorm()
+    parallelize_module(model, mesh["tp"], {"trunk": ColwiseParallel(), "head": RowwiseParallel()})
+    inner = side.make(model, mesh=mesh["dp"])
+    inner.run_backward(inner.run(inner.batch(0, 0)).square().mean())
+    clip = dp_compile.optim.clip_grad_norm_ if side.ours else torch.nn.utils.clip_grad_norm_
+    return whole(clip(model.parameters(), 0.1))
+
+
+@case(
+    "30",
+    "torchrec#4666 pytorch#192281",
+    "from torch 2.15 on `nccl` is another backend, with other error texts: code that compares names goes astray",
+    "the same plan for every class of NCCL groups",
+    models.ThreeLayers,
+    compares=False,
+)
+def backend_names(side: Side) -> None:
+    """Without a GPU: what is read from a class that has the backend's name."""
+    if side.is_truth:
+        return
+    if not side.ours:
+        raise NotOffered("plans do not depend on the backend")
+    from dp_compile._torch import distributed
+
+    def of_class(name: str) -> Any:
+        return type(name, (), {"name": lambda self: "as it calls itself"})()
+
+    kinds = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
+    found = {kind: distributed.backend_of(of_class(kind), "cuda") for kind in kinds}
+    for kind, backend in found.items():
+        if not backend.name.startswith("nccl"):
+            raise Wrong(f"a group of class {kind} is taken for '{backend.name}'")
+    plain(side)

@@ -1,0 +1,341 @@
+"""The modules of the cases. All are small: what goes wrong does not depend on size."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+class ThreeLayers(nn.Module):
+    """No `nn.Sequential`: under DDP Dynamo skips its forward, and nothing is compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+        return result
+
+
+class Wide(nn.Module):
+    """Six square weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(width, width) / width for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+class Halves(nn.Module):
+    """A trunk and a head; one of them may be frozen."""
+
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.trunk.requires_grad_(not frozen)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(torch.tanh(self.trunk(x)))
+        return result
+
+
+class HalvesAndNorm(Halves):
+    """Of the halves tensor parallel makes DTensors, not of the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.norm(super().forward(x))
+        return result
+
+
+class Normed(nn.Module):
+    """Has buffers that a forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return result
+
+
+class MaybeSkipped(nn.Module):
+    """Stochastic depth: skipped in half of the steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(400, 400)
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        if random.random() < 0.5:
+            return x
+        return x + scale * torch.tanh(self.linear(x))
+
+
+class StochasticDepth(nn.Module):
+    """More than two buckets of 1 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.middle, self.head = nn.Linear(6, 400), nn.Linear(400, 400), nn.Linear(400, 6)
+        self.blocks = nn.ModuleList(MaybeSkipped() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        rows = x.shape[0]
+        x = self.stem(x)
+        x = self.blocks[0](x, scale)
+        x = self.blocks[1](torch.tanh(self.middle(x)), scale)
+        result: torch.Tensor = self.head(x) / rows
+        return result
+
+
+class Complex(nn.Module):
+    """A complex weight between real ones, as in a Fourier neural operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(16, 6)
+        self.spectral = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.complex(self.first(x), torch.ones_like(x[:, :1]).expand(-1, 8)) @ self.spectral
+        result: torch.Tensor = self.last(torch.cat([hidden.real, hidden.imag], 1))
+        return result
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients, which a batch without words does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 6, sparse=True), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor | None = None) -> torch.Tensor:
+        result: torch.Tensor = self.head(x if words is None else x + self.words(words))
+        return result
+
+
+class Lora(nn.Module):
+    """A frozen weight and a trainable update of low rank, with dropout before it."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6)
+        self.base.requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The result, and what `up` was given."""
+        hidden = self.down(self.dropout(x))
+        return self.base(x) + self.up(hidden), hidden.detach()
+
+
+class CheckpointedLora(nn.Module):
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.lora = Lora(dropout)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.lora, x, use_reentrant=False)
+
+
+class SharedLora(nn.Module):
+    """The same adapter in two checkpointed segments: each of them runs a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora, self.head = Lora(), nn.Linear(6, 6)
+
+    def segment(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.tanh(self.lora(x)[0])
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.segment, x, use_reentrant=True)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+class InTiles(torch.autograd.Function):
+    """An MLP over slices of the batch; its backward computes each slice once more and runs its backward."""
+
+    TILES = 3
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, mlp: nn.Module) -> torch.Tensor:
+        ctx.mlp = mlp
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return torch.cat([mlp(tile) for tile in x.chunk(InTiles.TILES)])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        grads = []
+        for tile, of_tile in zip(x.chunk(InTiles.TILES), grad.chunk(InTiles.TILES), strict=True):
+            tile = tile.detach().requires_grad_()
+            with torch.enable_grad():
+                result = ctx.mlp(tile)
+            torch.autograd.backward(result, of_tile)
+            assert tile.grad is not None
+            grads.append(tile.grad)
+        return torch.cat(grads), None
+
+
+class Tiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(InTiles.apply(self.stem(x), self.mlp))
+        return result
+
+
+class Towers(nn.Module):
+    """Text always, images sometimes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.vision, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, text: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        hidden = self.text(text)
+        if image is not None:
+            hidden = hidden + self.vision(image)
+        result: torch.Tensor = self.head(torch.tanh(hidden))
+        return result
+
+
+class Fault(torch.autograd.Function):
+    """The identity. Its backward raises where it is armed."""
+
+    armed = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Fault.armed:
+            raise MemoryError("out of memory in the backward")
+        return grad
+
+
+class ResNet(nn.Module):
+    """Two blocks, and more than one bucket of 1 MiB."""
+
+    CHANNELS = 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, self.CHANNELS, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(self.CHANNELS) for _ in range(3))
+        self.convolutions = nn.ModuleList(
+            nn.Conv2d(self.CHANNELS, self.CHANNELS, 3, padding=1, bias=False) for _ in range(2)
+        )
+        self.head = nn.Linear(self.CHANNELS, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norms[0](self.stem(x)))
+        for norm, convolution in zip(list(self.norms)[1:], self.convolutions, strict=True):
+            x = torch.relu(x + norm(convolution(x)))
+        result: torch.Tensor = self.head(x.mean((2, 3)))
+        return result
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(x)
+        return result
+
+
+class PreNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 64), nn.LayerNorm(64), nn.Linear(64, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(torch.tanh(self.norm(self.first(x))))
+        return result
+
+
+# --- a parameter whose class is no `torch.Tensor` -------------------------------------------------------------------
+
+
+class Scaled(torch.Tensor):
+    """`inner * scale`, as quantised weights are kept: operations see the product."""
+
+    inner: torch.Tensor
+    scale: float
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor, scale: float) -> Scaled:
+        made: Scaled = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.shape, inner.stride(), dtype=torch.float32, device=inner.device
+        )
+        made.inner, made.scale = inner, scale
+        return made
+
+    def __init__(self, inner: torch.Tensor, scale: float) -> None:
+        pass
+
+    def __tensor_flatten__(self) -> tuple[list[str], float]:
+        return ["inner"], self.scale
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], scale: float, size: Any, stride: Any) -> Scaled:
+        return Scaled(inner["inner"], scale)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"Scaled({self.inner!r}, {self.scale})"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        if function in (aten.detach.default, aten.alias.default, aten.clone.default):
+            return Scaled(function(args[0].inner), args[0].scale)
+        if function is aten.copy_.default and isinstance(args[0], Scaled) and isinstance(args[1], Scaled):
+            args[0].inner.copy_(args[1].inner)
+            return args[0]
+        if function is aten.add_.Tensor and isinstance(args[0], Scaled):
+            args[0].inner.add_(args[1] / args[0].scale, **kwargs)
+            return args[0]
+        plain = [each.inner.float() * each.scale if isinstance(each, Scaled) else each for each in args]
+        return function(*plain, **kwargs)
+
+
+class OnScaled(nn.Module):
+    """A weight that is a `Scaled`: frozen and of eight bits beside a trainable update, or trainable."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        weight = torch.randn(6, 6)
+        inner = (weight * 20).round().to(torch.int8) if frozen else weight * 2
+        self.weight = nn.Parameter(Scaled(inner, 0.05 if frozen else 0.5), requires_grad=not frozen)
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 6, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = torch.mm(x, self.weight) + self.up(self.down(x))
+        return result

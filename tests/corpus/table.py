@@ -1,0 +1,160 @@
+"""The page: what came of each case under each subject."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from corpus.cases import CASES, ELSEWHERE, Case
+from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome
+from corpus.sides import SUBJECTS
+
+REPOSITORIES: Final = {
+    "pytorch": "pytorch/pytorch",
+    "torchtitan": "pytorch/torchtitan",
+    "ao": "pytorch/ao",
+    "accelerate": "huggingface/accelerate",
+    "peft": "huggingface/peft",
+    "trl": "huggingface/trl",
+    "pytorch-image-models": "huggingface/pytorch-image-models",
+    "lightning": "Lightning-AI/pytorch-lightning",
+    "TransformerEngine": "NVIDIA/TransformerEngine",
+    "ColossalAI": "hpcaitech/ColossalAI",
+    "nanochat": "karpathy/nanochat",
+}
+"""Where a report can be read. Others are named without a link."""
+
+HEAD: Final = """\
+# Where data parallelism goes wrong: public reports, run
+
+Each row is a report of people who train data parallel, made into a small program of our own. It was run on two gloo
+ranks under six subjects: torch's `DistributedDataParallel` (DDP), not compiled and under `torch.compile`; torch's
+experimental `python_reducer` (`torch._dynamo.config.optimize_ddp = "python_reducer"`, the backward under compiled
+autograd); torch's newest `replicate`, built on FSDP2 (`torch/distributed/_composable/replicate_with_fsdp.py`), not
+compiled; and this package, under `torch.compile` and not compiled. The code of all six ran; nothing is simulated.
+
+What is right comes from one process that trains the plain module on the joint batch, or from a count; it is the same
+for all six. A row is a small program: it shows what the code does there, not how often that happens to anybody.
+
+| cell | what came |
+|---|---|
+| right | parameters, gradients and buffers are those of one process, within rounding, or the count is right |
+| refused | an error on every rank that names a parameter, an option or the rank; of dp_compile within 10 s |
+| wrong | no error, and other numbers; the footnote says which value, and by how much |
+| crash | an error of another kind, or the process is aborted |
+| hang | a rank waits until the time-out of its group, {timeout} here (30 minutes by default for gloo), or longer |
+| - | the subject has no such option, or the report is not about it |
+"""
+
+HOW: Final = """\
+## How to run it
+
+`python tests/corpus` runs all of it and writes this page; `python tests/corpus --subject ours ddp --row 3a 10` runs a
+part, and prints. A case is a function of `tests/corpus/cases.py` that trains a `Side`: the subject's, and the truth's.
+Forwards and backwards are compiled with `backend="aot_eager"`, but in row 9, which is about Inductor. A rank that is
+lost ends within the time-out of its group: {timeout}, because nothing else tells it from a slow one. CI runs both
+columns of dp_compile for each change, and all of it at night (`tests/corpus/test_corpus.py`).
+"""
+
+
+def page(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    """The page, in Markdown. A case that was not run under a subject has an empty cell."""
+    notes: dict[str, int] = {}
+    rows = [(case.row, case.name, _row(case, outcomes, notes)) for case in CASES.values()]
+    empty = " |" * len(SUBJECTS)
+    rows += [
+        (each.row, str(each.row), f"| {each.row} | {_links(each.threads)} | {each.symptom}: {each.needs} |{empty}")
+        for each in ELSEWHERE
+    ]
+    titles = " | ".join(each.title for each in SUBJECTS.values())
+    lines = [
+        HEAD.format(timeout=_timeouts()),
+        _count(outcomes),
+        "## The table",
+        "",
+        f"| row | reports | what goes wrong | {titles} |",
+        "|---" * (3 + len(SUBJECTS)) + "|",
+        *(text for _, _, text in sorted(rows)),
+        "",
+        f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}, {_machine()}; "
+        f"{len(outcomes)} cells in {sum(each.seconds for each in outcomes.values()) / 60:.0f} minutes, "
+        f"{sum(each.processor_s for each in outcomes.values()) / 60:.0f} of a processor.",
+        "",
+        HOW.format(timeout=_timeouts()),
+        "## How a cell is what it is",
+        "",
+        *(f"[^{number}]: {text}" for text, number in notes.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(case: Case, outcomes: Mapping[tuple[str, str], Outcome], notes: dict[str, int]) -> str:
+    cells = [_cell(outcomes.get((case.name, subject)), notes) for subject in SUBJECTS]
+    return f"| {case.name} | {_links(case.threads)} | {case.symptom}. Right: {case.right} | {' | '.join(cells)} |"
+
+
+def _cell(outcome: Outcome | None, notes: dict[str, int]) -> str:
+    if outcome is None:
+        return ""
+    shown = {RIGHT: "right", REFUSED: "refused", NOT_OFFERED: "-"}.get(outcome.kind, f"**{outcome.kind}**")
+    if outcome.kind == RIGHT or not outcome.text:
+        return shown
+    number = notes.setdefault(_plain(outcome.text), len(notes) + 1)
+    return f"{shown} [^{number}]"
+
+
+def _plain(text: str) -> str:
+    """Errors are quoted as they are: no sign of theirs may become Markdown."""
+    text = re.sub(r"\[gloo/gloo/transport/tcp/\w+\.cc:\d+\] ", "", text)
+    return re.sub(r"([\[\]*_<>|`])", r"\\\1", text)
+
+
+def _links(threads: tuple[str, ...]) -> str:
+    found = []
+    for each in threads:
+        name, number = each.split("#")
+        address = f"https://github.com/{REPOSITORIES[name]}/issues/{number}" if name in REPOSITORIES else ""
+        found.append(f"[{each}]({address})" if address else each)
+    return ", ".join(found)
+
+
+def _count(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
+    kinds = (RIGHT, REFUSED, WRONG, CRASH, HANG, NOT_OFFERED)
+    shown = [*kinds[:-1], "-"]
+    lines = [f"| | {' | '.join(shown)} |", "|---" * (1 + len(kinds)) + "|"]
+    for subject in SUBJECTS.values():
+        of_subject = [outcome.kind for (_, name), outcome in outcomes.items() if name == subject.name]
+        lines.append(f"| {subject.title} | {' | '.join(str(of_subject.count(kind)) for kind in kinds)} |")
+    return "\n".join([*lines, ""])
+
+
+def summary(rows: Mapping[str, list[str]]) -> str:
+    """The sentence of the README, from the cells of a page by row."""
+    counts = []
+    for place, subject in enumerate(SUBJECTS.values()):
+        bad = sum(cells[place].startswith("**") for cells in rows.values())
+        counts.append(f"{bad} of {subject.title}")
+    return f"wrong, crashed or hung: {', '.join(counts)}"
+
+
+def _timeouts() -> str:
+    usual = max(set(times := [case.group_timeout_s for case in CASES.values()]), key=times.count)
+    short: dict[float, list[str]] = {}
+    for case in CASES.values():
+        if case.group_timeout_s != usual:
+            short.setdefault(case.group_timeout_s, []).append(case.name)
+    others = [f"{seconds:.0f} s in {', '.join(names)}" for seconds, names in sorted(short.items())]
+    return f"{usual:.0f} s ({'; '.join(others)})"
+
+
+def _machine() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else []
+    return f"{os.cpu_count()} cores of {names[0] if names else platform.machine()}"

@@ -1,0 +1,121 @@
+"""Public reports of wrong data parallelism: ours is right in each of them, or refuses by name; the page lists all."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from corpus import table
+from corpus.cases import CASES, ELSEWHERE
+from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome, merge, run
+from corpus.sides import SUBJECTS
+from dp_compile.testing.ranks import Ranks
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "corpus.md"
+OURS = [name for name, subject in SUBJECTS.items() if subject.ours]
+MAY_REFUSE = {
+    *("3a", "3b", "5c", "6a", "6b", "10b", "11", "15b", "19a", "19b", "21a", "21b", "32"),
+    *(("8a", "ours_eager"), ("8b", "ours_eager")),
+}
+"""Rows in which an error by name is the best there is today. In all others ours trains, and has to go on doing so."""
+WITHIN_S = 30.0
+"""An error in the first step comes after compiling, on machines that run other tests too. The page has 10 s."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Ranks]:
+    ranks = Ranks(2, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.mark.parametrize("subject", OURS)
+@pytest.mark.parametrize("name", CASES)
+def test_ours_is_right_or_refuses_by_name(pool: Ranks, name: str, subject: str, request: pytest.FixtureRequest) -> None:
+    if subject in CASES[name].known:
+        request.applymarker(pytest.mark.xfail(strict=False, reason=CASES[name].known[subject]))
+    outcome = run(pool, CASES[name], SUBJECTS[subject], WITHIN_S)
+    allowed = {RIGHT} | ({REFUSED} if MAY_REFUSE & {name, (name, subject)} else set())
+    assert outcome.kind in allowed or (name, subject, outcome.kind) == ("21a", "ours_eager", NOT_OFFERED), outcome
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_the_command_runs_all(tmp_path: Path) -> None:
+    """What peers do is theirs: a cell of theirs that changes fails nothing."""
+    output = tmp_path / "corpus.md"
+    command = [sys.executable, str(ROOT / "tests" / "corpus"), "--output", str(output)]
+    subprocess.run(command, check=True, timeout=3500, capture_output=True)
+    assert rows_of(output.read_text()).keys() == rows_of(PAGE.read_text()).keys()
+
+
+def rows_of(page: str) -> dict[str, list[str]]:
+    """The cells of each row."""
+    found = [line.strip("|").split(" | ") for line in page.splitlines() if re.match(r"\| \d+[abc]? \|", line)]
+    return {cells[0].strip(): [cell.strip(" |") for cell in cells[-len(SUBJECTS) :]] for cells in found}
+
+
+def test_the_page_has_all_rows_and_ours_are_right_or_refused() -> None:
+    rows = rows_of(PAGE.read_text())
+    assert rows.keys() == {*CASES, *(str(each.row) for each in ELSEWHERE)}
+    for name in CASES:
+        cells = dict(zip(SUBJECTS, rows[name], strict=True))
+        assert all(cells.values()), name
+        for subject in OURS:
+            good = re.match(r"(right|refused|-)( |$)", cells[subject]) is not None
+            assert good or subject in CASES[name].known, (name, subject, cells[subject])
+
+
+def test_the_readme_links_to_the_page_and_has_its_figures() -> None:
+    first_screen = "\n".join((ROOT / "README.md").read_text().splitlines()[:20])
+    assert "(docs/corpus.md)" in first_screen
+    assert table.summary(rows_of(PAGE.read_text())) in first_screen
+
+
+# --- what ranks saw, put together -----------------------------------------------------------------------------------
+
+DDP, DP_COMPILE = SUBJECTS["ddp"], SUBJECTS["ours"]
+FINE, LATE = Outcome(RIGHT), Outcome(HANG, "Timed out waiting 20000ms")
+NAMED = Outcome(REFUSED, "ReductionError: not reduced: trunk.weight", 1.0)
+
+
+def test_one_rank_that_raises_while_the_other_waits_is_a_hang() -> None:
+    assert merge(CASES["10b"], DDP, [LATE, Outcome(CRASH, "RuntimeError: a")]) == Outcome(
+        HANG, "Timed out waiting 20000ms; rank 1: RuntimeError: a"
+    )
+
+
+def test_an_error_on_one_rank_alone_is_no_refusal() -> None:
+    assert merge(CASES["3a"], DP_COMPILE, [FINE, NAMED]).kind == CRASH
+    assert merge(CASES["3a"], DP_COMPILE, [NAMED, NAMED]).kind == REFUSED
+
+
+def test_what_the_rank_with_the_fault_says_does_not_count() -> None:
+    assert merge(CASES["21b"], DP_COMPILE, [NAMED, Outcome(CRASH, "MemoryError: a")]).kind == REFUSED
+    assert merge(CASES["21b"], DP_COMPILE, [FINE, Outcome(CRASH, "MemoryError: a")]).kind == WRONG
+
+
+def test_ours_refuses_in_time() -> None:
+    late = Outcome(REFUSED, "DesyncError: rank 1", 11.0)
+    assert merge(CASES["11"], DP_COMPILE, [late, FINE]).kind == HANG
+    assert merge(CASES["11"], DDP, [late, FINE]).kind == REFUSED
+
+
+def test_the_worst_of_the_ranks_counts() -> None:
+    wrong = Outcome(WRONG, "0.weight.grad is 0.1 off")
+    assert merge(CASES["1"], DDP, [FINE, wrong]) == wrong
+    assert merge(CASES["1"], DDP, [wrong, Outcome(CRASH, "the process died")]).kind == CRASH
+
+
+def test_a_page() -> None:
+    text = table.page({("1", "ddp"): Outcome(CRASH, "RuntimeError: a|b"), ("1", "ours"): FINE})
+    assert rows_of(text)["1"][:2] == ["**crash** [^1]", ""]
+    assert rows_of(text)["1"][4] == "right"
+    assert "[^1]: RuntimeError: a\\|b" in text
+    assert "[pytorch#187732](https://github.com/pytorch/pytorch/issues/187732)" in text

@@ -1,0 +1,407 @@
+"""An exception at each stage of a backward, on all ranks or on one, caught and gone on from.
+
+Two outcomes are right: every rank ends with the parameters of a run without the failed step, or every rank raises an
+error of this package that says why. A rank that would wait for the time-out of its group fails the test.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import product
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD
+
+import dp_compile
+from dp_compile._torch import inductor, optim, pairs
+from dp_compile.engine import compilation
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.optim import sharded
+from dp_compile.passes.reduction import EagerOps
+from dp_compile.testing.ranks import Ranks
+
+STEPS, FAILING, WIDTH, BOUND_S = 3, 1, 8, 30.0
+LAYER_MB = WIDTH * WIDTH * 4 / 2**20
+
+
+class Planted(RuntimeError):
+    """What is raised in place of out of memory, and other errors."""
+
+
+class _Bomb:
+    """Raises once, when its call number `after` comes."""
+
+    def __init__(self) -> None:
+        self.error: type[BaseException] | None = None
+        self.after = 0
+
+    def tick(self) -> None:
+        if self.error is not None:
+            self.after -= 1
+            if self.after < 0:
+                error, self.error = self.error, None
+                raise error("planted")
+
+
+bomb = _Bomb()
+
+_library = torch.library.Library("exceptions", "FRAGMENT")
+_library.define("tick(Tensor x) -> Tensor")
+
+
+def _tick(x: torch.Tensor) -> torch.Tensor:
+    bomb.tick()
+    return x.clone()
+
+
+_library.impl("tick", _tick, "CompositeExplicitAutograd")
+torch.library.register_fake("exceptions::tick", torch.empty_like, lib=_library)
+
+
+class Ticks(torch.autograd.Function):
+    """The identity. Its backward calls an op that no compiler looks into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.ops.exceptions.tick(grad)
+
+
+class Net(nn.Module):
+    """The gradients of all layers but the first are ready before the op is called."""
+
+    def __init__(self, ticks: bool = False, norm: bool = False) -> None:
+        super().__init__()
+        self.ticks, self.norm = ticks, nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.layers[0](x)))
+        if self.ticks:
+            x = Ticks.apply(x)
+        result: torch.Tensor = self.layers[2](torch.tanh(self.layers[1](x)))
+        return result
+
+
+@dataclass(frozen=True)
+class TwoSums(dp_compile.FunctionalHook):
+    """Of two rounds, with what the first one lost to bfloat16 in the next backward."""
+
+    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
+
+    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {"lost": torch.zeros_like(gradient)}
+
+    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
+        whole = [each + state["lost"] for each, state in zip(bucket.gradients, bucket.state, strict=True)]
+        flat = torch.cat([each.flatten() for each in whole])
+        sent = flat.to(torch.bfloat16)
+        mean = (yield sent).float() / bucket.ranks
+        mean = (yield mean) / bucket.ranks
+        sizes = [each.numel() for each in whole]
+        reduced, lost = (
+            [part.view_as(like) for part, like in zip(each.split(sizes), whole, strict=True)]
+            for each in (mean, flat - sent.float())
+        )
+        return reduced, [{"lost": each} for each in lost]
+
+
+PARTS = ("modules", "buffers")
+"""Each layer is replicated by itself; buffers are copied from the first rank behind each backward."""
+KINDS = ("plain", "capped", "bf16", "int8", "functional", "in_backward", "shard", "two_levels")
+EXACT = ("plain", "capped", "in_backward", "shard", "two_levels", "modules")
+
+
+def replicated(kind: str, group: Any, *, ticks: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"backend": "aot_eager"}
+    if kind != "plain":
+        options |= {"bucket_cap_mb": LAYER_MB, "first_bucket_cap_mb": LAYER_MB}
+    if kind == "bf16":
+        options["reduce_dtype"] = torch.bfloat16
+    if kind == "two_levels":
+        options["two_levels"] = "always"
+    where: dict[str, Any] = {"device_mesh": group} if kind == "two_levels" else {"process_group": group}
+    model: nn.Module = Net(ticks, kind == "buffers")
+    for each in model.layers if kind == "modules" else [model]:  # type: ignore[union-attr]
+        dp_compile.replicate(each, config=dp_compile.ReplicateConfig(**options), **where)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind == "int8":
+        model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())
+    if kind == "functional":
+        model.register_comm_hook(dp_compile.HookState(), TwoSums())
+    if kind in ("in_backward", "shard"):
+        dp_compile.optim.in_backward(model, optimizer, shard=kind == "shard")
+    return model, optimizer
+
+
+def batch(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def patched(owner: Any, name: str, *, after: bool = False) -> Iterator[None]:
+    """The bomb ticks in front of a function, or behind it."""
+    plain = getattr(owner, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            bomb.tick()
+        result = plain(*args, **kwargs)
+        if after:
+            bomb.tick()
+        return result
+
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def raises(*_: Any) -> None:
+    bomb.tick()
+
+
+@contextmanager
+def hooked(register: Callable[[Callable[..., None]], Any]) -> Iterator[None]:
+    handle = register(raises)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+Stage = Callable[[nn.Module, torch.Tensor], AbstractContextManager[None]]
+
+STAGES: dict[str, Stage] = {
+    "in a hook before any launch": lambda model, output: hooked(output.register_hook),
+    "in a hook of a gradient": lambda model, output: hooked(model.layers[0].weight.register_hook),
+    "in a post-accumulate hook": lambda model, output: hooked(
+        model.layers[0].weight.register_post_accumulate_grad_hook
+    ),
+    "in an op between launches": lambda model, output: nullcontext(),
+    "at a launch": lambda model, output: patched(EagerOps, "launch"),
+    "in a wait": lambda model, output: patched(EagerOps, "wait"),
+    "in a wait for a pair": lambda model, output: patched(pairs.Pairs, "wait"),
+    "behind the last wait": lambda model, output: patched(compilation.CompiledBackward, "_settle"),
+    "in the update": lambda model, output: patched(optim, "step_without_hooks"),
+    "in a gather": lambda model, output: patched(sharded, "launch_gather"),
+    "in the capture": lambda model, output: patched(compilation, "with_reductions"),
+    "in the compiler": lambda model, output: patched(inductor, "compile_with_aot_eager"),
+    "in the forward": lambda model, output: nullcontext(),
+}
+EAGER_ONLY = ("at a launch", "in a wait")
+CAPTURED_ONLY = ("behind the last wait", "in the capture", "in the compiler")
+AT_FIRST = ("in the capture", "in the compiler")
+"""In the first backward, else nothing is captured."""
+LATER = {"at a launch": 1, "in a gather": 1}
+"""How often the stage has passed before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    stage: str
+    kind: str
+    way: str
+    everywhere: bool
+    error: type[BaseException] = Planted
+
+    def __str__(self) -> str:
+        ranks = "all ranks" if self.everywhere else "rank 1"
+        return f"{self.stage}, {self.kind}, {self.way}, {ranks}, {self.error.__name__}"
+
+    @property
+    def exists(self) -> bool:
+        has_updates = self.kind in ("in_backward", "shard")
+        return not (
+            (self.stage in EAGER_ONLY and self.way == "captured")
+            or (self.stage in CAPTURED_ONLY and self.way != "captured")
+            or (
+                self.stage == "in the update" and (not has_updates or (self.kind, self.way) == ("in_backward", "hooks"))
+            )
+            or (self.stage == "in a gather" and self.kind != "shard")
+            or (self.stage == "in a wait for a pair" and self.kind not in ("int8", "shard", "two_levels"))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rank saw: the texts of its errors, how many steps it did, how far it ended from the run without an error,
+    the seconds of its longest attempt behind the first, and how its backwards went."""
+
+    errors: tuple[str, ...]
+    done: int
+    distance: float
+    seconds: float
+    backwards: Mapping[str, int]
+
+
+def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch._dynamo.reset()
+    if cell.kind == "two_levels":
+        group: Any = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("between", "inside"))
+        for each in (None, 0, 1):
+            shorten(dist.group.WORLD if each is None else group.get_group(each), bound_s)
+    else:
+        group = dist.new_group(timeout=timedelta(seconds=bound_s))
+    ticks = cell.stage == "in an op between launches"
+    model, optimizer = replicated(cell.kind, group, ticks=ticks)
+    parts = list(model.layers) if cell.kind == "modules" else [model]  # type: ignore[arg-type]
+    for part in parts if cell.way == "hooks" else ():
+        replica_of(part).by_hooks = True  # else torch's reducer reduces where the forward is not compiled
+    forward = model if cell.way == "hooks" else torch.compile(model, backend="aot_eager")
+    errors, seconds, done = list[str](), 0.0, 0
+    failing = 0 if cell.stage in AT_FIRST else FAILING
+    planted = not (cell.everywhere or rank == 1)
+    for _ in range(STEPS + 2):
+        if done == STEPS:
+            break
+        started = time.monotonic()
+        arms = not planted and done == failing
+        try:
+            optimizer.zero_grad()
+            step(cell, model, forward, batch(done, rank), arms)
+            optimizer.step()
+        except BaseException as error:
+            errors.append(f"{type(error).__name__}: {error}")
+            if len(errors) == 2 or "checkpoint" in errors[-1]:
+                break
+        else:
+            done += 1
+        finally:
+            planted, bomb.error = planted or arms, None
+            if len(errors):
+                seconds = max(seconds, time.monotonic() - started)
+    backwards = dict(dp_compile.report(parts[0]).backwards)
+    distance = distance_of(model, reference(cell, world, group)) if done == STEPS else float("nan")
+    return Outcome(tuple(errors), done, distance, seconds, backwards)
+
+
+def shorten(group: Any, timeout_s: float) -> None:
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def step(cell: Cell, model: nn.Module, forward: Any, x: torch.Tensor, arms: bool) -> None:
+    output = forward(x)
+    with STAGES[cell.stage](model, output) if arms or "hook" not in cell.stage else nullcontext():
+        if arms:
+            bomb.error, bomb.after = cell.error, 0 if cell.kind == "plain" else LATER.get(cell.stage, 0)
+            if cell.stage == "in the forward":
+                bomb.tick()
+        output.square().mean().backward()
+
+
+def reference(cell: Cell, world: int, group: Any) -> list[torch.Tensor]:
+    """Parameters after the steps without an error: of one process that sees all batches, or of hooks that do."""
+    alone = cell.kind in EXACT or cell.kind == "bf16"
+    if alone:
+        torch.manual_seed(0)
+        model: nn.Module = Net()
+        optimizer: torch.optim.Optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        model, optimizer = replicated(cell.kind, group, ticks=False)
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        ranks = range(world) if alone else [dist.get_rank()]
+        losses = [model(batch(number, rank)).square().mean() for rank in ranks]
+        (sum(losses) / len(losses)).backward()
+        optimizer.step()
+    return [each.detach() for each in model.parameters()]
+
+
+def distance_of(model: nn.Module, expected: list[torch.Tensor]) -> float:
+    return max(
+        float((one.detach() - other).abs().max()) for one, other in zip(model.parameters(), expected, strict=True)
+    )
+
+
+def judged(cell: Cell, outcomes: list[Outcome]) -> str:
+    """`trains`, or `named` if every rank raised an error of ours; what is wrong raises."""
+    for rank, each in enumerate(outcomes):
+        planted = cell.everywhere or rank == 1
+        first = each.errors[0] if each.errors else ""
+        assert each.seconds < BOUND_S, (rank, each)
+        if planted and not (cell.stage in AT_FIRST and not first):
+            assert f"{cell.error.__name__}: planted" in first, (rank, each)
+        assert planted or not first or "planted" in first or "checkpoint" in first, (rank, outcomes)
+    if all(each.done == STEPS for each in outcomes):
+        near = {"bf16": 3e-3}.get(cell.kind, 2e-6)
+        if (cell.stage, cell.everywhere) == ("behind the last wait", True) and cell.kind in ("int8", "functional"):
+            near = 1e-3  # what rounding lost in the failed step is in the hook's state: captured code has written it
+        assert all(each.distance <= near for each in outcomes), outcomes
+        return "trains"
+    for rank, each in enumerate(outcomes):
+        last = each.errors[-1] if each.errors else ""
+        assert last.split(":")[0] in ("ReductionError", "VoidBackwardError"), (rank, outcomes)
+        assert "checkpoint" in last or "planted" in last, (rank, outcomes)
+    return "named"
+
+
+ALL = [
+    cell
+    for stage, kind, way, everywhere, error in product(
+        STAGES, KINDS, ("captured", "hooks"), (True, False), (Planted, KeyboardInterrupt)
+    )
+    if (cell := Cell(stage, kind, way, everywhere, error)).exists
+]
+
+
+SPANNING = [
+    Cell("in a hook before any launch", "plain", "hooks", False, KeyboardInterrupt),
+    Cell("in a hook of a gradient", "shard", "hooks", True),
+    Cell("in a hook of a gradient", "int8", "hooks", False, KeyboardInterrupt),
+    Cell("in a hook of a gradient", "int8", "captured", False),
+    Cell("in a post-accumulate hook", "capped", "hooks", False),
+    Cell("in an op between launches", "functional", "hooks", True, KeyboardInterrupt),
+    Cell("in an op between launches", "capped", "captured", False),
+    Cell("in an op between launches", "shard", "captured", True, KeyboardInterrupt),
+    Cell("at a launch", "bf16", "hooks", False),
+    Cell("in a wait", "shard", "hooks", False),
+    Cell("in a wait for a pair", "int8", "hooks", True),
+    Cell("behind the last wait", "capped", "captured", False),
+    Cell("in the update", "in_backward", "captured", False),
+    Cell("in the update", "shard", "hooks", False),
+    Cell("in a gather", "shard", "hooks", False, KeyboardInterrupt),
+    Cell("in the capture", "plain", "captured", False, KeyboardInterrupt),
+    Cell("in the compiler", "functional", "captured", False, KeyboardInterrupt),
+    Cell("in the forward", "plain", "hooks", False),
+    Cell("in a hook of a gradient", "modules", "hooks", False),
+    Cell("in an op between launches", "modules", "captured", False),
+    Cell("in a wait", "buffers", "hooks", False),
+]
+"""Each stage, each kind, both ways, all ranks and one, both errors."""
+
+
+@pytest.mark.parametrize("cell", SPANNING, ids=str)
+def test_a_spanning_set(ranks2: Ranks, cell: Cell) -> None:
+    assert cell in ALL or cell.kind in PARTS
+    judged(cell, ranks2.run(run, cell, timeout_s=6 * BOUND_S))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", [each for each in ALL if each.kind != "two_levels"], ids=str)
+def test_every_cell(ranks2: Ranks, cell: Cell) -> None:
+    judged(cell, ranks2.run(run, cell, timeout_s=6 * BOUND_S))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", [each for each in ALL if each.kind == "two_levels"], ids=str)
+def test_every_cell_on_two_levels(ranks4: Ranks, cell: Cell) -> None:
+    judged(cell, ranks4.run(run, cell, timeout_s=6 * BOUND_S))

@@ -1,0 +1,239 @@
+"""Sparse gradients are averaged as torch's DDP averages them over gloo: by eager hooks, each by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from beside import compile_blocks, compile_whole, not_compiled
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import dp_compile
+from dp_compile.testing import Ranks
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+class Words(nn.Module):
+    """Two tables, of which a rank may leave one out, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Embedding(12, 6, sparse=True), nn.EmbeddingBag(9, 6, sparse=True, mode="sum")
+        self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+
+    def forward(self, tokens: torch.Tensor, both: bool = True) -> torch.Tensor:
+        x = self.first(tokens).sum(1)
+        if both:
+            x = x + self.second(tokens % 9)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+def tokens(number: int, rank: int) -> torch.Tensor:
+    return torch.randint(0, 12, (4, 3), generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def dense(parameter: torch.Tensor) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad.to_dense()
+
+
+def compare(ours: nn.Module, theirs: nn.Module, layouts: bool = True) -> None:
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(dense(mine), dense(other), msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(mine, other)
+        if layouts:
+            assert mine.grad is not None
+            assert other.grad is not None
+            assert mine.grad.layout == other.grad.layout, name
+            if mine.grad.is_sparse:
+                assert torch.equal(mine.grad.indices(), other.grad.indices())
+
+
+@contextmanager
+def both_sides(build: Callable[[], nn.Module], **options: Any) -> Iterator[tuple[Any, Any]]:
+    torch._dynamo.reset()
+    ours, theirs = build(), build()
+    dp_compile.replicate(ours, **{"config": AOT} | options)
+    try:
+        yield ours, DistributedDataParallel(theirs)
+    finally:
+        dp_compile.unreplicate(ours)
+
+
+def optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+    tables = [each for name, each in module.named_parameters() if name.startswith(("first", "second"))]
+    others = [each for name, each in module.named_parameters() if name.startswith("head")]
+    return [torch.optim.SparseAdam(tables, lr=0.1), torch.optim.Adam(others, lr=0.1)]
+
+
+def run_as_ddp(compile_model: Callable[[nn.Module], Any], micro: int) -> dict[str, int]:
+    with both_sides(Words) as (ours, theirs):
+        sides = [(ours, compile_model(ours), lambda: dp_compile.no_sync(ours)), (theirs, theirs, theirs.no_sync)]
+        steppers = [optimizers(ours), optimizers(theirs.module)]
+        for number in range(3):
+            for (_, run, no_sync), stepper in zip(sides, steppers, strict=True):
+                for each in stepper:
+                    each.zero_grad()
+                for each in range(micro):
+                    with no_sync() if each + 1 < micro else nullcontext():
+                        run(tokens(10 * number + each, dist.get_rank())).square().mean().backward()
+            compare(ours, theirs.module)
+            for each in (*steppers[0], *steppers[1]):
+                each.step()
+        compare(ours, theirs.module)
+        return dict(dp_compile.report(ours).backwards)
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("compile_model", [compile_whole, compile_blocks, not_compiled])
+def test_as_torch_s_ddp(ranks2: Ranks, compile_model: Callable[[nn.Module], Any], micro: int) -> None:
+    for found in ranks2.run(run_as_ddp, compile_model, micro):
+        assert found["eager hooks"] == 3
+        assert "captured" not in found
+
+
+def run_used_on_one_rank(compiled: bool, unused: str) -> bool:
+    """The truth is one process on the batches of both ranks: torch's DDP raises there."""
+    ours, theirs = Words(), Words()
+    dp_compile.replicate(ours, config=dp_compile.ReplicateConfig(backend="aot_eager", unused_parameters=unused))
+    run = compile_blocks(ours) if compiled else ours
+    for number in range(2):
+        ours.zero_grad()
+        theirs.zero_grad()
+        run(tokens(number, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()
+        for rank in range(2):
+            (theirs(tokens(number, rank), rank == 0).square().mean() / 2).backward()
+        compare(ours, theirs, layouts=False)
+        assert ours.second.weight.grad.is_sparse
+    ours.zero_grad()
+    run(tokens(5, dist.get_rank()), False).square().mean().backward()
+    nobody = ours.second.weight.grad is None
+    dp_compile.unreplicate(ours)
+    return nobody
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("unused", ["find", "zeros"])
+def test_a_table_that_one_rank_uses(ranks2: Ranks, compiled: bool, unused: str) -> None:
+    for nobody in ranks2.run(run_used_on_one_rank, compiled, unused):
+        assert nobody == (unused == "find")
+
+
+class Tied(nn.Module):
+    """The table is the last layer, too: autograd adds a dense gradient to a sparse one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Embedding(12, 6, sparse=True)
+
+    def forward(self, words: torch.Tensor, tied: bool) -> torch.Tensor:
+        x = self.first(words).sum(1)
+        return x @ self.first.weight.t() if tied else x.square()
+
+
+def run_tied(everywhere: bool) -> None:
+    ours, theirs = dp_compile.replicate(Tied(), config=AOT), Tied()
+    for number in range(2):
+        ours.zero_grad()
+        theirs.zero_grad()
+        ours(tokens(number, dist.get_rank()), everywhere or dist.get_rank() == 0).square().mean().backward()
+        for rank in range(2):
+            (theirs(tokens(number, rank), everywhere or rank == 0).square().mean() / 2).backward()
+        compare(ours, theirs, layouts=False)
+    dp_compile.unreplicate(ours)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_a_table_that_has_dense_gradients_as_well(ranks2: Ranks, everywhere: bool) -> None:
+    ranks2.run(run_tied, everywhere)
+
+
+def run_join() -> None:
+    ours, theirs = dp_compile.replicate(Words(), config=AOT), Words()
+    counts = (1, 3)
+    with dp_compile.join(ours):
+        for number in range(counts[dist.get_rank()]):
+            ours.zero_grad()
+            ours(tokens(number, dist.get_rank())).square().mean().backward()
+    if dist.get_rank() == 1:
+        (theirs(tokens(2, 1)).square().mean() / 2).backward()
+        compare(ours, theirs, layouts=False)
+    dp_compile.unreplicate(ours)
+
+
+def test_uneven_inputs(ranks2: Ranks) -> None:
+    ranks2.run(run_join)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_nans_are_found() -> None:
+    model = dp_compile.replicate(Words(), config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True))
+    model(tokens(0, 0)).square().mean().backward()
+    with torch.no_grad():
+        model.head[2].weight.fill_(torch.nan)
+    with pytest.raises(dp_compile.ReductionError, match=r"not finite: first\.weight"):
+        model(tokens(0, 0)).square().mean().backward()
+    dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize(
+    ("what", "make"),
+    [
+        ("ddp_python_hook=False", lambda: dp_compile.replicate(Words(), ddp_python_hook=False)),
+        (
+            "reduce_dtype",
+            lambda: dp_compile.replicate(Words(), config=dp_compile.ReplicateConfig(reduce_dtype=torch.bfloat16)),
+        ),
+        (
+            "comm hook",
+            lambda: dp_compile.replicate(Words()).register_comm_hook(dist.group.WORLD, fp16_compress_hook),
+        ),
+    ],
+)
+def test_what_it_cannot_be_combined_with(what: str, make: Callable[[], Any]) -> None:
+    with pytest.raises(
+        dp_compile.ConfigError, match=rf"the gradient of first\.weight is sparse, which {what}.*combined"
+    ):
+        make()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_it_is_not_cut() -> None:
+    model = dp_compile.replicate(Words())
+    with pytest.raises(dp_compile.ConfigError, match=r"first\.weight has sparse gradients: it is not cut"):
+        dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters(), 0.1), shard=True)
+    dp_compile.unreplicate(model)
+
+
+def run_in_backward() -> None:
+    """Optimizers that update in the backward leave it to `step()`, as of each backward that is not captured."""
+    ours, theirs = dp_compile.replicate(Words(), config=AOT), Words()
+    optimizer = torch.optim.SGD(ours.parameters(), 0.1)
+    dp_compile.optim.in_backward(ours, optimizer)
+    theirs_optimizer, run = torch.optim.SGD(theirs.parameters(), 0.1), compile_whole(ours)
+    for number in range(2):
+        optimizer.zero_grad()
+        theirs_optimizer.zero_grad()
+        run(tokens(number, dist.get_rank())).square().mean().backward()
+        for rank in range(2):
+            (theirs(tokens(number, rank)).square().mean() / 2).backward()
+        optimizer.step()
+        theirs_optimizer.step()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other)
+    dp_compile.unreplicate(ours)
+
+
+def test_an_optimizer_in_the_backward(ranks2: Ranks) -> None:
+    ranks2.run(run_in_backward)

@@ -1,0 +1,342 @@
+"""The forms of reductions that are made for NCCL, on CPUs: every feature beside torch's, on a stand-in for NCCL."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import nccl_stand_in
+import pytest
+import torch
+import torch.distributed as dist
+from features import CAPTURED, FEATURES, Difference, Feature, Net, Place, Verdict, run_feature
+from meshes import keep_groups
+from torch import nn
+from torch.distributed import ReduceOp
+
+import dp_compile
+import dp_compile.plan.crossing
+from dp_compile.modules.replicated_module import replica_of
+from dp_compile.plan.backends import GLOO, NCCL
+from dp_compile.plan.reduction import Averaging, Levels
+from dp_compile.plan.strategies import plan_to_json
+from dp_compile.testing.ranks import Ranks
+
+BY_NAME = {feature.name: feature for feature in FEATURES}
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[Ranks]:
+    """Two ranks whose default group is to be a stand-in for NCCL."""
+    ranks = Ranks(2, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    ranks = Ranks(4, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+# --- every feature ------------------------------------------------------------------------------------------------
+
+BY_DAY = {
+    "bucket_cap_mb",
+    "strategy coalesced",
+    "convolutions, apart from their bucket",
+    "bf16 on the wire",
+    "QuantizedHook int8, error feedback",
+    "shard=True",
+    "shard=True, clipped, scaled, inf on one rank",
+    "shard=True, overlap_forward=True",
+    "torch's post_localSGD_hook, each rank alone",
+}
+"""Captured; what is eager costs little and is run for all."""
+
+FORMS: dict[str, set[str]] = {
+    "default": {"all_reduce avg"},
+    "bucket_cap_mb": {"all_reduce avg"},
+    "strategy coalesced": {"all_reduce avg x11"},
+    "convolutions, apart from their bucket": {"all_reduce avg x3"},
+    "bf16 on the wire": {"all_reduce avg"},
+    "torch's post_localSGD_hook, each rank alone": {"all_reduce avg"},
+    "QuantizedHook int8, error feedback": {"all_to_all", "all_gather"},
+    "param_dtype bf16, as FSDP2": {"all_reduce avg"},
+    "in_backward": {"all_reduce avg"},
+    "shard=True": {"reduce_scatter avg", "all_gather"},
+    "shard=True, as ZeroRedundancyOptimizer": {"reduce_scatter avg", "all_gather"},
+    "shard=True, bf16 on the wire": {"reduce_scatter avg", "all_gather"},
+    "shard=True, overlap_forward=True": {"reduce_scatter avg", "all_gather"},
+    "overlap_forward=True": {"all_reduce avg"},
+    "two levels of network, 2 x 2": {"reduce_scatter avg", "all_reduce avg", "all_gather"},
+    "two levels of network, bf16 on the wire": {"reduce_scatter avg", "all_reduce avg", "all_gather"},
+}
+"""What has to be launched; torch's DDP, beside which it runs, launches `all_reduce sum` and broadcasts."""
+
+
+def run_one(name: str, captured: bool) -> tuple[Verdict, Counter[str]]:
+    keep_groups()
+    nccl_stand_in.use()
+    before = Counter(nccl_stand_in.launched)
+    verdict = run_feature(BY_NAME[name], "cpu", captured=captured, within_s=180.0)  # on cores that are shared
+    return verdict, nccl_stand_in.launched - before
+
+
+def check(ranks: Ranks, name: str, way: str) -> None:
+    for verdict, launched in ranks.run(run_one, name, way == CAPTURED):
+        assert verdict.passed, verdict
+        assert FORMS.get(name, set()) <= set(launched), launched
+        if name != "QuantizedHook int8, error feedback":
+            assert "all_to_all" not in launched, "a reduce-scatter in two steps, as for gloo"
+
+
+def cases(ranks: int) -> Iterator[Any]:
+    for feature in FEATURES:
+        for way in feature.ways:
+            by_night = ranks == 4 or (way == CAPTURED and feature.name not in BY_DAY)
+            needs = pytest.mark.skipif(bool(feature.needs), reason=f"needs {feature.needs}")
+            marks = (needs, pytest.mark.nightly) if by_night else (needs,)
+            if ranks in feature.ranks:
+                yield pytest.param(feature.name, way, marks=marks, id=f"{feature.name}-{way}")
+
+
+@pytest.mark.parametrize(("name", "way"), list(cases(2)))
+def test_as_torch(stand_in: Ranks, name: str, way: str) -> None:
+    check(stand_in, name, way)
+
+
+@pytest.mark.parametrize(("name", "way"), list(cases(4)))
+def test_as_torch_on_four_ranks(four: Ranks, name: str, way: str) -> None:
+    check(four, name, way)
+
+
+@pytest.mark.parametrize("way", ["captured", "eager"])
+def test_two_levels_by_day(four: Ranks, way: str) -> None:
+    check(four, "two levels of network, 2 x 2", way)
+
+
+def test_forms_are_of_features() -> None:
+    assert {*BY_DAY, *FORMS} <= set(BY_NAME)
+
+
+# --- by whatever name ---------------------------------------------------------------------------------------------
+
+
+def plan_by(name: str, default: bool) -> tuple[list[Any], str, list[str], str]:
+    """The stages of each bucket, the plan, what a backward launches, and what torch calls the backend."""
+    nccl_stand_in.use(name, default=default)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Net()
+    config = dp_compile.ReplicateConfig(backend="aot_eager", strategy="coalesced")
+    dp_compile.replicate(model, config=config)
+    before = Counter(nccl_stand_in.launched)
+    torch.compile(model, backend="aot_eager")(torch.randn(3, 16)).square().mean().backward()
+    launched = nccl_stand_in.launched - before
+    plan = replica_of(model).plan
+    stages = [bucket.key.reduction.without_groups().to_dict() for bucket in plan.buckets]
+    dp_compile.unreplicate(model)
+    return stages, plan_to_json(plan), sorted(launched), dist.get_backend()
+
+
+def test_one_plan_by_any_name(stand_in: Ranks) -> None:
+    """Nothing decides by a name: not that of torch 2.14 and later, nor `undefined`, nor that of another device."""
+    names = [("stand-in", False), ("nccl2", False), ("nccl-lazy", False), ("nccl-lazy", True)]
+    found = [stand_in.run(plan_by, *each) for each in [*names, ("cpu:nccl2,cuda:gloo", False)]]
+    first, *others = (each[0] for each in found)
+    assert {stage["reduce_op"] for each in first[0] for stage in each["stages"]} == {"avg"}
+    assert [launched for launched in first[2] if launched.startswith("all_reduce avg")]
+    for other in others:
+        assert other[:3] == first[:3]
+    assert found[3][0][3] == "undefined"
+    assert json.loads(first[1])["buckets"]
+
+
+def test_one_rank_asks_for_no_average() -> None:
+    """NCCL may return anything for AVG over one rank; FSDP2 avoids it. Also over a subgroup of one."""
+    levels = Levels("inside", "between", ((0, 1), (2, 3)))
+    for averaging, ranks in ((Averaging(), 1), (Averaging(subgroup=("alone", 1)), 2), (Averaging(scattered=True), 1)):
+        reduction = averaging.reduction("0", NCCL, ranks, "float32")
+        assert (reduction.reduce_op, reduction.scale * reduction.post_scale) == ("sum", 1.0)
+    for averaging in (Averaging(), Averaging(scattered=True)):
+        assert averaging.reduction("0", NCCL, 2, "float32").reduce_op == "avg"
+        assert averaging.reduction("0", GLOO, 2, "float32").reduce_op == "sum"
+    assert [stage.reduce_op for stage in Averaging().reduction("0", NCCL, 4, "float32", levels).stages] == [
+        "avg", "avg", "",
+    ]  # fmt: skip
+
+
+def cut(backend: str) -> int:
+    """Buckets that hold rows of a gradient, of a module whose updates are left for the next forward."""
+    if backend != "gloo":
+        nccl_stand_in.use(backend)
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    with mock.patch.object(dp_compile.plan.crossing, "PIECE_NBYTES", 16):
+        dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters()), overlap_forward=True)
+    members = [member for bucket in replica_of(model).plan.buckets for member in bucket.members]
+    dp_compile.unreplicate(model)
+    return sum(member.rows is not None for member in members)
+
+
+def test_one_lane_cuts_no_gradient(stand_in: Ranks, ranks2: Ranks) -> None:
+    """gloo carries two collectives of a group at a time, and gets a large gradient in two pieces; NCCL one."""
+    assert ranks2.run(cut, "gloo") == [2, 2]
+    assert stand_in.run(cut, "stand-in") == [0, 0]
+
+
+def calibrated() -> tuple[list[str], float]:
+    nccl_stand_in.use()
+    before = Counter(nccl_stand_in.launched)
+    fitted = dp_compile.calibrate()
+    return sorted(nccl_stand_in.launched - before), fitted.cost.alpha_s
+
+
+def test_calibration_measures_it(stand_in: Ranks) -> None:
+    for launched, alpha_s in stand_in.run(calibrated):
+        assert launched == ["all_reduce max", "all_reduce sum"]
+        assert alpha_s >= 0
+
+
+# --- the table itself ---------------------------------------------------------------------------------------------
+
+
+def fails_on_one(place: Place) -> Difference:
+    """The other rank waits for a collective that never comes."""
+    if dist.get_rank() == 1:
+        raise ValueError("on purpose")
+    dist.all_reduce(torch.ones(1))
+    return Difference(0.0, 0.0)
+
+
+def differs(place: Place) -> Difference:
+    return Difference(0.5, 0.1, "layers.0.weight" if dist.get_rank() == 1 else "")
+
+
+def never_ends(place: Place) -> Difference:
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(1))
+    else:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        dist.broadcast(torch.ones(1), 0)
+        assert work is not None
+        work.wait()
+    return Difference(0.0, 0.0)
+
+
+def after_a_failure() -> tuple[list[Verdict], float]:
+    nccl_stand_in.use()
+    started = time.monotonic()
+    runs = [fails_on_one, differs, never_ends]
+    verdicts = [
+        run_feature(Feature(run.__name__, run), "cpu", captured=True, within_s=10.0)  # type: ignore[arg-type]
+        for run in runs
+    ]
+    return [*verdicts, run_feature(BY_NAME["bucket_cap_mb"], "cpu", captured=False)], time.monotonic() - started
+
+
+def test_one_failure_does_not_stop_the_others() -> None:
+    """Ranks agree about each, a rank that waits for one that has failed goes on, and the next feature is right."""
+    ranks = Ranks(2, "forkserver")
+    try:
+        (first, seconds), (second, _) = ranks.run(after_a_failure)
+    finally:
+        ranks.stop()
+    for one, other in zip(first, second, strict=True):
+        assert dataclasses.replace(one, seconds=0.0) == dataclasses.replace(other, seconds=0.0)
+    failed, different, endless, right = first
+    assert [each.passed for each in first] == [False, False, False, True]
+    assert "rank 1: ValueError: on purpose" in failed.detail
+    assert "rank 0: waited for rank 1, which has failed" in failed.detail
+    assert different.detail == "rank 1: layers.0.weight differs, the largest difference is 0.5, allowed is 0.1"
+    assert "has not ended within 10 s" in endless.detail
+    assert right.detail == "equal bits"
+    assert seconds < 90
+
+
+# --- the stand-in -------------------------------------------------------------------------------------------------
+
+
+def collectives() -> None:
+    nccl_stand_in.use()
+    rank = dist.get_rank()
+    own = torch.full((4,), float(rank + 1))
+    work = dist.all_reduce(own, op=ReduceOp.AVG, async_op=True)
+    assert work is not None
+    time.sleep(0.05)
+    assert own.isnan().all()  # until it was waited for
+    work.wait()
+    assert own.tolist() == [1.5] * 4
+    part = torch.empty(2)
+    dist.reduce_scatter_tensor(part, torch.arange(4.0) + rank)
+    assert part.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
+    whole = torch.tensor([-1.0, -1.0])
+    whole[rank] = rank
+    dist.all_gather_into_tensor(whole, whole[rank : rank + 1])  # in place
+    assert whole.tolist() == [0.0, 1.0]
+    received = torch.empty(2)
+    dist.all_to_all_single(received, torch.arange(2.0) + 10 * rank)
+    assert received.tolist() == [rank, 10.0 + rank]
+    sent = torch.tensor([float(rank)])
+    dist.broadcast(sent, 1)
+    assert sent.item() == 1.0
+    flags = torch.tensor([rank == 1, False])
+    dist.all_reduce(flags)
+    assert flags.tolist() == [True, False]
+
+
+def refusals() -> list[str]:
+    nccl_stand_in.use()
+    alone, _ = dist.new_subgroups(1)
+    texts = []
+
+    def written_in_flight() -> None:
+        part, whole = torch.empty(2), torch.ones(4)
+        work = dist.reduce_scatter_tensor(part, whole, async_op=True)
+        whole[0] = 2.0
+        assert work is not None
+        work.wait()
+
+    for call in (
+        lambda: dist.all_reduce(torch.ones(1), op=ReduceOp.AVG, group=alone),
+        lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32), op=ReduceOp.BOR),
+        lambda: dist.all_reduce(torch.ones(1, dtype=torch.int16)),
+        lambda: dist.all_reduce(torch.ones(2, 2)[:, 0]),
+        lambda: dist.all_reduce(torch.ones(1, device="meta")),
+        lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(3)),
+        written_in_flight,
+    ):
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            call()
+        texts.append(str(raised.value))
+    return texts
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_stand_in(stand_in: Ranks) -> None:
+    stand_in.run(collectives)
+    (texts, others) = stand_in.run(refusals)
+    assert texts == others
+    for text, part in zip(
+        texts,
+        (
+            "AVG over one rank",
+            "with NCCL",
+            "sends no torch.int16",
+            "must be contiguous",
+            "device type meta",
+            "same type and size",
+            "written between its launch and its wait",
+        ),
+        strict=True,
+    ):
+        assert part in text

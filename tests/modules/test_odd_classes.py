@@ -1,0 +1,208 @@
+"""Modules of unusual classes: the wrapper leaves a class alone; `replicate` swaps it, or names the wrapper."""
+
+from __future__ import annotations
+
+import abc
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import dp_compile
+from dp_compile.testing.ranks import Ranks
+
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Mixin(abc.ABC):  # noqa: B024
+    """In front of `nn.Module`: objects of two such classes have layouts that Python takes for different."""
+
+
+class MixinFirst(Mixin, Plain):
+    pass
+
+
+class Tagged(Plain):
+    def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+class NeedsTag(Tagged, tag="a"):
+    pass
+
+
+class Refusing(type):
+    def __new__(cls, name: str, bases: tuple[type, ...], body: dict[str, Any], **kwargs: Any) -> Any:
+        if "forward" not in body:
+            raise TypeError("every class has to define forward")
+        return super().__new__(cls, name, bases, body, **kwargs)
+
+
+class OfRefusing(nn.Module, metaclass=Refusing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+class Slotted(Plain):
+    __slots__ = ("extra",)
+
+
+class StoresElsewhere(Plain):
+    """Assigns whatever it is given, the class too, to another object, and finds it there."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("training", "layer") or (name[0] == "_" and name != "__class__"):
+            super().__setattr__(name, value)
+        else:
+            vars(self).setdefault("elsewhere", {})[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+
+class OurNames(Plain):
+    """Children, a parameter and a method with names that methods and wrappers of ours, or of torch's, have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.no_sync, self.module, self._orig_mod = nn.Identity(), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_comm_hook = nn.Parameter(torch.ones(4))
+
+    def set_requires_all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.register_comm_hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.set_requires_all_reduce(self._orig_mod(self.module(self.no_sync(self.layer(x)))))
+
+
+def graph_module() -> nn.Module:
+    return torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+
+
+def script_module() -> nn.Module:
+    return torch.jit.script(nn.Linear(4, 4))
+
+
+REFUSED: dict[str, Any] = {"tag": NeedsTag, "metaclass": OfRefusing}
+SWAPPED: dict[str, Any] = {
+    "mixin": MixinFirst,
+    "slots": Slotted,
+    "stores": StoresElsewhere,
+    "names": OurNames,
+    "graph": graph_module,
+    "script": script_module,
+}
+KINDS = {**REFUSED, **SWAPPED}
+
+
+def gradients(make: Callable[[], Any], wrap: Callable[[nn.Module], nn.Module]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    module = make()
+    model = wrap(module)
+    for step in range(2):
+        if step and isinstance(module, torch.fx.GraphModule):
+            (relu,) = module.graph.find_nodes(op="call_module", target="1")
+            with module.graph.inserting_after(relu):
+                relu.replace_all_uses_with(doubled := module.graph.call_function(torch.mul, (relu, 2.0)))
+            doubled.args = (relu, 2.0)
+            module.recompile()
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def ours(module: nn.Module) -> nn.Module:
+    kind = type(module)
+    wrapper = dp_compile.DistributedDataParallel(module, config=AOT)
+    assert type(module) is kind
+    return wrapper
+
+
+def replicated(module: nn.Module) -> nn.Module:
+    kind = type(module)
+    dp_compile.replicate(module, config=AOT)
+    assert type(module) is not kind
+    assert issubclass(type(module), kind)
+    return module
+
+
+def compare(kind: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    expected, found = gradients(KINDS[kind], TorchDDP), gradients(KINDS[kind], wrap)
+    torch.testing.assert_close(found, expected)
+
+
+def wrapped_trains(kind: str) -> None:
+    compare(kind, ours)
+
+
+def replicated_trains(kind: str) -> None:
+    compare(kind, replicated)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_wrapper_takes_every_class(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(wrapped_trains, kind)
+
+
+@pytest.mark.parametrize("kind", SWAPPED)
+def test_replicate_swaps_the_class(ranks2: Ranks, kind: str) -> None:
+    ranks2.run(replicated_trains, kind)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_replicate_names_the_wrapper(kind: str) -> None:
+    module = KINDS[kind]()
+    with pytest.raises(dp_compile.ModuleError, match=r"Use dp_compile.DistributedDataParallel\(module\)"):
+        dp_compile.replicate(module)
+    dp_compile.DistributedDataParallel(module)  # nothing of the attempt is left
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_names_of_ours_and_of_the_module() -> None:
+    module = dp_compile.replicate(OurNames())
+    assert type(module.no_sync) is nn.Identity
+    assert type(module.register_comm_hook) is nn.Parameter
+    module.set_requires_gradient_sync(False)
+    plain = dp_compile.replicate(Plain())
+    assert type(plain) is type(dp_compile.replicate(Plain()))
+    with plain.no_sync(), dp_compile.no_sync(module):
+        pass
+    assert type(copy.deepcopy(module)) is OurNames
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_graph_that_is_recompiled_under_a_policy() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    module = dp_compile.replicate(graph_module(), mp_policy=policy)
+    for node in module.graph.find_nodes(op="call_module", target="2"):
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+    module.recompile()
+    out = module(torch.full((2, 4), -100.0))
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, torch.relu(out))
+    dp_compile.unreplicate(module)
+    assert bool((module(torch.full((2, 4), -100.0)) >= 0).all())

@@ -1,0 +1,417 @@
+"""A stand-in for NCCL on CPUs: its abilities and its semantics, over gloo.
+
+What it has: AVG, reduce-scatter and all-gather into tensors, several tensors in one launch, all-to-all, broadcast,
+barrier; one lane, on which collectives run in the order of their launches; asynchronous work objects. What it refuses,
+as NCCL does: other devices, AND, OR and XOR, int16 and complex numbers, memory with gaps. AVG over one rank raises, as
+NCCL may return anything (FSDP2 avoids it). It has no point-to-point messages: the package sends none over NCCL.
+
+Two things are stricter than NCCL, so that a fault shows each time and not once in a thousand:
+    a result is in the memory once its work was waited for, not earlier; until then that holds NaN
+    a wait raises if what the collective read, or its result, was written between launch and wait
+
+Sums are added up in the order of the ranks, in the dtype of the tensor: every rank gets the same bits.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any, Final, TypeAlias, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+
+from dp_compile.plan.backends import NCCL, Backend
+
+NAMES: Final = ("nccl2", "nccl-lazy", "stand-in")
+ADDING: Final = (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+PICKING: Final = {dist.ReduceOp.MIN: torch.minimum, dist.ReduceOp.MAX: torch.maximum, dist.ReduceOp.PRODUCT: torch.mul}
+REFUSED_DTYPES: Final = (torch.int16, torch.complex64, torch.complex128)
+
+launched: Final[Counter[str]] = Counter()
+"""How often each collective was launched in this process, with its op: `reduce_scatter avg`, `all_gather`. Several
+tensors in one launch: `all_reduce avg x3`."""
+
+_T = TypeVar("_T")
+
+
+def _hidden_from_dynamo(kind: type[_T]) -> type[_T]:
+    """Dynamo would trace methods that C++ calls inside compiled code, and end with an error in a group's."""
+    for name, method in list(vars(kind).items()):
+        if callable(method) and not name.startswith("__"):
+            setattr(kind, name, torch.compiler.disable(method))
+    return kind
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """All elements in the order of the memory, whichever memory format it has."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    kind = tensor.dtype
+    tensor.fill_(torch.nan if kind.is_floating_point else kind == torch.bool or torch.iinfo(kind).max)
+
+
+@_hidden_from_dynamo
+class Work(dist.Work):
+    """A collective on its way. Holds what it reads and writes until it was waited for."""
+
+    def __init__(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], timeout: timedelta) -> None:
+        super().__init__()
+        self._lock, self._ran, self._timeout = threading.RLock(), threading.Event(), timeout
+        self._error: BaseException | None = None
+        self._results: list[torch.Tensor] = []
+        self._future: Future[list[torch.Tensor]] | None = None
+        self._reads, self._writes = [_flat(each) for each in reads], [_flat(each) for each in writes]
+        self._tensors, self._is_delivered = list(writes or reads), False
+        self.given = [each.clone() for each in self._reads]
+        with torch.no_grad():
+            for each in self._writes:
+                _poison(each)
+            for flat, own in zip(self._reads, self.given, strict=True):
+                if not _is_one_of(flat, self._writes):  # a part of an all-gather that is in its place already
+                    flat.copy_(own)
+        self._before = [each.clone() for each in (*self._reads, *self._writes)]
+
+    def ran(self, results: Sequence[torch.Tensor] = (), error: BaseException | None = None) -> None:
+        """The collective has ended, with these results in private memory."""
+        with self._lock:
+            if self._ran.is_set():
+                return
+            self._results, self._error = list(results), error
+            self._ran.set()
+        if self._future is not None:
+            self._finish()
+
+    def _finish(self) -> None:
+        """By a thread of its own: a callback of the future may launch a collective on this lane and wait for it."""
+        threading.Thread(target=self._complete, args=(self._future,), daemon=True).start()
+
+    def _complete(self, future: Future[list[torch.Tensor]]) -> None:
+        try:
+            self._deliver()
+        except BaseException as error:  # raised by the future's wait
+            future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
+        else:
+            future.set_result(self._tensors)
+
+    def _deliver(self) -> None:
+        with self._lock, torch.no_grad():
+            if self._error is not None:
+                raise self._error
+            if self._is_delivered:
+                return
+            for now, then in zip((*self._reads, *self._writes), self._before, strict=True):
+                if not torch.equal(_bytes(now), _bytes(then)):
+                    raise RuntimeError("memory of a collective was written between its launch and its wait")
+            for memory, result in zip(self._writes, self._results, strict=True):
+                memory.copy_(result)
+            self._is_delivered, self._before, self.given, self._reads = True, [], [], []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        limit = (timeout or self._timeout).total_seconds()
+        if not self._ran.wait(limit):
+            raise dist.DistBackendError(f"a collective has not ended within {limit:g} s")
+        self._deliver()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ran.is_set() and self.wait()
+
+    def get_future(self) -> Any:
+        """Its result is in the memory when it is completed: torch's reducer waits for it and never for the work."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                if self._ran.is_set():
+                    self._finish()
+            return self._future
+
+
+def _is_one_of(flat: torch.Tensor, others: Sequence[torch.Tensor]) -> bool:
+    return any(flat.data_ptr() == each.data_ptr() and flat.numel() == each.numel() for each in others)
+
+
+Lane: TypeAlias = "queue.SimpleQueue[tuple[Work, Callable[[], Sequence[torch.Tensor]]] | None]"
+
+
+def _run(lane: Lane) -> None:
+    with torch.no_grad():
+        while (found := lane.get()) is not None:
+            work, collective = found
+            try:
+                work.ran(collective())
+            except BaseException as error:  # raised by the wait
+                work.ran(error=error)
+            del found, work, collective  # this thread may wait for long, and would hold the tensors
+
+
+def _end(lane: Lane, thread: threading.Thread) -> None:
+    lane.put(None)
+    thread.join(1.0)
+
+
+@_hidden_from_dynamo
+class StandIn(dist.ProcessGroup):
+    """The process group.
+
+    Args:
+        name: under which it is registered.
+        timeout: of each collective.
+    """
+
+    def __init__(self, name: str, store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
+        super().__init__(rank, ranks)  # type: ignore[call-arg]  # annotated is only the one with a store
+        # No stream on a CPU: the host waits, and its clock measures.
+        self.dp_compile_backend: Backend = replace(NCCL, name=name, device="cpu", on_stream=False)
+        self.options = SimpleNamespace(_timeout=timeout)
+        self._name = self._description = ""
+        self._inner = dist.ProcessGroupGloo(store, rank, ranks, timeout=timeout)
+        self._count, self._is_aborted = 0, False
+        self._lane: Lane = queue.SimpleQueue()
+        self._pending: weakref.WeakSet[Work] = weakref.WeakSet()
+        thread = threading.Thread(target=_run, args=(self._lane,), name="stand-in for NCCL", daemon=True)
+        thread.start()
+        weakref.finalize(
+            self, _end, self._lane, thread
+        )  # at the end of the process too: no thread of torch's may live on
+
+    # --- what torch asks of a group
+
+    def getBackendName(self) -> str:
+        return self.dp_compile_backend.name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    def _get_backend(self, device: torch.device) -> Any:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"No backend type associated with device type {device}")
+        return self
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._count
+
+    def abort(self) -> None:
+        """Each collective that has not ended raises, and so does every launch from now on."""
+        self._is_aborted = True
+        for work in tuple(self._pending):
+            work.ran(error=dist.DistBackendError("the process group was aborted"))
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        self._lane.put(None)
+
+    # --- the lane
+
+    def _launch(
+        self,
+        what: str,
+        reads: Sequence[torch.Tensor],
+        writes: Sequence[torch.Tensor],
+        collective: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    ) -> Work:
+        if self._is_aborted:
+            raise dist.DistBackendError("the process group was aborted")
+        for each in (*reads, *writes):
+            if each.device.type != "cpu":
+                raise ValueError(f"No backend type associated with device type {each.device.type}")
+            if each.dtype in REFUSED_DTYPES or each.layout is not torch.strided:
+                raise TypeError(f"NCCL reduces and sends no {each.dtype} in {each.layout}")
+            if not each.is_contiguous() and not each.is_contiguous(memory_format=torch.channels_last):
+                raise ValueError("Tensors must be contiguous")
+        launched[what] += 1
+        self._count += 1
+        work = Work(reads, writes, self.options._timeout)
+        given = work.given
+        self._pending.add(work)
+        self._lane.put((work, lambda: collective(given)))
+        return work
+
+    def _gathered(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The same tensor of each rank."""
+        sent = _bytes(own)
+        parts = [torch.empty_like(sent) for _ in range(self.size())]
+        self._inner.allgather([parts], [sent]).wait()
+        return [each.view(own.dtype) for each in parts]
+
+    def _op(self, opts: Any) -> Any:
+        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+        found = next((each for each in (*ADDING, *PICKING) if op == each), None)
+        if found is None:
+            raise ValueError(f"Cannot use {getattr(op, 'op', op)} with NCCL")
+        if found == dist.ReduceOp.AVG and self.size() == 1:
+            raise ValueError("AVG over one rank: NCCL may return anything")
+        return found
+
+    def _reduced(self, own: torch.Tensor, op: Any) -> torch.Tensor:
+        parts = self._gathered(own)
+        if op == dist.ReduceOp.AVG and own.is_floating_point():
+            parts = [each * (1 / self.size()) for each in parts]  # before the sum, as NCCL
+        first, *others = parts
+        for each in others:
+            if op in ADDING:
+                first = first | each if own.dtype == torch.bool else first + each
+            else:
+                first = PICKING[op](first, each)
+        return first // self.size() if op == dist.ReduceOp.AVG and not own.is_floating_point() else first
+
+    # --- collectives
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        given, op = _listed(tensors), self._op(opts)
+        many = f" x{len(given)}" if len(given) > 1 else ""
+        return self._launch(f"all_reduce {_said(op)}{many}", given, given, lambda g: [self._reduced(x, op) for x in g])
+
+    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Work:
+        return self.allreduce(tensors, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [given], opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        op = self._op(opts)
+        for output, given in zip(outputs, inputs, strict=True):
+            if output.dtype != given.dtype or output.numel() * self.size() != given.numel():
+                raise ValueError("input tensor must be the same type and size of output times world_size")
+        reduce = lambda g: [self._reduced(x, op).chunk(self.size())[self.rank()] for x in g]  # noqa: E731
+        return self._launch(f"reduce_scatter {_said(op)}", inputs, outputs, reduce)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        return self.reduce_scatter_single(outputs[0], torch.cat([each.flatten() for each in inputs[0]]), opts)
+
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [given], opts)
+
+    def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
+        for output, given in zip(outputs, inputs, strict=True):
+            if output.dtype != given.dtype or given.numel() * self.size() != output.numel():
+                raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        return self._launch("all_gather", inputs, outputs, lambda g: [torch.cat(self._gathered(x)) for x in g])
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        return self._launch("all_gather", inputs, outputs[0], lambda g: self._gathered(g[0]))
+
+    def all_to_all_single(  # type: ignore[override]
+        self, output: torch.Tensor, given: torch.Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
+    ) -> Work:
+        row = given.numel() // max(1, len(given)) * given.element_size()
+        sizes = [[each * row for each in rows] for rows in (output_sizes or [], input_sizes or [])]
+
+        def collective(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            received = torch.empty_like(_bytes(output))
+            self._inner.alltoall_base(received, _bytes(tensors[0]), *sizes).wait()
+            return [received.view(output.dtype)]
+
+        return self._launch("all_to_all", [given], [output], collective)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        given, root = _listed(tensors), 0 if opts is None else opts.rootRank
+        writes = given if root != self.rank() else []
+        return self._launch(
+            "broadcast", given, writes, lambda g: [self._gathered(x)[root] for x in g] if writes else _sent(self, g)
+        )
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:  # type: ignore[override]
+        """Inputs are given by the root only."""
+        root, (output,) = 0 if opts is None else opts.rootRank, outputs
+        given = torch.cat([each.flatten() for each in inputs[0]]) if inputs else output.new_zeros(output.numel())
+        given = given if root == self.rank() else output.new_zeros(output.numel() * self.size())
+        return self._launch(
+            "scatter", [given], [output], lambda g: [self._gathered(g[0])[root].chunk(self.size())[self.rank()]]
+        )
+
+    def barrier(self, opts: Any = None) -> Work:  # type: ignore[override]
+        work = self.allreduce([torch.zeros(1)])
+        work.wait()  # by the host, as NCCL's
+        return work
+
+    # Older names, by which C++ and torch 2.11 and 2.12 call.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _sent(group: StandIn, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    for each in given:
+        group._gathered(each)
+    return []
+
+
+def _listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def _said(op: Any) -> str:
+    return str(getattr(op, "name", op)).rpartition(".")[2].lower()
+
+
+def use(name: str = "stand-in", timeout_s: float = 60.0, default: bool = False) -> None:
+    """Make the default group of this rank anew with the stand-in, if it is another one. Every rank calls it.
+
+    Args:
+        name: of a backend, or a text as `cpu:nccl2,cuda:gloo`.
+        timeout_s: of each collective.
+        default: give no name to `init_process_group`, but make this backend torch's default for the CPU.
+    """
+    before = dist.group.WORLD
+    assert before is not None
+    if _made.get(before) == (name, default):
+        return
+    if not _stores:
+        _stores.append(dist.distributed_c10d._get_default_store())
+    rank, ranks = before.rank(), before.size()
+    dist.destroy_process_group()
+    for each in name.split(","):
+        if (plain := each.rpartition(":")[2]) != "gloo":
+            register(plain)
+    backends = dist.Backend.default_device_backend_map
+    usual, backends["cpu"] = backends["cpu"], name if default else backends["cpu"]
+    try:
+        dist.init_process_group(
+            None if default else name,
+            store=dist.PrefixStore(f"stand-in/{next(_count)}", _stores[0]),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    finally:
+        backends["cpu"] = usual
+    assert isinstance(dist.group.WORLD, StandIn)
+    _made[dist.group.WORLD] = name, default
+
+
+_made: Final[weakref.WeakKeyDictionary[Any, tuple[str, bool]]] = weakref.WeakKeyDictionary()
+_count: Final = itertools.count()
+_stores: Final[list[Any]] = []
+"""The store of the first default group, which outlives it."""
+
+
+def register(*names: str) -> None:
+    """Let torch know it under these names, for tensors on the CPU."""
+    for name in names:
+        dist.Backend.register_backend(name, lambda *args, name=name: StandIn(name, *args), devices=["cpu"])
