@@ -37,6 +37,18 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
         return part.detach()  # of a parameter it says that it is one too
 
 
+def adding_cannot_be_traced(gradient: torch.Tensor | None) -> bool:
+    """Whether AOTAutograd fails where a backward adds to a gradient: to a DTensor whose part is a view, as of a bucket.
+
+    Since torch 2.14 its sizes become symbols, which the code around the graph does not expect among the outputs:
+    "expected 7 wrapped outputs, got 14" (2.14.1 and 2.15.0; `_grad_context_compatible` in torch/_subclasses/
+    meta_utils.py, pytorch#186427). 2.13 traces it.
+    """
+    if gradient is None or torch.torch_version.TorchVersion(torch.__version__) < "2.14" or not is_dtensor(gradient):
+        return False
+    return bool(gradient._local_tensor._is_view())  # type: ignore[attr-defined]
+
+
 def laid_out_as(like: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """The inverse of `own_part`: a tensor laid out as `like` of which this rank holds `part`, in its memory."""
     if not is_dtensor(like):

