@@ -86,7 +86,9 @@ def refuse_failed(replica: Replica, flags: torch.Tensor) -> None:
     Raises:
         VoidBackwardError: the backward failed on some rank.
     """
-    if flags.is_cpu and not _are_fine(replica, flags) and is_failed(flags[len(replica.parameters) :].tolist()):
+    if not (replica.group.has_others and flags.is_cpu) or _are_fine(replica, flags):
+        return
+    if is_failed(flags[len(replica.parameters) :].tolist()):
         replica.local.reduced = False
         _settled[replica.group.name] += 1
         raise VoidBackwardError(_who_failed(replica, _settled[replica.group.name]))
@@ -114,7 +116,8 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
     local.moved, local.missed, local.reduced = False, "", False
     reported = tuple(unused) if checks and replica.config.unused == "error" else ()
     stepped = stepped if checks else []
-    if (reported or stepped) or not (flags.is_cpu and _are_fine(replica, flags)):
+    is_read = (checks or replica.group.has_others) and not (flags.is_cpu and _are_fine(replica, flags))
+    if reported or stepped or is_read:
         number = _settled[replica.group.name]
         replica.unused.flags_unread.append(UnreadFlags(flags, reported, tuple(stepped), moved, missed, number))
         while (unread := replica.unused.flags_unread) and (
@@ -140,7 +143,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
     else:
         more, any_unused = flags[n_parameters:].tolist(), bool(flags[:n_parameters].any())
     try:
-        if is_failed(more):
+        if replica.group.has_others and is_failed(more):
             raise VoidBackwardError(_who_failed(replica, unread.number))
         if not replica.config.check_reductions:
             return

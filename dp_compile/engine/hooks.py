@@ -431,8 +431,12 @@ def reduce_eagerly(
             except BaseException as error:
                 for each in () if is_of_other_ranks(error) else rounds:
                     each.drop()
-                leave({each.replica: each.launches for each in rounds}, error)
-                raise
+                try:
+                    leave({each.replica: each.launches for each in rounds}, error)
+                except Exception as another:  # of a hook, a second time: who called this one completes the rest
+                    if is_of_other_ranks(another):
+                        raise
+                raise error
     return result
 
 
@@ -444,6 +448,8 @@ def leave(launches: Mapping[Replica, int], error: BaseException) -> None:
         error: what ended the backward.
     """
     for replica, launched in launches.items():
+        if not replica.group.has_others:
+            continue
         local = replica.local
         if local.reduced is None and not is_of_other_ranks(error):
             stages = [bucket.key.reduction.stages for bucket in replica.plan.buckets]

@@ -566,6 +566,8 @@ class Sharded(InBackward):
             with contextlib.suppress(type(error)), torch.no_grad():
                 self._end(self._replicated(), error)
             self._forget()
+            if self.crossing is not None:
+                self.crossing.drop()
 
     def _end(self, replica: Replica, failed: BaseException | None = None) -> None:
         """Do what is left of the update, and let all ranks have all of it.

@@ -17,6 +17,16 @@ import dp_compile
 from dp_compile.engine import intact
 from dp_compile.modules.replicated_module import replica_of
 
+
+@pytest.fixture(autouse=True)
+def no_replicas_of_other_tests() -> None:
+    """They look at each backward of the process until they are collected."""
+    torch._dynamo.reset()
+    gc.collect()
+    intact._intact.clear()
+    intact._others.clear()
+
+
 AOT = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)
 
 

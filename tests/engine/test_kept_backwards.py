@@ -21,7 +21,7 @@ from torch import fx, nn
 
 import dp_compile
 from dp_compile._torch import artifacts as torch_artifacts
-from dp_compile._torch import inductor
+from dp_compile._torch import inductor, kept_forward
 from dp_compile.engine import artifacts, cache_blob
 from dp_compile.engine.artifact_files import GRAPH, Key, Miss, packed, read, write
 from dp_compile.engine.compilation import CompiledBackward
@@ -546,6 +546,9 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DP_COMPILE_CACHE", "1")
+    monkeypatch.setattr(
+        kept_forward, "_defined", set()
+    )  # where other tests of this process define ops nothing is saved
     with inductor.empty_cache():
         yield
 

@@ -77,7 +77,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "hooks": compiled,
     "hooks on some ranks": compiled,
     "not compiled": lambda module: module,
-    "pieces": compiled_blocks,
+    "graph break": compiled_blocks,
     "no passes": compiled,
 }
 
@@ -105,7 +105,7 @@ def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
     """A step beside torch's DDP; if ranks use other parameters, another one with an accumulation."""
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())  # replicate() has to undo this
-    model = Net(uneven, broken=way == "pieces")
+    model = Net(uneven, broken=way == "graph break")
     theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=uneven)
     plain = copy.deepcopy(theirs.module)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
@@ -145,18 +145,18 @@ def stages_of(report: Report) -> list[list[str]]:
         ("hooks", True, BF16),
         ("hooks on some ranks", True, None),
         ("not compiled", True, None),
-        ("pieces", False, None),
+        ("graph break", False, None),
         pytest.param("no passes", False, None, marks=pytest.mark.nightly),
     ],
 )
 def test_as_torch_s_ddp(ranks4: Ranks, way: str, uneven: bool, wire: torch.dtype | None) -> None:
-    names = {"hooks": "eager hooks", "not compiled": "eager hooks"}
+    names = dict.fromkeys(("hooks", "not compiled", "graph break"), "eager hooks")
     for rank, report in enumerate(ranks4.run(run_beside, way, uneven, wire)):
         expected = "eager hooks" if way == "hooks on some ranks" and rank in (0, 3) else names.get(way, "captured")
         assert report.backwards[expected] == (2 if uneven else 1)
         assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
         assert len(report.plan.buckets) > 2
-        for record in report.captures if way not in ("pieces", "no passes") else ():
+        for record in report.captures if way not in ("graph break", "no passes") else ():
             assert (record.graphs, record.deferred) == (1, False)
             assert record.collectives in (0, 3 * len(report.plan.buckets))
 

@@ -68,7 +68,7 @@ def fallback_of_rank_0(side: Side, number: int) -> None:
 
 WAYS: dict[str, tuple[Any, Any, Any]] = {
     "captured": (mlp, compile_whole, plain),
-    "captured in parts": (Broken, compile_whole, plain),
+    "graph break": (Broken, compile_whole, plain),
     "eager hooks": (mlp, compile_whole, anomaly),
     "torch's reducer": (mlp, not_compiled, plain),
     "one rank falls back once": (mlp, compile_whole, fallback_of_rank_0),
@@ -94,7 +94,7 @@ def run_hooks(way: str, hook: str, early: bool, buckets: dict[str, Any]) -> dict
 
 
 SET = (("clip", False), ("clip", True), ("replace", False), ("drop", True))
-EVERY_DAY = {"captured in parts": {("clip", False)}, "one rank falls back once": {("replace", False)}}
+EVERY_DAY = {"graph break": {("clip", False)}, "one rank falls back once": {("replace", False)}}
 """Of the ways that are like two of the others in one: each of those has all hooks."""
 
 
@@ -108,7 +108,7 @@ EVERY_DAY = {"captured in parts": {("clip", False)}, "one rank falls back once":
 )
 def test_hooks_see_local_gradients(ranks: Ranks, way: str, hook: str, early: bool) -> None:
     counts = ranks.run(run_hooks, way, hook, early, {"bucket_cap_mb": 1e-4} if hook == "clip" else {})
-    expected = {"captured": "captured", "captured in parts": "captured", "eager hooks": "eager hooks"}
+    expected = {"captured": "captured", "graph break": "eager hooks", "eager hooks": "eager hooks"}
     assert counts[1].get(expected.get(way, "torch reducer" if way == "torch's reducer" else "captured"))
 
 
@@ -143,12 +143,12 @@ def run_optimizer_in_hook(way: str, clears: bool) -> str:
     ("way", "clears"),
     [
         *((way, False) for way in WAYS),
-        pytest.param("captured in parts", True, marks=pytest.mark.nightly),
+        pytest.param("graph break", True, marks=pytest.mark.nightly),
         ("eager hooks", True),
     ],
 )
 def test_an_optimizer_in_a_hook_is_an_error_that_names_the_parameter(ranks: Ranks, way: str, clears: bool) -> None:
-    first = "first.layers.0.weight" if way == "captured in parts" else "0.weight"
+    first = "first.layers.0.weight" if way == "graph break" else "0.weight"
     for error in ranks.run(run_optimizer_in_hook, way, clears):
         assert first in error
         assert "inside a hook" in error

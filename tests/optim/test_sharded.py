@@ -914,10 +914,10 @@ def late_rounds(overlaps: bool) -> None:
     """The other ranks are there long before the last one sends what it has updated."""
     gather = Sharded._gather
 
-    def late(self: Sharded, replica: Any, gradients: Any) -> None:
+    def late(self: Sharded, *args: Any) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
             time.sleep(0.3)
-        gather(self, replica, gradients)
+        gather(self, *args)
 
     with poisoned(), mock.patch.dict(GIVEN, overlap_forward=overlaps), mock.patch.object(Sharded, "_gather", late):
         both = sharded(make=ADAMW)
