@@ -179,7 +179,8 @@ def _raised(error: Exception, case: Case, subject: Subject, parameters: tuple[st
     whole = str(error)
     text = f"{type(error).__name__}: {_first_line(whole)}"
     named = any(re.search(each, whole) for each in case.names) or any(each in whole for each in parameters)
-    if named and (isinstance(error, DPCompileError) if subject.ours else "INTERNAL ASSERT" not in whole):
+    ours = subject.ours and not case.torch_may_say_so
+    if named and (isinstance(error, DPCompileError) if ours else "INTERNAL ASSERT" not in whole):
         return Outcome(REFUSED, text, seconds)
     return Outcome(HANG if TIMED_OUT.search(whole) else CRASH, text, seconds)
 

@@ -546,9 +546,7 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("DP_COMPILE_CACHE", "1")
-    monkeypatch.setattr(
-        kept_forward, "_defined", set()
-    )  # where other tests of this process define ops nothing is saved
+    monkeypatch.setattr(kept_forward, "_defined", set())  # by other tests of this process
     with inductor.empty_cache():
         yield
 
