@@ -54,8 +54,6 @@ _BY_SIZE: Final = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.in
 _SENT: Final = frozenset(
     {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
 )
-
-
 _BY_PARAMETER: Final = "param_dtype_override_fn"
 
 

@@ -436,7 +436,7 @@ def reduce_eagerly(
                 except Exception as another:  # of a hook, a second time: who called this one completes the rest
                     if is_of_other_ranks(another):
                         raise
-                raise error
+                raise
     return result
 
 

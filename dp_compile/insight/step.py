@@ -455,7 +455,7 @@ def _plain(step: Step) -> dict[str, Any]:
     names = "mode", "strategy", "world_size", "device", "deferred", "why_deferred", "forward_ratio"
     data = {name: getattr(step, name) for name in names}
     data |= {
-        "backend": step.backend.to_dict(),
+        "backend": asdict(step.backend),
         "plan": step.plan.to_dict(),
         "ready": json.loads(step.ready.to_json()),
         "cost": asdict(step.cost),

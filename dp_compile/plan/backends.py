@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,6 @@ class Backend:
 
     def __str__(self) -> str:
         return self.name
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
 
 
 GLOO: Final = Backend("gloo", coalesces=True, lanes=2, equal_bits=True)
