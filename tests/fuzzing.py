@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -140,6 +141,8 @@ class Outcome:
     backwards: dict[str, int]
     stages: frozenset[int]
     """Of how many stages buckets are, at the end: one on one level of network, three on two."""
+    digest: str
+    """Of gradients and parameters at the end."""
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------
@@ -660,7 +663,15 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
         difference = _train_both(case, *sides, divisor, eight_bits, never_sync=fault == "never synchronised")
         report = dp_compile.report(stack)
     stages = frozenset(len(bucket.key.reduction.stages) for bucket in report.plan.buckets)
-    return Outcome(difference, report.mode, dict(report.backwards), stages)
+    return Outcome(difference, report.mode, dict(report.backwards), stages, _digest(stack))
+
+
+def _digest(stack: nn.Module) -> str:
+    hashed = hashlib.sha256()
+    for parameter in stack.parameters():
+        for value in (parameter.detach(), parameter.grad):
+            hashed.update(b"" if value is None else value.contiguous().view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()[:12]
 
 
 def _is_split(case: FuzzCase, stack: Stack) -> bool:

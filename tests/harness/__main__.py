@@ -1,0 +1,112 @@
+"""What this package computes, kept as text: a change of its inside shows with it that it computes the same.
+
+    python tests/harness compare          print what differs from what is kept; exit with 1 if anything does
+    python tests/harness compare graphs   one part
+    python tests/harness keep fuzz        accept what is there now
+
+| part     | what is kept                                                                                          |
+|----------|-------------------------------------------------------------------------------------------------------|
+| `parity` | a model in 148 cells beside torch's DDP and FSDP2: equal bits or how far, and the way of its backwards |
+| `graphs` | plan, graph after all passes and counters of six models                                                |
+| `fuzz`   | 300 random training runs as values, and a digest of the gradients and parameters of each               |
+
+`tests/mutants/*.toml` has which test sees which planted fault; `mutation_campaign.py` proves it. Speed is compared
+within one run, with a worktree of the earlier commit beside this one.
+
+Digests depend on the processor's kernels. On another machine than the first line of a file names, `keep` them first on
+the commit to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import platform
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PATHS = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = PATHS
+KEPT = Path(__file__).parent / "kept"
+
+import torch  # noqa: E402
+from harness import fuzz, graphs, parity  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from dp_compile.testing.ranks import Ranks  # noqa: E402
+
+RANKS = 2
+
+
+def _parity(ranks: Ranks) -> dict[str, str]:
+    rows = {}
+    for cell in tqdm(list(parity.cells()), "parity", leave=False):
+        found = ranks.run(parity.compare, cell)
+        rows[str(cell)] = found[0] if len(set(found)) == 1 else " / ".join(found)
+    return {"parity.txt": "".join(f"{name:46} {said}\n" for name, said in rows.items())}
+
+
+def _fuzz(ranks: Ranks) -> dict[str, str]:
+    kept = KEPT / "fuzz.txt"
+    texts = [line.split(" ", 1)[1] for line in kept.read_text().splitlines()[1:]] if kept.exists() else []
+    texts = texts or [fuzz.short(case) for case in fuzz.draw()]
+    lines = []
+    for text in tqdm(texts, "fuzz", leave=False):
+        try:
+            case = fuzz.parse(text)
+        except TypeError as error:
+            lines.append(f"{str(error).partition('()')[2].strip()}: {text}")
+            continue
+        outcomes = ranks.run(fuzz.fuzzing.run_case, case)
+        different = next((each.difference for each in outcomes if each.difference), "")
+        lines.append(f"{'DIFFERS' if different else outcomes[0].digest} {text}")
+    return {"fuzz.txt": "\n".join(lines) + "\n"}
+
+
+def _graphs(ranks: Ranks) -> dict[str, str]:
+    return {f"{name}.txt": ranks.run(graphs.describe, name)[0] for name in graphs.MODELS}
+
+
+PARTS: dict[str, Callable[[Ranks], dict[str, str]]] = {"parity": _parity, "fuzz": _fuzz, "graphs": _graphs}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "python tests/harness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("do", choices=["compare", "keep"])
+    parser.add_argument("parts", nargs="*", metavar="part", default=list(PARTS))
+    given = parser.parse_args(arguments)
+    if unknown := set(given.parts) - set(PARTS):
+        parser.error(f"no part is called {', '.join(sorted(unknown))}: {', '.join(PARTS)}")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])])
+    head = f"torch {torch.__version__}, {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}\n"
+    ranks, differ = Ranks(RANKS), False
+    try:
+        for part in given.parts:
+            for file, text in PARTS[part](ranks).items():
+                differ |= _keep(KEPT / file, head + text) if given.do == "keep" else _differs(KEPT / file, head + text)
+    finally:
+        ranks.stop()
+    return int(differ)
+
+
+def _keep(path: Path, text: str) -> bool:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return False
+
+
+def _differs(path: Path, text: str) -> bool:
+    """Print what a file has otherwise."""
+    kept = path.read_text() if path.exists() else ""
+    lines = list(difflib.unified_diff(kept.splitlines(), text.splitlines(), path.name, "now", n=0, lineterm=""))
+    print("\n".join(lines) if lines else f"{path.name}: as kept", flush=True)
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
