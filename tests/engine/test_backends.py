@@ -89,7 +89,7 @@ def test_calibration_is_on_the_device_of_the_group(
 
     of = {"cpu": GLOO, "cuda": Backend("x", works_on)}
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
     monkeypatch.setattr(distributed, "backend_of", lambda _, kind: of[kind])
     monkeypatch.setattr(calibration, "_fit", fitted)
     monkeypatch.setattr(calibration, "_meet", lambda *_: None)
