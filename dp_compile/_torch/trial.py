@@ -17,6 +17,7 @@ with named():
     from torch._dynamo.utils import counters as _counters
     from torch._functorch.aot_autograd import aot_function as _aot_function
     from torch._inductor.runtime.cache_dir_utils import cache_dir as _cache_dir
+    from torch._subclasses.fake_tensor import FakeTensorMode as _FakeTensorMode
 
 
 def cache_directory() -> str:
@@ -34,6 +35,17 @@ def traced(function: Callable[..., Any], backend: Callable[..., Any]) -> Callabl
     """`function`, traced by Dynamo as one graph that goes to `backend`."""
     made: Callable[..., Any] = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
     return made
+
+
+def own_device_guard() -> None:
+    """Let the calling thread own the device guard of fake CUDA tensors. Call it before another thread traces.
+
+    Without a GPU, torch 2.11's build for CUDA keeps that guard in the thread that enters a `FakeTensorMode` first, and
+    a pointer to it for all threads: once that thread has ended, the next trace of any thread is a segmentation fault
+    (pytorch#163187, cured by #178950). May go with torch 2.11.
+    """
+    with _FakeTensorMode():
+        pass
 
 
 @contextlib.contextmanager

@@ -114,11 +114,14 @@ def _memory() -> Path:
 
 def _find_out() -> list[str] | None:
     """What is not as it has to be; `None` if that cannot be said now."""
-    trial = _Trial()
-    thread = threading.Thread(target=trial.run, name="dp_compile probe", daemon=True)
+    from dp_compile._torch import trial
+
+    trial.own_device_guard()  # the thread below ends
+    attempt = _Trial()
+    thread = threading.Thread(target=attempt.run, name="dp_compile probe", daemon=True)
     thread.start()
     thread.join(_PATIENCE_S)
-    return trial.findings
+    return attempt.findings
 
 
 class _Trial:

@@ -170,6 +170,10 @@ def _switched(side: Side, trainable: bool) -> None:
     "a frozen part is unfrozen after some steps, and never trains, or by each rank alone",
     "trains, or an error that names the parameter",
     lambda: models.Halves(frozen=True),
+    # Plain torch.compile of 2.11 gives it no gradient either (cured by pytorch#177158).
+    known={"ours": "torch 2.11 does not compile a forward again whose parameter was unfrozen"}
+    if torch.__version__ < (2, 12)
+    else {},
 )
 def unfrozen(side: Side) -> None:
     _switched(side, True)

@@ -708,11 +708,23 @@ def run_change(change: str, way: str, find_unused: bool) -> str:
     return "no error"
 
 
+STALE = pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 does not compile a forward again whose parameter changed in place (pytorch#139476, #177158)",
+)
+
+
+def marks_of_change(change: str, way: str, number: int) -> Any:
+    if way == "compiled" and change in ("unfrozen", "another dtype", "a part of another dtype"):
+        return STALE
+    return pytest.mark.nightly if way == "eager hooks" and number % 3 else ()
+
+
 @pytest.mark.parametrize(
     ("change", "way"),
     [
         # What is looked at is the same in every way, where it is looked at is not.
-        pytest.param(change, way, marks=pytest.mark.nightly if way == "eager hooks" and number % 3 else ())
+        pytest.param(change, way, marks=marks_of_change(change, way, number))
         for number, change in enumerate(CHANGES)
         for way in CHANGE_WAYS
     ],

@@ -452,18 +452,22 @@ def test_unused_parameters(meshed: Ranks, way: str) -> None:
 
 
 def narrow() -> None:
-    """Three features over four ranks: a gradient comes as a whole, and torch adds no whole to a part of that."""
+    """Three features over four ranks: a gradient comes as a whole. torch 2.13 adds no whole to a part, 2.11 does."""
     model, alone, mesh = models("colwise", (1, 4), tied=False, hidden=3)
     dp_compile.replicate(model, device_mesh=mesh["dp"], config=AOT)
     for set_to_none in (True, True, False):
         for each in (model, alone):
             each.zero_grad(set_to_none=set_to_none)
-        if not set_to_none:
-            with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
-                loss_of(model, batch(0, 0)).backward()
+        refused = ""
+        try:
+            loss_of(model, batch(0, 0)).backward()
+        except RuntimeError as error:
+            refused = str(error)
+        if refused:
+            assert not set_to_none, refused
+            assert "in-place operations that require placement changes" in refused
             return
-        for each in (model, alone):
-            loss_of(each, batch(0, 0)).backward()
+        loss_of(alone, batch(0, 0)).backward()
         compare(model, alone, "narrow")
 
 

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -251,7 +252,15 @@ def wrapped_by_both(how: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("how", ["not compiled", "compiled", "compiled inside", "compiled before"])
+NOT_GUARDED = pytest.mark.skipif(
+    torch.__version__ < (2, 12),
+    reason="torch 2.11 does not compile a forward again when an attribute of a class changes (pytorch#176851)",
+)
+
+
+@pytest.mark.parametrize(
+    "how", ["not compiled", "compiled", "compiled inside", pytest.param("compiled before", marks=NOT_GUARDED)]
+)
 def test_torch_ddp_around_a_replicated_module(ranks2: Ranks, how: str) -> None:
     for text in ranks2.run(wrapped_by_both, how):
         assert text.startswith("Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_compile.")
@@ -301,6 +310,9 @@ def own_buffers(how: str, options: dict[str, Any], compiled: bool) -> tuple[list
     if how == "torch":
         del inner._buffers["wide"], inner._buffers["small"]  # torch's own error
         inner.wide = torch.full((2, 3), float(dist.get_rank()) if options == {"broadcast_buffers": False} else 0.0)
+        if "forward_sync_buffers" in options and "forward_sync_buffers" not in signature(TorchDDP).parameters:
+            dist.broadcast(inner.mine, 0)  # an older torch (before pytorch#178054) does less at the start
+            options = {"broadcast_buffers": False}
         model: nn.Module = TorchDDP(inner, **options)
     elif how == "replicate":
         model = dp_compile.replicate(inner, config=AOT, **options)
