@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile.bench.contract import Batch, Trainer, Workload
+from dp_compile.bench.contract import Batch, Mode, Trainer, Workload
 
 
 def tiny() -> Workload:
@@ -22,12 +22,10 @@ def tiny() -> Workload:
     )
 
 
-def tiny_too() -> Workload:
-    return tiny()
-
-
-class Averaged:
+class Averaged(Trainer):
     """Eager, one all-reduce a parameter."""
+
+    averages = True
 
     def __init__(self, workload: Workload) -> None:
         self.model = workload.build()
@@ -47,20 +45,14 @@ class Averaged:
 
     def backward(self, batch: Batch) -> None:
         self.loss(self.model, batch).backward()
-        for parameter in self.model.parameters():
+        for parameter in self.model.parameters() if self.averages else ():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
 
 class Unaveraged(Averaged):
-    def backward(self, batch: Batch) -> None:
-        self.loss(self.model, batch).backward()
-
-
-class ComputeOnly(Unaveraged):
-    def gradients(self, batch: Batch) -> Mapping[str, torch.Tensor]:
-        raise AssertionError("the gradients of a bound are not compared")
+    averages = False
 
 
 class HangsInAStep(Averaged):
@@ -70,7 +62,7 @@ class HangsInAStep(Averaged):
 
 
 @dataclass(frozen=True)
-class OneMode:
+class OneMode(Mode):
     name: str
     trainer: Callable[[Workload], Trainer]
     is_bound: bool = False
@@ -84,7 +76,7 @@ class OneMode:
 
 
 def oracle() -> OneMode:
-    return OneMode("oracle", ComputeOnly, is_bound=True)
+    return OneMode("oracle", Unaveraged, is_bound=True)
 
 
 def averaged() -> OneMode:

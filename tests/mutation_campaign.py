@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 LISTS = ROOT / "tests" / "mutants"
 PACKAGE = "dp_compile"
-NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info", "bench_results")
+NOT_COPIED = shutil.ignore_patterns(".git", "__pycache__", ".*_cache", ".hypothesis", "*.egg-info")
 REPORT_VARIABLE = "DP_COMPILE_CAMPAIGN_REPORT"
 PASSED = 0
 """The exit code of pytest."""

@@ -80,14 +80,10 @@ PLANTS: dict[str, Callable[[], None]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Planted:
+class Planted(Mode):
     """`ours` in a process that has the fault."""
 
     name: str = "planted:ours"
-    is_bound: bool = False
-
-    def why_not(self) -> str | None:
-        return None
 
     def prepare(self, workload: Workload) -> Trainer:
         PLANTS[os.environ.get("PLANT", "")]()

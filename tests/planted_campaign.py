@@ -31,12 +31,11 @@ class Verdict:
     text: str
 
     def row(self) -> str:
-        lines = self.text.splitlines()
-        timed = next(line.split() for line in lines if "planted:ours" in line)
+        lines = [line for line in self.text.splitlines() if "planted:ours" in line]
+        timed = next(line.split("-> ")[1].split(", ")[1] for line in lines if ", step: " in line)
         counts = "; ".join(line.split("planted:ours: ")[1] for line in lines if line.startswith(("more:", "fewer:")))
-        change, noise = timed[-3], timed[-2]
         said = "regression" if self.status else "passes"
-        return f"| {self.name} | {change} (noise {noise}) | {counts or 'as before'} | {said} |"
+        return f"| {self.name} | {timed} | {counts or 'as before'} | {said} |"
 
 
 def bench(*arguments: str, plant: str = "") -> subprocess.CompletedProcess[str]:
@@ -45,7 +44,7 @@ def bench(*arguments: str, plant: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def measured(path: Path, plant: str) -> Path:
-    done = bench("run", str(HERE / "planted.toml"), "--quiet", "--out", str(path), plant=plant)
+    done = bench("run", str(HERE / "planted.toml"), "--out", str(path), plant=plant)
     if done.returncode != 0:
         raise SystemExit(f"{path.stem} failed:\n{done.stdout}\n{done.stderr}")
     print(f"measured: {path.stem}", file=sys.stderr)

@@ -48,7 +48,7 @@ PRIVATE_TORCH = {
     ("insight/rehearsal.py", "torch.testing._internal.distributed.fake_pg"),
     ("insight/repro.py", "torch.testing._internal.distributed.fake_pg"),
     # The one kernel of torch that only takes time; nothing else of the package needs it.
-    ("bench/fabric.py", "torch.cuda._sleep"),
+    ("bench/simulated_group.py", "torch.cuda._sleep"),
 }
 
 

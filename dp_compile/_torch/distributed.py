@@ -304,13 +304,6 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
 
-def composable_replicate(module: nn.Module, **options: Any) -> nn.Module:
-    """torch's own composable `replicate`, a peer of the benchmark."""
-    with named():
-        from torch.distributed._composable.replicate import replicate
-    return replicate(module, **options)
-
-
 def register_comm_hook(ddp: TorchDDP, hook: Callable[..., Any]) -> None:
     """Let a hook reduce for torch's DDP, which itself refuses bfloat16 with gloo."""
     _register_comm_hook(ddp.reducer, None, hook)

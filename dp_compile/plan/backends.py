@@ -81,7 +81,7 @@ FAKE: Final = Backend("fake", coalesces=True, simulated=True)
 """torch's `FakeProcessGroup`, which reduces nothing."""
 
 FABRIC: Final = replace(NCCL, name="fabric", simulated=True)
-"""`dp_compile.bench.fabric`: GPUs joined by NCCL, with times from a formula."""
+"""`dp_compile.bench.simulated_group`: GPUs joined by NCCL, with times from a formula."""
 
 COLLECTIVE_KERNELS: Final = ("nccl", "spin_kernel")
 """Parts of lower-case names of kernels in a trace that communicate: NCCL's, and those of `FABRIC` on a GPU."""

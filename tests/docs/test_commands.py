@@ -57,14 +57,12 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
     },
     "bench.md": {
         "dp-compile bench run short": (
-            "bench/test_bench_smoke.py::test_everything_was_measured",
-            "at night, the suite `smoke`; this one wants four minutes of a quiet machine",
+            "bench/test_bench.py::test_the_packaged_smoke_suite",
+            "at night, the suite `smoke`; this one wants some minutes of a quiet machine",
         ),
-        "dp-compile bench report bench-short.json --out table.md --picture table.svg": (
-            "bench/test_bench_compare.py::test_report_writes_files",
-        ),
+        "dp-compile bench report bench-short.json": ("bench/test_bench.py::test_a_real_run_from_the_command_line",),
         "dp-compile bench compare baseline.json bench-short.json": (
-            "bench/test_bench_smoke.py::test_it_is_no_slower_than_itself",
+            "bench/test_compare.py::test_exit_status_and_text",
         ),
     },
     "clusters.md": {

@@ -30,10 +30,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import dp_compile
-from dp_compile.bench import catalogue, fabric, reference
+from dp_compile.bench import reference, simulated_group
 from dp_compile.bench.contract import Batch, Trainer, Workload
+from dp_compile.bench.modes import mode as mode_of
 from dp_compile.bench.modes.loop import loop_around
-from dp_compile.bench.modes.torch_ddp import wrap
+from dp_compile.bench.modes.peers import wrap
 from dp_compile.insight.profiling import measured_step, with_profile
 from dp_compile.insight.timelines import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
@@ -117,7 +118,7 @@ class Training:
         self.losses: list[torch.Tensor] = []
         workload = reference.with_fixed_weights(gpt(task, self.losses))
         if prepare is None:
-            prepare = rehearsed(task, catalogue.mode(mode)).prepare
+            prepare = rehearsed(task, mode_of(mode)).prepare
         self.trainer: Any = prepare(workload)
         self._batches = reference.batches(workload, task.rank)
 
@@ -277,7 +278,7 @@ def g3(task: Task) -> None:
 
 def g4(task: Task) -> None:
     """One step of a three-layer model: "plain" fills the cache, then once for each tool; `judge_g4` reads logs."""
-    os.environ.update(fabric.environment(AllReduceCost(1e-6, 0.0)), TORCH_DIST_INIT_BARRIER="0")
+    os.environ.update(simulated_group.environment(AllReduceCost(1e-6, 0.0)), TORCH_DIST_INIT_BARRIER="0")
     device = device_of(task)
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=8)
     torch.manual_seed(0)
@@ -319,7 +320,7 @@ def g5(task: Task) -> None:
         task.planned(*predicted.values(), *steps.values())
     if task.device == "cuda":
         torch.cuda.set_device(device_of(task))
-    os.environ.update(fabric.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
+    os.environ.update(simulated_group.environment(FREE), TORCH_DIST_INIT_BARRIER="0")
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=ranks)
     training = Training(task, mode)
     training.steps(5)

@@ -13,7 +13,7 @@ import pytest
 import resumable_run
 import torch
 
-from dp_compile.bench import beds
+from dp_compile.bench.networks import Network, NetworkError, open_network
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.nightly
@@ -25,8 +25,8 @@ def agent() -> Iterator[Agent]:
     """Starts what `torchrun` is on a machine, 0 or 1, with a program and variables."""
     with ExitStack() as stack:
         try:
-            bed = stack.enter_context(beds.open_bed(beds.Link("shaped", rate_mbit=1000.0), ranks=2, rate_mbit=1000.0))
-        except beds.NoBedError as error:
+            bed = stack.enter_context(open_network(Network("shaped", rate_mbit=1000.0), ranks=2))
+        except NetworkError as error:
             pytest.skip(f"there are no two machines to play: {error}")
         started: list[subprocess.Popen[str]] = []
 

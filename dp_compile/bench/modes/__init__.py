@@ -1,70 +1,44 @@
-"""Ways to train data parallel: this package's, its peers', and the bounds for both. A file for each family."""
+"""Ways to train data parallel: this package's, its peers', and the bounds for both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from dp_compile.bench.contract import Mode
-from dp_compile.bench.modes import (
-    bounds,
-    decent_dp,
-    decentralized,
-    functional,
-    ours,
-    python_reducer,
-    thunder,
-    torch_ddp,
-    unavailable,
-)
+from dp_compile.bench.contract import Mode, imported
+from dp_compile.bench.modes import bounds, ours, peers
 from dp_compile.errors import ConfigError
 
-_FAMILIES: Final = (
-    ours,
-    decentralized,
-    torch_ddp,
-    python_reducer,
-    functional,
-    decent_dp,
-    thunder,
-    unavailable,
-    bounds,
-)
-
-MODES: Final[Mapping[str, Mode]] = MappingProxyType({kind.name: kind for each in _FAMILIES for kind in each.KINDS})
-"""By name, each in its recommended setting."""
-
-
-def _arguments() -> dict[str, tuple[str, Callable[[str], Mode]]]:
-    """What may follow a mode's name and a colon, as users read it, and what makes the mode of it."""
-    takers: list[tuple[Any, Callable[[Any, str], Mode], str]] = [
-        *((kind, torch_ddp.with_cap, "MIB") for kind in torch_ddp.KINDS),
-        *((kind, python_reducer.with_cap, "MIB") for kind in python_reducer.KINDS),
-        *((kind, ours.with_cap, "MIB") for kind in ours.KINDS if kind.strategy in ("fixed", "ddp")),
-        *((kind, functional.with_cap, "MIB") for kind in functional.KINDS if kind.settings == functional.BUCKETED),
-        *((kind, thunder.with_cap, "MIB") for kind in thunder.KINDS),
-        *((kind, bounds.with_cap, "MIB") for kind in bounds.KINDS if kind.name != "compute"),
-        *((kind, decentralized.with_topology, "TOPOLOGY") for kind in decentralized.KINDS),
-        *((kind, decent_dp.with_topology, "TOPOLOGY") for kind in decent_dp.KINDS),
-    ]
-    return {kind.name: (shown, partial(make, kind)) for kind, make, shown in takers}
-
-
-_ARGUMENTS: Final = _arguments()
+_ALL: Final[tuple[Mode, ...]] = (*ours.KINDS, *peers.KINDS, *bounds.KINDS)
+MODES: Final[Mapping[str, Mode]] = MappingProxyType({kind.name: kind for kind in _ALL})
 
 
 def mode(name: str) -> Mode:
-    """The mode of that name: one of `MODES`, or one with an argument, as `ddp:5` for buckets of 5 MiB.
+    """One of `MODES`, with another bucket cap in MiB as `NAME:MIB`; or a user's, `package.module:function`.
 
     Raises:
-        ConfigError: there is none, or what follows the colon is not allowed.
+        ConfigError: unknown, a cap that is not allowed, or the user's function does not return a mode.
     """
+    base, _, argument = name.rpartition(":")
     if name in MODES:
         return MODES[name]
-    base, _, argument = name.rpartition(":")
-    if base in _ARGUMENTS:
-        return _ARGUMENTS[base][1](argument)
-    shown = (f"{each}[:{_ARGUMENTS[each][0]}]" if each in _ARGUMENTS else each for each in MODES)
-    raise ConfigError(f"there is no mode '{name}'. Modes: {', '.join(shown)}.")
+    kind: Any = MODES.get(base)
+    if base and kind is None and base.split(":")[0] not in MODES:
+        found: Mode = imported(name, Mode)
+        return found
+    if hasattr(kind, "cap_mb") and base != "compute":
+        least = 1.0 if base == "ddp_compiled" else 0.0
+        try:
+            cap_mb = float(argument)
+        except ValueError:
+            cap_mb = -1.0
+        if not (0 < cap_mb < float("inf") and cap_mb >= least):
+            raise ConfigError(f"mode {name!r}: a number of MiB > 0 is needed, for 'ddp_compiled' >= 1, as in 'ddp:5'.")
+        changed: Mode = replace(kind, name=name, cap_mb=cap_mb)
+        return changed
+    raise ConfigError(
+        f"unknown mode {name!r}. Built in: {', '.join(MODES)}, those with buckets also as 'NAME:MIB'. Your own: "
+        "'package.module:function'."
+    )

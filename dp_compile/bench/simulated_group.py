@@ -1,12 +1,12 @@
-"""A network that is played: this process is one of n ranks, and a collective takes as long as a formula says.
+"""A simulated process group: this process is one of n ranks, and a collective takes as long as a formula gives.
 
     values     as if all n ranks held the same: a sum is n times the tensor, an average is the tensor
     time       alpha + beta * bytes, one collective after the other, in the order in which they were issued
-    CPU        a thread sleeps until each deadline, so waiting costs next to nothing
-    GPU        a kernel spins on a stream of its own; who waits makes only the current stream wait
+    CPU        a thread sleeps until each deadline, so waiting costs next to no processor time
+    GPU        a kernel spins on a separate stream; `wait` makes only the current stream wait
 
-Importing this module registers the backend `fabric` with torch. What it costs stands in the environment (`VARIABLE`).
-Nothing goes through the store, since nobody else would answer there.
+Importing this module registers the backend `fabric` with torch. The environment (`VARIABLE`) gives its cost. The store
+is not used, because no other rank would answer there.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from dp_compile.plan.backends import FABRIC
 from dp_compile.plan.cost import AllReduceCost
 
 VARIABLE: Final = "DP_COMPILE_FABRIC"
-_CALIBRATION_CYCLES: Final = 50_000_000  # some 25 ms, so that starting and ending do not count
+_CALIBRATION_CYCLES: Final = 50_000_000  # some 25 ms, so that start and end of the kernel do not count
 _CALIBRATIONS: Final = 5
 
 Tensors = Sequence[torch.Tensor]
@@ -40,34 +40,21 @@ _T = TypeVar("_T")
 
 
 def environment(cost: AllReduceCost) -> dict[str, str]:
-    """What a process needs in its environment for groups of that cost."""
+    """The environment of a process whose groups have that cost."""
     return {VARIABLE: json.dumps(asdict(cost))}
 
 
-class Network(Protocol):
-    """What carries collectives, one after the other."""
-
-    def send(self, seconds: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
-        """Be busy for so long, and in that time `compute` the values. The work's future holds `tensors`."""
-
-
-def _unseen_by_dynamo(kind: type[_T]) -> type[_T]:
-    """Inside what is compiled, Dynamo would trace methods that C++ calls, and ends with an error in a group's."""
+def _hidden_from_dynamo(kind: type[_T]) -> type[_T]:
+    """Dynamo traces methods that C++ calls inside compiled code, and fails on those of a process group."""
     for name, method in list(vars(kind).items()):
         if callable(method) and not name.startswith("_"):
             setattr(kind, name, torch.compiler.disable(method))
     return kind
 
 
-@_unseen_by_dynamo
-class Fabric(dist.ProcessGroup):
-    """The process group. All ranks have what this one has.
-
-    Args:
-        rank: of this process.
-        ranks: of the group, nearly all of which do not exist.
-        cost: of an all-reduce. Broadcast and all-gather are one of its two phases and take half of that.
-    """
+@_hidden_from_dynamo
+class SimulatedGroup(dist.ProcessGroup):
+    """The process group of one process. `cost` is that of an all-reduce; broadcast and all-gather take half of it."""
 
     dp_compile_backend = FABRIC
 
@@ -79,7 +66,7 @@ class Fabric(dist.ProcessGroup):
         self._streams: dict[torch.device, StreamNetwork] = {}
         weakref.finalize(self, self._timer.close)
 
-    # torch's C++ asks for these by their names; without backends in it, a group does not keep them itself.
+    # torch's C++ calls these by name; a group without C++ backends does not store them.
 
     def getBackendName(self) -> str:
         return FABRIC.name
@@ -92,38 +79,37 @@ class Fabric(dist.ProcessGroup):
 
     def allreduce(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
         factor = _factor(dist.ReduceOp.SUM if opts is None else opts.reduceOp, self.size())
-        given = _listed(tensors)
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
 
         def compute() -> None:
             for tensor in given if factor != 1 else ():
                 tensor.mul_(factor)
 
-        return self._send(self.cost.seconds(_nbytes(given)), given, compute)
+        return self._send(1.0, given, compute)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> dist.Work:  # type: ignore[override]
-        given = _listed(tensors)
-        return self._send(self.cost.seconds(_nbytes(given)) / 2, given, _nothing)
+        return self._send(0.5, [tensors] if isinstance(tensors, torch.Tensor) else list(tensors), _nothing)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> dist.Work:
-        """Copied at once: only what happens before training gathers."""
+        """Copies immediately: only code before the training gathers."""
         with torch.no_grad():
             for each, own in zip(outputs, inputs, strict=True):
                 for tensor in each:
                     tensor.copy_(own)
-        gathered = [tensor for each in outputs for tensor in each]
-        return self._send(self.cost.seconds(_nbytes(gathered)) / 2, gathered, _nothing)
+        return self._send(0.5, [tensor for each in outputs for tensor in each], _nothing)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        """As NCCL's, an all-reduce that the process waits for."""
+        """An all-reduce that the process waits for, as NCCL's."""
         for network in self._streams.values():
-            network.drain()
+            network.synchronize()
         return self._timer.send(self.cost.seconds(0), [], _nothing)
 
-    def _send(self, seconds: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
-        device = tensors[0].device
+    def _send(self, share: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
+        """A collective that takes this share of an all-reduce's time."""
+        device, seconds = tensors[0].device, share * self.cost.seconds(sum(tensor.nbytes for tensor in tensors))
         if device.type == "cpu":
             return self._timer.send(seconds, tensors, compute)
         if device not in self._streams:
@@ -131,32 +117,21 @@ class Fabric(dist.ProcessGroup):
         return self._streams[device].send(seconds, tensors, compute)
 
 
-def _listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-
-
-def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
-
-
 def _nothing() -> None: ...
 
 
 def _factor(op: Any, ranks: int) -> int:
-    """By what a reduction over equal tensors multiplies them.
+    """The number by which a reduction over equal tensors multiplies them.
 
     Raises:
-        ConfigError: an op for which that is no number.
+        ConfigError: an op for which there is no such number.
     """
     kinds = dist.ReduceOp
     if op == kinds.SUM:
         return ranks
     if any(op == each for each in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR)):
         return 1
-    raise ConfigError(f"the fabric reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {getattr(op, 'op', op)}.")
-
-
-# --- CPU --------------------------------------------------------------------------------------------------------
+    raise ConfigError(f"the simulated group reduces by SUM, AVG, MIN, MAX, BAND and BOR, got {getattr(op, 'op', op)}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,13 +143,13 @@ class _Sent:
 
 
 class TimerNetwork:
-    """Deadlines are absolute: a thread that wakes late is late once and does not delay what follows."""
+    """On a CPU. Deadlines are absolute: a thread that wakes late does not delay later collectives."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._free_s = 0.0
         self._queue: SimpleQueue[_Sent | None] = SimpleQueue()
-        threading.Thread(target=_deliver, args=(self._queue,), name="dp_compile fabric", daemon=True).start()
+        threading.Thread(target=_deliver, args=(self._queue,), name="dp_compile simulated group", daemon=True).start()
 
     def send(self, seconds: float, tensors: Tensors, compute: Callable[[], None]) -> dist.Work:
         future: Future[list[torch.Tensor]] = Future()
@@ -188,20 +163,20 @@ class TimerNetwork:
 
 
 def _deliver(queue: SimpleQueue[_Sent | None]) -> None:
-    """Arithmetic is done here, beside the caller, as gloo does it."""
+    """The thread: arithmetic runs here, concurrently with the caller, as in gloo."""
     with torch.no_grad():
         while (sent := queue.get()) is not None:
             try:
                 sent.compute()
-            except Exception as error:  # told to whoever waits
+            except Exception as error:  # `wait` raises it
                 sent.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it wrongly
                 continue
             time.sleep(max(0.0, sent.until_s - time.monotonic()))
             sent.future.set_result(list(sent.tensors))
-            del sent  # this thread may wait for long, and would hold the tensors
+            del sent  # the thread may wait for long in `get`, and would hold the tensors
 
 
-@_unseen_by_dynamo
+@_hidden_from_dynamo
 class _Timed(dist.Work):
     def __init__(self, future: Future[list[torch.Tensor]]) -> None:
         super().__init__()
@@ -218,13 +193,10 @@ class _Timed(dist.Work):
         return self._future
 
 
-# --- GPU --------------------------------------------------------------------------------------------------------
-
-
 class StreamNetwork:
-    """A stream is the wire: it waits for what the current stream holds now, and spins. Arithmetic runs beside it.
+    """On a GPU. A stream is the network: it waits for the current stream and spins. Arithmetic runs on another one.
 
-    The wire has priority, as a spinning kernel needs room for one thread and must not wait for a large one to end.
+    The network's stream has priority: its kernel needs one thread, and must not wait for a large kernel to end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -241,19 +213,18 @@ class StreamNetwork:
         self._arithmetic.wait_event(ready)
         with torch.cuda.stream(self._arithmetic), torch.no_grad():
             compute()
-        for tensor in tensors:  # else its memory may be given away before the arithmetic ran
+        for tensor in tensors:  # else the allocator may reuse its memory before the arithmetic ran
             tensor.record_stream(self._arithmetic)
         self._wire.wait_stream(self._arithmetic)
         return _Enqueued(self._wire, list(tensors))
 
-    def drain(self) -> None:
-        """Let the process wait until nothing is on the wire."""
+    def synchronize(self) -> None:
         self._wire.synchronize()
 
 
-@_unseen_by_dynamo
+@_hidden_from_dynamo
 class _Enqueued(dist.Work):
-    """Done when the wire is, as far as the stream is concerned that waits for it. The process goes on."""
+    """`wait` makes the current stream wait for the network's. The process goes on."""
 
     def __init__(self, wire: torch.cuda.Stream, tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -268,7 +239,7 @@ class _Enqueued(dist.Work):
         return bool(self._end.query())
 
     def get_future(self) -> Any:
-        """For torch's reducer. Its `wait` lets the current stream wait for what is on the wire when it is made."""
+        """For torch's reducer. Its `wait` makes the current stream wait for what the network's stream holds now."""
         future: Future[list[torch.Tensor]] = Future(devices=[self._wire.device])
         with torch.cuda.stream(self._wire):
             future.set_result(self._tensors)
@@ -276,7 +247,7 @@ class _Enqueued(dist.Work):
 
 
 def _cycles_per_s(stream: torch.cuda.Stream) -> float:
-    """How fast the clock runs that `torch.cuda._sleep` counts. The first turns only wake the GPU up."""
+    """The rate of the clock that `torch.cuda._sleep` counts. The first half of the turns raises the GPU's clock."""
     found: list[float] = []
     for _ in range(2 * _CALIBRATIONS):
         with torch.cuda.stream(stream):
@@ -289,17 +260,12 @@ def _cycles_per_s(stream: torch.cuda.Stream) -> float:
     return statistics.median(found[_CALIBRATIONS:])
 
 
-# --- torch's door -----------------------------------------------------------------------------------------------
-
-
-def _create(store: Any, rank: int, ranks: int, timeout: timedelta) -> Fabric:
+def _create(store: Any, rank: int, ranks: int, timeout: timedelta) -> SimulatedGroup:
+    """What torch calls for the backend `fabric`."""
     text = os.environ.get(VARIABLE)
     if text is None:
-        raise ConfigError(
-            f"backend 'fabric' needs the environment variable {VARIABLE}: what `fabric.environment(cost)` returns."
-        )
-    values: Mapping[str, Any] = json.loads(text)
-    return Fabric(rank, ranks, AllReduceCost.from_dict(values))
+        raise ConfigError(f"backend 'fabric' needs the environment variable {VARIABLE}: see `environment(cost)`.")
+    return SimulatedGroup(rank, ranks, AllReduceCost.from_dict(json.loads(text)))
 
 
 dist.Backend.register_backend(FABRIC.name, _create, devices=["cpu", "cuda"])

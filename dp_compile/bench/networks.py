@@ -1,0 +1,204 @@
+"""Networks between the ranks of a benchmark: loopback, one with a limited rate, and a simulated one.
+
+On loopback the network is a copy by the same cores that compute, so hiding it gains nothing. On a shaped network
+waiting costs no processor time, as between machines: two ranks run in network namespaces that a veth pair joins, and
+tc-tbf(8) limits what leaves each.
+
+The simulated network stands for a group that no single machine has: one process, with the other ranks simulated by
+`dp_compile.bench.simulated_group`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Final
+
+from dp_compile.bench import simulated_group
+from dp_compile.errors import ConfigError, DPCompileError
+from dp_compile.plan.backends import FABRIC
+from dp_compile.plan.cost import AllReduceCost, check_number
+
+BURST_KIB: Final = 128
+"""Holds one packet of 64 KiB that the sender's kernel has not segmented; with a smaller bucket tbf segments it."""
+
+_RATES: Final = ("rate_mbit", "comm_over_compute")
+KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "loopback": (),
+    "shaped": _RATES,
+    "simulated": ("rate_mbit", "ranks", "latency_us"),
+}
+"""The keys of each kind."""
+_LAUNCH_S: Final = 8.4e-6  # of a collective, however many hops it takes: NCCL's tuning table, protocol `Simple`
+_QUEUE_MIB: Final = 8
+_MTU: Final = 65535  # the largest: fewer packets, less processor time for the same bytes
+_PREFIX: Final = "dpbench"
+_ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
+_SYSTEM_PATH: Final = "/usr/local/sbin:/usr/sbin:/sbin"  # where `ip` and `tc` are, and often not on a user's PATH
+
+
+class NetworkError(DPCompileError):
+    """This network cannot be made on this machine. The text gives the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network as a suite asks for it.
+
+    Args:
+        rate_mbit: 1e6 bits per second that leave a rank.
+        comm_over_compute: in place of the rate, the time of all gradients in one all-reduce over that of the workload's
+            compiled step without communication (mode `compute`).
+        ranks: of the simulated group, and `latency_us` of one hop of its ring.
+
+    Raises:
+        ConfigError: an unknown kind, a missing key, a key that this kind does not have, a value that is not allowed.
+    """
+
+    kind: str
+    rate_mbit: float | None = None
+    comm_over_compute: float | None = None
+    ranks: int | None = None
+    latency_us: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"kind must be one of {', '.join(KINDS)}, got {self.kind!r}.")
+        given = [each.name for each in fields(self) if each.name != "kind" and getattr(self, each.name) is not None]
+        for name in given:
+            if name not in KINDS[self.kind]:
+                allowed = " or ".join(repr(kind) for kind, keys in KINDS.items() if name in keys)
+                raise ConfigError(f"{name} is for kind = {allowed}, not for {self.kind!r}.")
+            check_number(name, getattr(self, name), zero_allowed=False)
+        if self.kind == "shaped" and len(given) != 1:
+            raise ConfigError(f"kind 'shaped' needs exactly one of {' and '.join(_RATES)}.")
+        if self.kind == "simulated" and (len(given) != 3 or not isinstance(self.ranks, int) or self.ranks < 2):
+            raise ConfigError("kind 'simulated' needs ranks (an integer >= 2), latency_us and rate_mbit.")
+
+    @property
+    def name(self) -> str:
+        if self.kind == "loopback":
+            return self.kind
+        rate = f"comm/compute {self.comm_over_compute:g}" if self.rate_mbit is None else f"{self.rate_mbit:g} mbit"
+        return rate if self.kind == "shaped" else f"simulated {self.ranks} x {self.latency_us:g} us, {rate}"
+
+    def rate(self, *, compute_s: float, gradient_nbytes: int) -> float | None:
+        """The rate in mbit; from `comm_over_compute` that of two ranks, each of which sends as much as there is.
+
+        Latency is not included; the self-check measures it.
+        """
+        if self.comm_over_compute is None:
+            return self.rate_mbit
+        return 8e-6 * gradient_nbytes / (self.comm_over_compute * compute_s)
+
+    @property
+    def cost(self) -> AllReduceCost:
+        """Of a ring all-reduce over the simulated group, in which each rank sends 2 (n-1)/n of the bytes."""
+        assert self.ranks is not None
+        assert self.latency_us is not None
+        assert self.rate_mbit is not None
+        hops = 2 * (self.ranks - 1)
+        return AllReduceCost(_LAUNCH_S + hops * self.latency_us * 1e-6, hops / self.ranks * 8e-6 / self.rate_mbit)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How to start the ranks of one cell.
+
+    Args:
+        host: rank 0's address as the others see it.
+        prefixes: by process, what comes before its command.
+        frees_cpu: whether a rank that waits leaves the processors to others; it does not on loopback.
+        group_ranks: ranks of the process group if most of them are simulated.
+    """
+
+    backend: str
+    host: str
+    prefixes: tuple[tuple[str, ...], ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    frees_cpu: bool = True
+    group_ranks: int | None = None
+
+
+@contextmanager
+def open_network(network: Network, *, ranks: int, rate_mbit: float | None = None) -> Iterator[Placement]:
+    """Make a network for so many ranks, and remove it at the end of the `with`. `rate_mbit`: if it has none.
+
+    Raises:
+        NetworkError: on entering, if this machine, or this user's rights on it, cannot make it.
+    """
+    if network.kind == "loopback":
+        yield Placement("gloo", "127.0.0.1", ((),) * ranks, {"GLOO_SOCKET_IFNAME": "lo"}, frees_cpu=False)
+        return
+    if network.kind == "simulated":
+        # The barrier of `init_process_group` would wait in the store for ranks that do not exist.
+        environment = {**simulated_group.environment(network.cost), "TORCH_DIST_INIT_BARRIER": "0"}
+        yield Placement(FABRIC.name, "127.0.0.1", ((),), environment, group_ranks=network.ranks)
+        return
+    rate_mbit = rate_mbit or network.rate_mbit
+    assert rate_mbit is not None
+    _check_tools(ranks)
+    remove_stale()
+    with ExitStack() as stack:
+        spaces = [f"{_PREFIX}{os.getpid()}-{rank}" for rank in range(ranks)]
+        for space in spaces:
+            _run(f"ip netns add {space}")
+            stack.callback(_run, f"ip netns del {space}")
+        _run(f"ip link add eth0 netns {spaces[0]} type veth peer name eth0 netns {spaces[1]}")
+        for space, address in zip(spaces, _ADDRESSES, strict=True):
+            _set_up(space, address, rate_mbit)
+        prefixes = tuple((_tool("ip"), "netns", "exec", space) for space in spaces)
+        yield Placement("gloo", _ADDRESSES[0], prefixes, {"GLOO_SOCKET_IFNAME": "eth0"})
+
+
+def remove_stale() -> None:
+    """Delete the network namespaces of runs that were killed."""
+    for line in _run("ip netns list").splitlines():
+        name = line.split()[0]
+        match = re.fullmatch(rf"{_PREFIX}(\d+)-\w+", name)
+        if match and not os.path.exists(f"/proc/{match[1]}"):
+            _run(f"ip netns del {name}")
+
+
+def _check_tools(ranks: int) -> None:
+    if ranks != len(_ADDRESSES):
+        raise NetworkError(f"a shaped network joins 2 ranks, not {ranks}.")
+    missing = [tool for tool in ("ip", "tc") if _tool(tool) == ""]
+    if missing:
+        raise NetworkError(f"{' and '.join(missing)} not found: install iproute2.")
+    if os.geteuid() != 0:
+        raise NetworkError("making network namespaces needs root: run the benchmark as root, for instance with sudo.")
+
+
+def _tool(name: str) -> str:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:{_SYSTEM_PATH}") or ""
+
+
+def _run(command: str, *last: str) -> str:
+    tool, *arguments = command.split()
+    done = subprocess.run([_tool(tool), *arguments, *last], capture_output=True, text=True, timeout=30)
+    if done.returncode != 0:
+        raise NetworkError(f"`{command}` failed: {done.stderr.strip() or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def _set_up(space: str, address: str, rate_mbit: float) -> None:
+    settings = {
+        # bbr paces itself with timers, and cubic is refused inside a namespace.
+        "ipv4/tcp_congestion_control": "reno",
+        "ipv4/tcp_slow_start_after_idle": "0",
+        "ipv6/conf/all/disable_ipv6": "1",
+    }
+    for name, value in settings.items():
+        shell = f"test ! -e /proc/sys/net/{name} || echo {value} > /proc/sys/net/{name}"
+        _run(f"ip netns exec {space} sh -c", shell)
+    _run(f"ip -n {space} link set lo up")
+    _run(f"ip -n {space} addr add {address}/16 dev eth0")
+    _run(f"ip -n {space} link set eth0 mtu {_MTU} up")
+    shape = f"rate {round(rate_mbit * 1e6)}bit burst {BURST_KIB}k limit {_QUEUE_MIB}m"
+    _run(f"tc -n {space} qdisc replace dev eth0 root tbf {shape}")

@@ -1,0 +1,105 @@
+"""Suites: the workloads, modes and networks of a run, and its settings."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from dp_compile.bench.modes import mode
+from dp_compile.bench.networks import Network
+from dp_compile.bench.workloads import workload
+from dp_compile.errors import ConfigError
+
+PACKAGED: Final[Mapping[str, Any]] = tomllib.loads(Path(__file__).with_name("suites.toml").read_text())
+SHARED, COLD, WARM = "shared", "cold", "warm"
+_LEAST: Final = {"ranks": 1, "starts": 1, "repetitions": 3, "steps_per_turn": 1, "warmup_steps": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """Every workload with every mode over every network.
+
+    Args:
+        name: of the result file too.
+        workloads: built-in names, or `package.module:function` that returns a `Workload`.
+        modes: the same for `Mode`.
+        networks: between the ranks.
+        reference: the mode that ratios are to.
+        ranks: processes of a mode, except on a simulated network.
+        warmup_steps: untimed steps after the first gradients, which compile.
+        repetitions: turns of a mode, alternating with the other modes.
+        steps_per_turn: steps that are timed as one, for workloads whose step takes a few milliseconds.
+        starts: processes of a mode that are timed until they are warm, in turns; the last ones do the timed steps.
+        caches: of compiled code. `shared`: that of the machine; `cold`: an empty one for each start; `warm`: one for
+            each mode, filled by a start that is not timed.
+
+    Raises:
+        ConfigError: a value that is not allowed, a name twice, or a reference that is no mode.
+    """
+
+    name: str
+    workloads: tuple[str, ...]
+    modes: tuple[str, ...]
+    networks: tuple[Network, ...]
+    reference: str = "oracle"
+    ranks: int = 2
+    warmup_steps: int = 12
+    repetitions: int = 15
+    steps_per_turn: int = 1
+    starts: int = 1
+    caches: str = SHARED
+
+    def __post_init__(self) -> None:
+        for key in ("workloads", "modes", "networks"):
+            names = [each.name if isinstance(each, Network) else each for each in getattr(self, key)]
+            if not names or len(set(names)) < len(names) or not all(isinstance(each, str) for each in names):
+                raise ConfigError(f"{key} must be a list of distinct names, got {names}.")
+        for key, least in _LEAST.items():
+            value = getattr(self, key)
+            if type(value) is not int or value < least:
+                raise ConfigError(f"{key} must be an integer >= {least}, got {value!r}.")
+        if self.caches not in (SHARED, COLD, WARM):
+            raise ConfigError(f"caches must be one of {SHARED}, {COLD}, {WARM}, got {self.caches!r}.")
+        if self.reference not in self.modes:
+            raise ConfigError(f"reference must be one of the modes ({', '.join(self.modes)}), got {self.reference!r}.")
+
+
+def load(given: str) -> Suite:
+    """A packaged suite by its name, or that of a TOML file, whose directory joins `sys.path`: user code is there.
+
+    Raises:
+        ConfigError: no such file or name, not TOML, an unknown key or name, a value that is not allowed.
+    """
+    path = Path(given)
+    if given not in PACKAGED and not path.is_file():
+        raise ConfigError(f"no suite {given!r}. Packaged: {', '.join(PACKAGED)}; or the path of a TOML file.")
+    try:
+        data = PACKAGED[given] if given in PACKAGED else tomllib.loads(path.read_text())
+        if given not in PACKAGED:
+            sys.path.insert(0, str(path.resolve().parent))
+        suite = from_dict({"name": path.stem} | data)
+        for name in suite.workloads:
+            workload(name)
+        for name in suite.modes:
+            mode(name)
+    except (ConfigError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{given}: {error}") from error
+    return suite
+
+
+def from_dict(data: Mapping[str, Any]) -> Suite:
+    """A suite from what TOML or JSON holds.
+
+    Raises:
+        ConfigError: an unknown or missing key, or a value that is not allowed.
+    """
+    lists = {name: tuple(value) for name, value in data.items() if isinstance(value, list | tuple)}
+    try:
+        networks = tuple(Network(**each) for each in lists.pop("networks", ()))
+        return Suite(**{**data, **lists, "networks": networks})
+    except TypeError as error:  # its text names the key
+        raise ConfigError(f"a suite or a network has an unknown or a missing key: {error}.") from error

@@ -1,0 +1,257 @@
+"""Workloads and modes: sizes; on two gloo ranks the gradients of torch's DDP before and after steps; the bounds run.
+
+Every mode has new processes, because Dynamo, Inductor and DDP keep state in one. Where the compiler does not matter, no
+code is generated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gradients import compare_gradients
+from torch import nn
+from torch._dynamo.utils import counters
+
+from dp_compile._torch import inductor
+from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Rule, Workload
+from dp_compile.bench.modes import MODES, mode
+from dp_compile.bench.modes.bounds import dummies
+from dp_compile.bench.modes.loop import Loop
+from dp_compile.bench.workloads import WORKLOADS, workload
+from dp_compile.errors import ConfigError
+from dp_compile.plan.flags import MORE
+from dp_compile.testing.ranks import Ranks
+
+STEPS = 5
+TINY = "tiny-gpt"
+nightly = pytest.mark.nightly
+
+# Parameters and tensors: `resnet50` as torchvision's, the others by their definition.
+SIZES = {
+    "gpt-6l": (8192 * 384 + 128 * 384 + 6 * (12 * 384**2 + 13 * 384) + 2 * 384, 76),
+    "gpt-4l": (256 * 128 + 128 * 128 + 4 * (12 * 128**2 + 13 * 128) + 2 * 128, 52),
+    "resnet50": (25_557_032, 161),
+    "many-small": (500 * (64 * 64 + 64), 1000),
+    "many-small-150": (75 * (64 * 64 + 64), 150),
+    "huge-embedding": (250_002 * 128 + 128 * 512 + 512 + 512 * 16 + 16, 5),
+}
+
+
+# --- workloads --------------------------------------------------------------------------------------------------
+
+
+def test_real_models_have_their_known_number_of_parameters() -> None:
+    assert set(SIZES) == {name for name in WORKLOADS if not name.startswith("tiny-")}
+    for name, size in SIZES.items():
+        with torch.device("meta"):
+            parameters = list(WORKLOADS[name].build().parameters())
+        assert (sum(each.numel() for each in parameters), len(parameters)) == size
+
+
+@pytest.mark.parametrize("name", [name for name in WORKLOADS if name.startswith("tiny-")])
+def test_workloads_are_the_same_every_time_and_train(name: str) -> None:
+    losses = trained(name, seed=0)
+    assert losses == trained(name, seed=0) != trained(name, seed=1)
+    assert losses[-1] < losses[0]
+
+
+def trained(name: str, seed: int) -> list[float]:
+    torch.manual_seed(0)
+    chosen = workload(name)
+    model, batch, losses = chosen.build(), chosen.batch(torch.Generator().manual_seed(seed)), []
+    optimizer = chosen.rule.optimizer(model.parameters(), lr=chosen.lr)
+    for _ in range(5):
+        loss = chosen.loss(model, batch)
+        loss.backward()
+        assert all(each.grad is not None for each in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("rule", [SGD, ADAMW])
+def test_a_plain_step_gives_the_gradient_and_is_taken_back(rule: Rule) -> None:
+    model, x = nn.Linear(64, 1, bias=False), torch.randn(64, generator=torch.Generator().manual_seed(0))
+    chosen = Workload("x", lambda: model, lambda _: (x,), lambda call, batch: call(batch[0]).sum(), rule=rule)
+    loop = Loop(chosen, model, model)
+    loop.step((x,))
+    before, options = model.weight.detach().clone(), dict(loop.optimizer.param_groups[0])
+    found = loop.gradients((x,))["weight"]
+    torch.testing.assert_close(found, x[None], rtol=5e-4, atol=1e-6)
+    assert torch.equal(model.weight, before)
+    assert loop.optimizer.param_groups[0] == options
+    assert PROBE_LR == 64.0
+    assert workload("gpt-4l:adamw").rule is ADAMW
+
+
+# --- modes ------------------------------------------------------------------------------------------------------
+
+
+def train(name: str, workload_name: str, backend: str | None) -> dict[str, Any]:
+    """On a rank: the gradients of a batch before and after `STEPS` steps."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    chosen, trained = mode(name), workload(workload_name)
+    if backend is not None and hasattr(chosen, "backend"):
+        chosen = dataclasses.replace(chosen, backend=backend)  # type: ignore[type-var]
+    trainer = chosen.prepare(trained)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    batch = trained.batch(generator)
+    before: list[dict[str, Any]] = []
+    with inductor.generated_anew():
+        code = inductor.code_of(lambda: before.append(as_arrays(trainer.gradients(batch))))
+    again = as_arrays(trainer.gradients(batch))
+    for _ in range(STEPS):
+        trainer.step(trained.batch(generator))
+    trainer.wait()
+    return {
+        "before": before[0],
+        "again": again,
+        "after": as_arrays(trainer.gradients(batch)),
+        "parts": counters["aot_autograd"]["total"],
+        "launches": sum(each.count("ops._c10d_functional.all_reduce") for each in code),
+        "fused": counters["inductor"]["ddp_buckets"],
+        "counts": trainer.counts(),
+    }
+
+
+def as_arrays(gradients: Any) -> dict[str, Any]:
+    return {name: each.numpy() for name, each in gradients.items()}
+
+
+def run(name: str, workload_name: str = TINY, backend: str | None = "aot_eager") -> list[dict[str, Any]]:
+    ranks = Ranks(2, "forkserver")
+    try:
+        return ranks.run(train, name, workload_name, backend)
+    finally:
+        ranks.stop()
+
+
+@cache
+def torch_ddp(workload_name: str) -> list[dict[str, Any]]:
+    return run("ddp", workload_name)
+
+
+def check(found: list[dict[str, Any]], workload_name: str = TINY, whens: Any = ("before", "again", "after")) -> None:
+    for rank, expected in enumerate(torch_ddp(workload_name)):
+        for when in whens:
+            mine, theirs = (
+                {name: torch.from_numpy(each) for name, each in side[when].items()} for side in (found[rank], expected)
+            )
+            equality = compare_gradients(mine, theirs)
+            assert equality.is_equal, f"rank {rank}, {when} training: {equality}"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ours:0.01",
+        "ours:sharded_crossing",
+        *(
+            pytest.param(each, marks=nightly)
+            for each in ("ddp:0.01", "ddp_compiled", "functional", "ours:in_backward", "ours:crossing", "ours:sharded")
+        ),
+    ],
+)
+def test_same_gradients_as_torch_ddp(name: str) -> None:
+    check(run(name))
+
+
+def test_the_reference_reduces() -> None:
+    """Otherwise two modes that do nothing would be equal."""
+    one, two = torch_ddp(TINY)
+    alone = run("compute")
+    for name, gradient in one["before"].items():
+        mean = (alone[0]["before"][name] + alone[1]["before"][name]) / 2
+        assert abs(gradient - mean).max() <= 1e-4 * abs(mean).max()
+        assert (gradient == two["before"][name]).all()
+        assert abs(gradient - alone[0]["before"][name]).max() > 0.01 * abs(mean).max()
+
+
+@nightly
+def test_ours_counts_its_reductions() -> None:
+    one, two = (each["counts"] for each in run("ours:0.01", backend="inductor"))
+    gradients = torch_ddp(TINY)[0]["before"].values()
+    nbytes = sum(each.nbytes + 4 for each in gradients) + 4 * MORE  # with a flag for each, whether it was used
+    assert one == two
+    assert {name: one[name] for name in ("graphs", "bytes")} == {"graphs": 1, "bytes": nbytes}
+    assert one["collectives"] > 1
+    assert 0 <= one["copied bytes"] < 0.1 * nbytes
+
+
+@nightly
+@pytest.mark.parametrize(("name", "what"), [("functional", "launches"), ("python_reducer", "fused")])
+def test_inductor_fuses_the_collectives_of_peers(name: str, what: str) -> None:
+    found = run(name, "tiny-many-small", None)
+    check(found, "tiny-many-small")
+    assert found[0][what] == 1
+
+
+@nightly
+def test_ddp_optimizer_splits_at_its_cap() -> None:
+    """1.2 MiB of parameters, buckets of 1 MiB: two parts."""
+    found = run("ddp_compiled:1", "many-small-150")
+    check(found, "many-small-150")
+    assert found[0]["parts"] == 2
+
+
+@nightly
+@pytest.mark.parametrize("name", ["compute", "oracle:0.01"])
+def test_bounds_reduce_nothing(name: str) -> None:
+    one, two = run(name)
+    for parameter, gradient in one["before"].items():
+        assert (gradient != two["before"][parameter]).any(), f"{parameter} is the same on both ranks"
+
+
+def test_decent_dp() -> None:
+    """After its first step a decentralised algorithm does not follow DDP."""
+    if reason := mode("decent_dp").why_not():
+        pytest.skip(reason)
+    check(run("decent_dp"), whens=("before", "again"))
+
+
+def test_dummies_have_the_bytes_of_the_parameters() -> None:
+    parameters = [torch.empty(300), torch.empty(5, dtype=torch.float64), torch.empty(10, 20)]
+    buffers = dummies(parameters, 1 / 1024)
+    assert [(each.dtype, each.numel()) for each in buffers] == [
+        (torch.float32, 256),
+        (torch.float32, 244),
+        (torch.float64, 5),
+    ]
+
+
+def test_names_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(mode(name).name == name for name in MODES)
+    assert {name for name, each in MODES.items() if each.is_bound} == {"compute", "comm", "oracle"}
+    for name in ("ddp:5", "ours:2.5", "oracle:1", "python_reducer:1", "ddp_compiled:5", "ours:crossing:5"):
+        changed: Any = mode(name)
+        assert (changed.name, changed.cap_mb) == (name, float(name.rpartition(":")[2]))
+    monkeypatch.setattr("dp_compile.bench.modes.peers.find_spec", lambda name: None)
+    assert [each.why_not() for each in MODES.values() if each.why_not()] == [
+        "decent_dp and loguru not installed: pip install --no-deps decent-dp loguru."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dpp", r"unknown mode 'dpp'. Built in: ours, .*compute"),
+        ("compute:5", "unknown mode 'compute:5'"),
+        ("decent_dp:ring", "unknown mode 'decent_dp:ring'"),
+        ("ours:best", "'ours:best': a number of MiB > 0"),
+        ("ddp:", "a number of MiB > 0"),
+        ("ddp:-1", "a number of MiB > 0"),
+        ("ddp:nan", "a number of MiB > 0"),
+        ("ddp:inf", "a number of MiB > 0"),
+        ("ddp_compiled:0.5", "for 'ddp_compiled' >= 1"),
+    ],
+)
+def test_unknown_names_are_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mode(name)

@@ -1,0 +1,184 @@
+"""Networks and suites of the benchmark: what they may hold, errors, and that nothing of a network is left over."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dp_compile.bench import networks, suites
+from dp_compile.bench.networks import Network, NetworkError, open_network
+from dp_compile.bench.workloads import workload
+from dp_compile.errors import ConfigError
+
+SHAPED = Network("shaped", rate_mbit=123.0)
+
+
+def spaces(pid: int) -> set[str]:
+    done = subprocess.run([networks._tool("ip"), "netns", "list"], capture_output=True, text=True)
+    names = {line.split()[0] for line in done.stdout.splitlines()}
+    return {name for name in names if name.startswith(f"{networks._PREFIX}{pid}-")}
+
+
+def can_make_networks() -> bool:
+    try:
+        with open_network(SHAPED, ranks=2):
+            return True
+    except NetworkError:
+        return False
+
+
+needs_rights = pytest.mark.skipif(not can_make_networks(), reason="cannot make network namespaces here")
+
+
+def test_without_iproute2_or_rights_the_error_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(networks, "_SYSTEM_PATH", "/nowhere")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(NetworkError, match="ip and tc not found: install iproute2"), open_network(SHAPED, ranks=2):
+        pass
+    for tool in ("ip", "tc"):
+        (tmp_path / tool).write_text("#!/bin/sh\n")
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(NetworkError, match="needs root: run the benchmark as root"), open_network(SHAPED, ranks=2):
+        pass
+    with pytest.raises(NetworkError, match="joins 2 ranks, not 3"), open_network(SHAPED, ranks=3):
+        pass
+
+
+def test_a_failure_half_way_removes_what_was_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (tmp_path / "ip").write_text(
+        f'#!/bin/sh\necho "$@" >> {log}\n[ "$1" != link ] || {{ echo "no veth here" >&2; exit 2; }}\n'
+    )
+    (tmp_path / "tc").write_text("#!/bin/sh\n")
+    for tool in ("ip", "tc"):
+        (tmp_path / tool).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with (
+        pytest.raises(NetworkError, match=r"`ip link add eth0 .*` failed: no veth here"),
+        open_network(SHAPED, ranks=2),
+    ):
+        pass
+    calls = log.read_text().splitlines()
+    added = {call.split()[-1] for call in calls if call.startswith("netns add")}
+    deleted = {call.split()[-1] for call in calls if call.startswith("netns del")}
+    assert added == deleted == {f"{networks._PREFIX}{os.getpid()}-{rank}" for rank in (0, 1)}
+
+
+@needs_rights
+def test_ranks_reach_each_other_through_the_limited_network() -> None:
+    with open_network(SHAPED, ranks=2) as place:
+        assert len(spaces(os.getpid())) == 2
+        for prefix in place.prefixes:
+            command = [*prefix, networks._tool("tc"), "qdisc", "show", "dev", "eth0"]
+            limit = subprocess.run(command, capture_output=True, text=True).stdout
+            assert "tbf" in limit
+            assert "rate 123Mbit" in limit
+        reached = "import socket, sys; socket.create_connection((sys.argv[1], 9), timeout=5)"
+        # No process listens: a refusal, and no time-out, shows that the other end is there.
+        command = [*place.prefixes[1], sys.executable, "-c", reached, place.host]
+        assert "ConnectionRefusedError" in subprocess.run(command, capture_output=True, text=True).stderr
+    assert not spaces(os.getpid())
+
+
+@needs_rights
+def test_networks_of_a_killed_run_are_removed_by_the_next() -> None:
+    program = (
+        "import os, signal\nfrom dp_compile.bench.networks import Network, open_network\n"
+        "with open_network(Network('shaped', rate_mbit=100.0), ranks=2):\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    killed = subprocess.Popen([sys.executable, "-c", program], env=environment)
+    killed.wait(timeout=120)
+    assert len(spaces(killed.pid)) == 2
+    networks.remove_stale()
+    assert not spaces(killed.pid)
+
+
+def test_a_rate_follows_from_compute_and_bytes() -> None:
+    network = Network("shaped", comm_over_compute=0.5)
+    assert network.name == "comm/compute 0.5"
+    assert network.rate(compute_s=1.0, gradient_nbytes=40_000_000) == pytest.approx(640.0)  # 80 MB/s
+    assert SHAPED.rate(compute_s=1.0, gradient_nbytes=1) == 123.0
+
+
+def test_a_simulated_network_costs_what_a_ring_does() -> None:
+    network = Network("simulated", ranks=8, latency_us=20.0, rate_mbit=8000.0)
+    assert network.name == "simulated 8 x 20 us, 8000 mbit"
+    assert network.cost.alpha_s == pytest.approx(8.4e-6 + 14 * 20e-6)
+    assert network.cost.beta_s_per_byte == pytest.approx(2 * 7 / 8 * 1e-9)
+    with open_network(network, ranks=2) as place:
+        assert (place.prefixes, place.group_ranks, place.backend, place.frees_cpu) == (((),), 8, "fabric", True)
+
+
+# --- suites -----------------------------------------------------------------------------------------------------
+
+GOOD = """\
+workloads = ["bench_standins:tiny"]
+modes = ["bench_standins:oracle", "bench_standins:averaged"]
+networks = [{kind = "loopback"}, {kind = "shaped", comm_over_compute = 1}]
+reference = "bench_standins:oracle"
+repetitions = 4
+"""
+
+
+def write(directory: Path, text: str) -> str:
+    (directory / "mine.toml").write_text(text)
+    return str(directory / "mine.toml")
+
+
+def test_a_file_becomes_values_and_user_code_is_found_in_its_directory(tmp_path: Path) -> None:
+    (tmp_path / "own_bench_models.py").write_text("from bench_standins import tiny as mine\n")
+    found = suites.load(write(tmp_path, GOOD.replace("bench_standins:tiny", "own_bench_models:mine")))
+    assert found == suites.Suite(
+        name="mine",
+        workloads=("own_bench_models:mine",),
+        modes=("bench_standins:oracle", "bench_standins:averaged"),
+        networks=(Network("loopback"), Network("shaped", comm_over_compute=1)),
+        reference="bench_standins:oracle",
+        repetitions=4,
+    )
+    assert workload("own_bench_models:mine").name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"),
+    [
+        ("repetitions = 4", "repetition = 3", r"mine\.toml: .*unexpected keyword argument 'repetition'"),
+        ("repetitions = 4", "ranks = 0", r"ranks must be an integer >= 1, got 0"),
+        ("repetitions = 4", "repetitions = true", r"repetitions must be an integer >= 3, got True"),
+        ("repetitions = 4", "caches = 'hot'", r"caches must be one of shared, cold, warm, got 'hot'"),
+        ("repetitions = 4", "repetitions = = 3", r"mine\.toml: .*line 5"),
+        ('"bench_standins:tiny"', '"no-such"', r"mine\.toml: unknown workload 'no-such'\. Built in: .*Your own: "),
+        ('"bench_standins:tiny"', '"gpt-4l:lion"', r"unknown workload 'gpt-4l:lion'.*each also as 'NAME:adamw'"),
+        ('"bench_standins:tiny"', '"nowhere:tiny"', r"'nowhere:tiny' cannot be made: ModuleNotFoundError"),
+        ('"bench_standins:tiny"', '"bench_standins:nothing"', r"returned a object, not a Workload"),
+        ('"bench_standins:tiny"', "3", r"workloads must be a list of distinct names, got \[3\]"),
+        ('["bench_standins:tiny"]', "[]", r"workloads must be a list of distinct names, got \[\]"),
+        ('reference = "bench_standins:oracle"', "", r"reference must be one of the modes .*got 'oracle'"),
+        (':averaged"]', ':oracle"]', r"modes must be a list of distinct names"),
+        ('kind = "loopback"', 'kind = "wifi"', r"kind must be one of loopback, shaped, simulated, got 'wifi'"),
+        ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', r"rate_mbit is for kind = 'shaped' or 'simulated'"),
+        ("comm_over_compute = 1", "rate = 1", r"unexpected keyword argument 'rate'"),
+        ("comm_over_compute = 1", "comm_over_compute = -1", r"comm_over_compute must be > 0, got -1"),
+        ("comm_over_compute = 1", "comm_over_compute = 1, rate_mbit = 9", r"exactly one of rate_mbit and comm"),
+        ('kind = "loopback"', 'kind = "simulated", ranks = 1, latency_us = 5', r"needs ranks \(an integer >= 2\), lat"),
+        ('networks = [{kind = "loopback"}, {kind = "shaped", comm_over_compute = 1}]', "", r"networks must be a list"),
+    ],
+)
+def test_a_wrong_value_is_named(tmp_path: Path, old: str, new: str, error: str) -> None:
+    assert old in GOOD
+    with pytest.raises(ConfigError, match=error):
+        suites.load(write(tmp_path, GOOD.replace(old, new)))
+
+
+def test_packaged_suites() -> None:
+    assert {"short", "full", "small-layers", "embedding", "crossing", "cold", "warm"} < set(suites.PACKAGED)
+    assert [suites.load(name).name for name in suites.PACKAGED] == list(suites.PACKAGED)
+    with pytest.raises(ConfigError, match=r"no suite 'shrt'\. Packaged: short, .*; or the path of a TOML file"):
+        suites.load("shrt")

@@ -1,0 +1,267 @@
+"""The simulated group: values as if all ranks held the same, times as stated, and modes that train on it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from bench_standins import tiny
+
+from dp_compile._torch import distributed
+from dp_compile.bench import selfcheck, simulated_group
+from dp_compile.bench.modes import mode
+from dp_compile.bench.simulated_group import SimulatedGroup
+from dp_compile.engine.group import Group
+from dp_compile.errors import ConfigError
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.plan.backends import FABRIC, GLOO, NCCL
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.strategies import nominal_cost
+from dp_compile.testing import Ranks
+
+RANKS = 64
+FAST = AllReduceCost(1e-4, 1e-12)
+NEVER = AllReduceCost(1e6, 0.0)
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="this part runs on a GPU")
+
+
+def reduced(group: SimulatedGroup, tensor: torch.Tensor, op: Any) -> torch.Tensor:
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    group.allreduce([tensor], options).wait()
+    return tensor
+
+
+# --- values and times, without a default group -------------------------------------------------------------------
+
+
+def test_all_ranks_hold_the_same() -> None:
+    group, ops = SimulatedGroup(0, RANKS, FAST), dist.ReduceOp
+    for op, factor in ((ops.SUM, RANKS), (ops.AVG, 1), (ops.MAX, 1), (ops.MIN, 1)):
+        assert reduced(group, torch.tensor([1.5, -2.0]), op).tolist() == [1.5 * factor, -2.0 * factor]
+    with pytest.raises(ConfigError, match=r"reduces by SUM, AVG, MIN, MAX, BAND and BOR, got .*PRODUCT"):
+        reduced(group, torch.ones(2), ops.PRODUCT)
+
+
+def test_wait_raises_an_error_of_the_arithmetic_and_the_next_collective_runs() -> None:
+    group = SimulatedGroup(0, RANKS, FAST)
+    with pytest.raises(RuntimeError, match="can't be cast to the desired output type Bool"):
+        reduced(group, torch.ones(2, dtype=torch.bool), dist.ReduceOp.SUM)
+    assert reduced(group, torch.ones(2), dist.ReduceOp.SUM).tolist() == [RANKS, RANKS]
+
+
+def test_a_collective_lasts_as_long_as_stated_and_waits_its_turn() -> None:
+    """From below only: a machine may be late, never early."""
+    group, data = SimulatedGroup(0, RANKS, AllReduceCost(0.02, 1e-6)), torch.zeros(2500)
+    start = time.monotonic()
+    works = [group.allreduce([data]), group.broadcast([data]), group.barrier()]
+    works[0].wait()
+    assert time.monotonic() - start >= 0.02 + 0.01
+    works[2].wait()
+    assert time.monotonic() - start >= (0.02 + 0.01) * 1.5 + 0.02
+    assert works[1].is_completed()
+    assert not SimulatedGroup(0, RANKS, NEVER).allreduce([data]).is_completed()
+
+
+def test_the_thread_ends_with_its_group() -> None:
+    before = set(threading.enumerate())
+    group = SimulatedGroup(0, RANKS, FAST)
+    (thread,) = set(threading.enumerate()) - before
+    reduced(group, torch.ones(2), dist.ReduceOp.SUM)
+    del group
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+# --- as a default group -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh() -> Iterator[Ranks]:
+    """A new process: modes change settings of the compiler."""
+    ranks = Ranks(1, "forkserver")
+    yield ranks
+    ranks.stop()
+
+
+def on_simulated(function: Callable[..., Any], *arguments: Any, cost: AllReduceCost = FAST) -> Any:
+    """In that process, with the simulated group in place of its group."""
+    dist.destroy_process_group()
+    os.environ.update(simulated_group.environment(cost))
+    dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
+    return function(*arguments)
+
+
+def every_way_to_communicate() -> dict[str, Any]:
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    objects = [None] * RANKS
+    dist.all_gather_object(objects, {"of": "me"})
+    gathered = [torch.zeros(2) for _ in range(RANKS)]
+    dist.all_gather(gathered, torch.ones(2))
+    plain, sent = torch.ones(2), torch.ones(2)
+    dist.all_reduce(plain)
+    dist.broadcast(sent, src=0)
+    dist.barrier()
+    coalesced = torch.ops._c10d_functional.all_reduce_coalesced([plain, sent], "avg", name)
+    return {
+        "sizes": (dist.get_world_size(), dist.get_rank(), dist.get_backend()),
+        "objects": objects == [{"of": "me"}] * RANKS,
+        "gathered": all(each.tolist() == [1.0, 1.0] for each in gathered),
+        "plain": plain.tolist(),
+        "sent": sent.tolist(),
+        "functional": WAIT(ALL_REDUCE(torch.ones(2), "sum", name)).tolist(),
+        "coalesced": [torch.ops._c10d_functional.wait_tensor(each).tolist() for each in coalesced],
+    }
+
+
+def test_every_way_to_communicate(fresh: Ranks) -> None:
+    (found,) = fresh.run(on_simulated, every_way_to_communicate)
+    assert found == {
+        "sizes": (RANKS, 0, "fabric"),
+        "objects": True,
+        "gathered": True,
+        "plain": [RANKS, RANKS],
+        "sent": [1.0, 1.0],
+        "functional": [RANKS, RANKS],
+        "coalesced": [[RANKS, RANKS], [1.0, 1.0]],
+    }
+
+
+def gradients_of(name: str) -> dict[str, torch.Tensor]:
+    """Of the first batch, by a mode, and after three steps."""
+    torch.manual_seed(0)
+    chosen = mode(name)
+    if hasattr(chosen, "backend"):
+        object.__setattr__(chosen, "backend", "aot_eager")
+    trainer = chosen.prepare(tiny())
+    batch = tiny().batch(torch.Generator().manual_seed(1))
+    found = {f"first {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
+    for _ in range(3):
+        trainer.step(batch)
+    return found | {f"later {key}": value.cpu() for key, value in trainer.gradients(batch).items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ours", "python_reducer", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("ddp", "ddp_compiled"))],
+)
+def test_modes_train_as_one_process_does(fresh: Ranks, name: str) -> None:
+    """No mode waits for a rank that does not exist, and averages are the gradients of this process."""
+    (found,) = fresh.run(on_simulated, gradients_of, name)
+    alone = of_one_process()
+    assert found.keys() == alone.keys()
+    for key, value in alone.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6)
+
+
+@cache
+def of_one_process() -> dict[str, torch.Tensor]:
+    ranks = Ranks(1, "forkserver")
+    try:
+        (found,) = ranks.run(gradients_of, "compute")
+    finally:
+        ranks.stop()
+    return dict(found)
+
+
+def test_the_self_check_measures_what_is_stated(fresh: Ranks) -> None:
+    """From below: whether the machine is quiet enough to pass is not tested."""
+    (found,) = fresh.run(on_slow_network)
+    assert (found.stated_alpha_us, found.stated_mb_per_s) == (pytest.approx(2000.0), pytest.approx(100.0))
+    assert found.alpha_us >= 0.9 * 2000.0
+    assert found.all_reduce_ms >= 2.0 + found.nbytes * 1e-5 - 0.01
+
+
+def on_slow_network() -> selfcheck.SelfCheck:
+    found: selfcheck.SelfCheck = on_simulated(selfcheck.measure, cost=AllReduceCost(2e-3, 1e-8))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("alpha_us", "mb_per_s", "passes"),
+    [(2000, 100, True), (2390, 96, True), (1610, 104, True), (2410, 100, False), (2000, 94, False), (2000, 106, False)],
+)
+def test_a_simulated_network_has_to_take_the_stated_time(alpha_us: float, mb_per_s: float, passes: bool) -> None:
+    assert selfcheck.SelfCheck(alpha_us, mb_per_s, 4, 1.0, 0.0, 1.0, 2000.0, 100.0).passed == passes
+
+
+def test_it_is_treated_as_nccl_without_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert nominal_cost(FABRIC, RANKS) == nominal_cost(NCCL, RANKS) != nominal_cost(GLOO, RANKS)
+    group = SimulatedGroup(0, RANKS, FAST)
+    simulated, real = (Group(group, "0", name, RANKS, Averaging()) for name in (FABRIC, NCCL))
+    assert real.has_others
+    assert not simulated.has_others
+    monkeypatch.setattr(dist, "get_world_size", lambda: RANKS)
+    monkeypatch.setattr(distributed, "backend_of", lambda *_: FABRIC)
+    with pytest.raises(ConfigError, match=r"^mode 'decent_dp' exchanges parameters with neighbours"):
+        mode("decent_dp").prepare(tiny())
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------
+
+
+def on_gpu() -> dict[str, Any]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    data = torch.ones(1000, device=device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    dist.all_reduce(data)  # calibrates the clock
+    dist.barrier()
+    begin.record()
+    work = dist.all_reduce(data, async_op=True)
+    assert work is not None
+    returned_first = not work.is_completed()
+    work.wait()
+    end.record()
+    end.synchronize()
+    dist.barrier()
+    future = dist.all_reduce(torch.ones(3, device=device), op=dist.ReduceOp.AVG, async_op=True).get_future()  # type: ignore[union-attr]
+    future.wait()
+    return {
+        "returned_first": returned_first,
+        "value": data[0].item(),
+        "took_ms": begin.elapsed_time(end),
+        "future": future.value()[0].tolist(),
+    }
+
+
+def on_slow_gpu() -> Any:
+    return on_simulated(on_gpu, cost=AllReduceCost(0.05, 0.0))
+
+
+def self_check_on_gpu() -> Any:
+    return on_simulated(selfcheck.measure, cost=AllReduceCost(1.8e-3, 4e-11))
+
+
+@needs_gpu
+def test_a_stream_is_busy_and_the_process_is_not(fresh: Ranks) -> None:
+    (found,) = fresh.run(on_slow_gpu)
+    assert found["returned_first"]
+    assert found["value"] == RANKS**2
+    assert found["took_ms"] == pytest.approx(50.0, rel=0.1)
+    assert found["future"] == [1.0, 1.0, 1.0]
+
+
+@needs_gpu
+def test_the_self_check_on_a_gpu(fresh: Ranks) -> None:
+    (found,) = fresh.run(self_check_on_gpu)
+    assert found.passed, found
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["ours", "ddp", "ddp_compiled", "python_reducer"])
+def test_modes_train_on_a_gpu(fresh: Ranks, name: str) -> None:
+    (found,) = fresh.run(on_simulated, gradients_of, name)
+    (alone,) = fresh.run(gradients_of, "compute")
+    for key, value in alone.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
