@@ -39,7 +39,7 @@ def document() -> str:
 
 
 def main() -> None:
-    """Write the page: the other tables take minutes."""
+    """Write the page."""
     (Path(__file__).parent / "api.md").write_text(document())
 
 

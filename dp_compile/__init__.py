@@ -24,14 +24,12 @@ if TYPE_CHECKING:
     from dp_compile.errors import ReductionError as ReductionError
     from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
     from dp_compile.errors import VoidBackwardError as VoidBackwardError
-    from dp_compile.insight.explain import explain as explain
-    from dp_compile.insight.measuring import Measurement as Measurement
-    from dp_compile.insight.measuring import measure as measure
+    from dp_compile.insight.measure import measure as measure
+    from dp_compile.insight.observe import explain as explain
     from dp_compile.insight.observe import report as report
     from dp_compile.insight.observe import step_of as step_of
-    from dp_compile.insight.profiling import measured_step as measured_step
-    from dp_compile.insight.what_if import WhatIf as WhatIf
-    from dp_compile.insight.what_if import what_if as what_if
+    from dp_compile.insight.predict import predict as predict
+    from dp_compile.insight.profile import measured_step as measured_step
     from dp_compile.modules.distributed import DistributedDataParallel as DistributedDataParallel
     from dp_compile.modules.join import join as join
     from dp_compile.modules.join import joinable as joinable
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from dp_compile.passes.functional_hook import HookBucket as HookBucket
 
 # Where each name lives. A file is loaded when one of its names is first asked for: torch alone takes seconds to import,
-# its compilers as long again, and a process that only reads a plan file needs neither.
+# its compilers as long again, and a process that only reads a step file needs neither.
 _HOME = {
     "CommunicationError": "errors",
     "ConfigError": "errors",
@@ -57,7 +55,6 @@ _HOME = {
     "HookBucket": "passes.functional_hook",
     "HookState": "engine.hook_state",
     "InvalidGraphError": "errors",
-    "Measurement": "insight.measuring",
     "ModuleError": "errors",
     "QuantizedHook": "engine.quantized_hook",
     "ReductionError": "errors",
@@ -66,24 +63,23 @@ _HOME = {
     "UnsupportedTorchError": "errors",
     "VoidBackwardError": "errors",
     "WarmupRecord": "modules.warmup",
-    "WhatIf": "insight.what_if",
     "calibrate": "engine.calibration",
     "compiled_backward": "engine.backward",
     "decentralize": "decentralized",
-    "explain": "insight.explain",
+    "explain": "insight.observe",
     "join": "modules.join",
     "joinable": "modules.join",
     "load_cache_artifacts": "engine.cache_blob",
-    "measure": "insight.measuring",
-    "measured_step": "insight.profiling",
+    "measure": "insight.measure",
+    "measured_step": "insight.profile",
     "no_sync": "modules.replicated_module",
+    "predict": "insight.predict",
     "replicate": "modules.replicate",
     "report": "insight.observe",
     "save_cache_artifacts": "engine.cache_blob",
     "step_of": "insight.observe",
     "unreplicate": "modules.replicate",
     "warmup": "modules.warmup",
-    "what_if": "insight.what_if",
 }
 _ROOMS = ("optim", "state")
 """Names of them are asked for by theirs: `dp_compile.optim.in_backward`."""
@@ -105,5 +101,4 @@ def __dir__() -> list[str]:
 
 # They live above the engine, which tells whoever listens.
 observers.always("dp_compile.insight.dumps:observer")
-observers.always("dp_compile.insight.first_steps:observer")
 observers.always("dp_compile.insight.ranges:observer")

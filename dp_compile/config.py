@@ -256,7 +256,7 @@ class ReplicateConfig:
     knows."""
 
     dump_dir: str | None = None
-    """Where to write what becomes of each captured backward: short texts, whole graphs, differences and a repro, in
+    """Where to write what becomes of each captured backward: its plan, its graph at each stage and its code, in
     `rank<k>/capture<n>`. The only option that ranks may give differently. `None`: the environment variable
     `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
 

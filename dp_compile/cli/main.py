@@ -14,7 +14,7 @@ from typing import Final
 from dp_compile.cli.parsing import Parser, Subparsers
 from dp_compile.errors import ConfigError, DPCompileError
 
-_COMMANDS: Final = ("train", "explain", "timeline", "whatif", "dump", "plan", "bench")
+_COMMANDS: Final = ("train", "explain", "timeline", "predict", "dump", "bench")
 """Each is the name of a file beside this one, and loaded when it is asked for: most need torch, some its compilers."""
 
 

@@ -145,7 +145,7 @@ def _add_reductions(group: Any, default: TrainOptions) -> None:
     group.add_argument(
         "--save-step",
         metavar="FILE",
-        help="write what explains the step at the end, for dp-compile whatif",
+        help="write the step at the end, for dp-compile explain, timeline and predict",
     )
     group.add_argument(
         "--timeout-s",

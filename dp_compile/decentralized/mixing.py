@@ -16,10 +16,9 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -100,20 +99,6 @@ class MixedBucket:
         return _views(self.plan, self.buffer)
 
 
-class ExchangeListener(Protocol):
-    """Hears of a module's steps: a backward begins, buckets arrive and are sent, the step is done."""
-
-    def begun(self) -> None: ...
-
-    def arriving(self, bucket: int, edge: Edge) -> AbstractContextManager[Any]:
-        """Around the wait for what was sent for this step; not for a rank that is alone in it."""
-
-    def sent(self, bucket: int, edge: Edge, work: dist.Work | None) -> None:
-        """For the next step; without `work` that step is of this rank alone."""
-
-    def ended(self) -> None: ...
-
-
 class Mixer:
     """The parameters of a module and the ranks that it mixes them with.
 
@@ -140,7 +125,6 @@ class Mixer:
         self._exchanges: dict[tuple[int, ...], Exchange] = {}
         self._everybody = Exchange(self.group, {})
         self._make_groups(replica)
-        self.listeners: list[ExchangeListener] = []
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         """While parameters are averages over all ranks that will be taken back: tensors, and what they were."""
         self.all_equal = True
@@ -177,10 +161,7 @@ class Mixer:
         edge, work = bucket.under_way
         if work is not None:
             self._tell_of_changes(bucket, edge)
-            with ExitStack() as around:
-                for listener in self.listeners:
-                    around.enter_context(listener.arriving(bucket.number, edge))
-                self.wait(work, edge)
+            self.wait(work, edge)
         bucket.under_way = None
         if work is None:
             return
@@ -224,8 +205,6 @@ class Mixer:
             for mine, sent in zip(bucket.mine, bucket.arriving, strict=True):
                 torch.mul(mine, edge.share, out=sent)
             bucket.under_way, bucket.versions = (edge, self.start(bucket.buffer, edge)), bucket.versions_now()
-        for listener in self.listeners:
-            listener.sent(bucket.number, *bucket.under_way)
 
     def start(self, tensor: torch.Tensor, edge: Edge, op: Any = dist.ReduceOp.SUM) -> dist.Work:
         """Start an all-reduce over the ranks of an edge.

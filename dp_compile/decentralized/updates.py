@@ -80,8 +80,6 @@ class MixingUpdates:
                 "a backward while parameters are the average of all ranks, which will be taken back: what it learns "
                 "would be lost. Train outside of global_average(), or call revert_global_avg() before."
             )
-        for listener in self.mixer.listeners:
-            listener.begun()
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         if keep_graph:
@@ -124,8 +122,6 @@ class MixingUpdates:
         self.mixer.all_equal = False
         self._done.clear()
         self._sent = 0
-        for listener in self.mixer.listeners:
-            listener.ended()
 
     def left_out(self, error: BaseException) -> None:
         """Nothing follows reductions, of which there are none."""

@@ -1,20 +1,412 @@
-"""Why a replicated module's step takes as long as it takes."""
+"""Why a step takes as long as it takes: a verdict, one table of buckets, at most three pieces of advice. 80 columns."""
 
 from __future__ import annotations
 
-from torch import nn
+import json
+import math
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
 
-from dp_compile.insight.explanation import Explanation, explanation_of
-from dp_compile.insight.observe import step_of
+from dp_compile.errors import ConfigError
+from dp_compile.insight.predict import DTYPES, PLANNERS, replanned, sent_in
+from dp_compile.insight.step import (
+    BYTES,
+    DECENTRALIZED,
+    NOMINAL,
+    WAITED,
+    MeasuredBucket,
+    PlannedBucket,
+    Step,
+    format_ms,
+    planned_buckets,
+)
+from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.plan.crossing import FORWARD_SHARE, why_not_left
+from dp_compile.plan.ready_times import MEASURED
+from dp_compile.plan.words import count, format_bytes
+
+WIDTH: Final = 80
+MOST_ROWS: Final = 16
+MOST_ADVICE: Final = 3
+SHORTEST_S: Final = 1e-9
+"""What is shorter is rounding."""
+SMALLEST_GAIN: Final = 0.005
+"""Of the predicted end. The model is not more exact."""
+CAPS_MB: Final = (1.0, 5.0, 25.0, math.inf)
+FITTED: Final = 0.01
+"""Of the measured end: so near to it is no prediction, if the link was fitted to the same backward."""
+COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not known", "one rank"
 
 
-def explain(module: nn.Module) -> Explanation:
-    """What bounds the step of a replicated module, what is exposed and why, and what would help. Print it.
+@dataclass(frozen=True, slots=True)
+class ExplainedBucket:
+    """One bucket. `reason`: why it ends with its last member. `why`: why it is exposed, or that it is not.
 
-    The figures are predictions from the plan, and say what they start from: ready times and the link may be assumed,
-    estimated or measured. What was measured of this rank's steps stands beside them.
+    `released_by`: the gradient whose readiness lets it be launched; it may be of an earlier bucket, for launches keep
+    their order, and is empty if reductions are deferred. `planned`: `None` if the timeline is not known.
+    """
+
+    number: int
+    nbytes: int
+    gradients: int
+    members: tuple[str, ...]
+    reason: str
+    released_by: str
+    why: str
+    planned: PlannedBucket | None
+    measured: MeasuredBucket | None
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Something to change, and how much earlier backward and communication would be over.
+
+    `share`: of the predicted end. `at_most`: the gain if what the plan believes is off by 2x.
+    """
+
+    change: str
+    gain_s: float
+    share: float
+    at_most: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a step takes as long as it takes. Print it; times in seconds after the start of the backward.
+
+    `bound_by`: `communication`, `compute`, `not known` (the backward was not timed) or `one rank`. `end_s`,
+    `exposed_s`: predicted, with a next forward if something ends under it; `None` without a timeline. `bound_s`: no
+    plan ends earlier (`release_time_bound`). `notes`: what has to be known to read the figures.
+    """
+
+    step: Step
+    bound_by: str
+    end_s: float | None
+    exposed_s: float | None
+    bound_s: float
+    buckets: tuple[ExplainedBucket, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> str:
+        """Figures, buckets, advice and notes; the step has a file format of its own kind, `Step.to_json`."""
+        data: dict[str, Any] = {name: getattr(self, name) for name in ("bound_by", "end_s", "exposed_s", "bound_s")}
+        data |= {
+            name: getattr(self.step, name) for name in ("backward_s", "communication_s", "is_timed", "cost_source")
+        }
+        data |= {"measured": None if self.step.measured is None else asdict(self.step.measured)}
+        data |= {name: [asdict(each) for each in getattr(self, name)] for name in ("buckets", "advice")}
+        return json.dumps(data | {"notes": self.notes})
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, verbose: bool = False) -> str:
+        """`verbose`: all buckets, with their members and why they end where they end."""
+        lines = [_verdict(self), *(line for text in _facts(self) for line in _wrapped(text, 2)), ""]
+        lines += [*_table(self, None if verbose else MOST_ROWS), ""]
+        if verbose:
+            for each in self.buckets:
+                lines += _wrapped(f"bucket {each.number}: {each.reason}", 2) + _wrapped(", ".join(each.members), 4)
+            lines.append("")
+        return "\n".join([*lines, *_advice(self)])
+
+
+def explanation_of(step: Step) -> Explanation:
+    """Explain a step.
 
     Raises:
-        ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+        ConfigError: the measured buckets are not those of the plan, or no gradient is reduced.
     """
-    return explanation_of(step_of(module))
+    if step.mode == DECENTRALIZED:
+        raise ConfigError("this step averages parameters with neighbours and reduces no gradient: nothing to explain.")
+    if step.measured is not None and len(step.measured.buckets) not in (0, len(step.plan.buckets)):
+        raise ConfigError(
+            f"the plan has {len(step.plan.buckets)} buckets, {len(step.measured.buckets)} were measured. Measure under "
+            "the plan that is to be explained."
+        )
+    no_timeline = why_no_timeline(step)
+    forward_s = step.forward_s if step.has_two_halves else 0.0
+    if step.world_size == 1:
+        bound_by = ONE_RANK
+    elif not step.is_timed:
+        bound_by = NOT_KNOWN
+    else:
+        bound_by = COMMUNICATION if step.communication_s > step.backward_s + forward_s else COMPUTE
+    return Explanation(
+        step,
+        bound_by,
+        None if no_timeline else step.end_s + forward_s,
+        None if no_timeline else step.exposed_s,
+        step.bound_s() + forward_s,
+        tuple(_explained(step, no_timeline is None)),
+        () if no_timeline else advice_for(step),
+        tuple(_notes(step, no_timeline)),
+    )
+
+
+def why_no_timeline(step: Step) -> str | None:
+    """Why the plan does not say when its buckets are reduced; `None` if it does."""
+    if step.mode.startswith("torch's C++ reducer"):
+        return "torch's C++ reducer makes its own buckets, not those below. Compile the forward, and hooks reduce"
+    if not step.mode.startswith("python hooks"):
+        return f"what reduces is not known ({step.mode})"
+    return "there is one rank, and nothing to communicate" if step.world_size == 1 else None
+
+
+def _explained(step: Step, has_timeline: bool) -> Iterator[ExplainedBucket]:
+    """The buckets in launch order, each with the gradient that releases it: of equally ready ones the largest."""
+    planned: Sequence[PlannedBucket | None] = planned_buckets(step) if has_timeline else [None] * len(step.plan.buckets)
+    seen = step.measured.buckets if step.measured is not None else ()
+    latest_s, name, place = -1.0, "", 0
+    for number, (bucket, times) in enumerate(zip(step.plan.buckets, step.ready_members(), strict=True)):
+        own_s = max(each.ready_s for each in times)
+        if own_s >= latest_s:
+            last = [member for member, time in zip(bucket.members, times, strict=True) if time.ready_s == own_s]
+            latest_s, name, place = own_s, max(_gradients(last), key=lambda member: member.nbytes).label, number
+        released_by, each = "" if step.deferred else name, planned[number]
+        why = "" if each is None else _why(step, each, released_by, "" if place == number else f" (bucket {place})")
+        labels = tuple(member.label for member in bucket.members)
+        gradients = sum(member.gradient.name != UNUSED_FLAGS for member in bucket.members)
+        facts = number, bucket.nbytes, gradients, labels, bucket.reason
+        yield ExplainedBucket(*facts, released_by, why, each, seen[number] if seen else None)
+
+
+def _gradients(members: Sequence[Any]) -> Sequence[Any]:
+    """Without the flags, unless they are alone."""
+    return [member for member in members if member.gradient.name != UNUSED_FLAGS] or members
+
+
+def _why(step: Step, planned: PlannedBucket, released_by: str, place: str) -> str:
+    """Why a bucket is exposed."""
+    if planned.exposed_s < SHORTEST_S:
+        return "hidden"
+    if planned.needed_s is not None:
+        return f"next forward reads it at {_time(step, planned.needed_s)}"
+    if planned.start_s > planned.ready_s + SHORTEST_S:
+        return "network busy"
+    if not released_by:
+        return "all reductions start when the backward ends"
+    return f"waits for {released_by}{place}"
+
+
+# --- advice ---------------------------------------------------------------------------------------------------------
+
+
+def advice_for(step: Step) -> tuple[Advice, ...]:
+    """What is predicted to gain more than `SMALLEST_GAIN`: options first, then limits; at most `MOST_ADVICE`."""
+    ranked = [sorted(each, key=lambda one: -one.share) for each in (_options(step), _limits(step))]
+    return tuple(each for one in ranked for each in one if each.share > SMALLEST_GAIN)[:MOST_ADVICE]
+
+
+def _gain(change: str, before: Step, after_s: float, *, at_most: bool = False) -> Advice:
+    before_s = _end_s(before)
+    return Advice(change, before_s - after_s, 1 - after_s / before_s if before_s else 0.0, at_most)
+
+
+def _options(step: Step) -> Iterator[Advice]:
+    has_buckets, plans = step.strategy != "single", step.strategy in PLANNERS
+    if step.deferred:
+        now = replace(step, deferred=False)
+        how = "a backward without graph breaks" if has_buckets else "the default passes, which make buckets"
+        after_s = _end_s(now if has_buckets else replanned(now))
+        yield _gain(f"{how}: reductions start before its end", step, after_s)
+    if has_buckets and (step.is_timed or not plans):  # a plan for assumed speeds is not judged by the same assumption
+        caps = {"math.inf" if cap_mb == math.inf else f"{cap_mb:g}": cap_mb for cap_mb in CAPS_MB}
+        other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in caps.items()}
+        new = "a new plan" if step.ready.basis == MEASURED else "a new plan from measured times (replan_after=20)"
+        other[new if plans else 'strategy="optimal"'] = replanned(step)
+        option, best = min(other.items(), key=lambda item: _end_s(item[1]))
+        yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, _end_s(best))
+    nominal = step.cost_source.startswith((NOMINAL, WAITED))
+    if nominal or not step.is_timed:
+        ways = ["replan_after=20 (measures the backward and the link)"] if not step.is_timed else []
+        ways += ["cost=dp_compile.calibrate().cost (measures the link)"] if nominal else []
+        speeds = [replace(step, ready=replace(step.ready, backward_s=scale * step.backward_s)) for scale in (0.5, 2.0)]
+        found = [_gain(" or ".join(ways), each, _end_s(replanned(each)), at_most=True) for each in speeds]
+        yield max(found, key=lambda each: each.share)
+    hooks = any(each.key.reduction.hook is not None for each in step.plan.gradients)
+    if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):
+        yield _gain("reduce_dtype=torch.bfloat16: fewer bytes, other rounding", step, _end_s(sent_in(step, "bfloat16")))
+
+
+def _limits(step: Step) -> Iterator[Advice]:
+    """What the link and the batch limit."""
+    latency, bandwidth = (replace(step, cost=step.cost.scaled(*factors)) for factors in ((1.0, 0.5), (0.5, 2.0)))
+    yield _gain("half the latency of a collective: a limit of the link", step, _end_s(latency))
+    yield _gain("twice the bandwidth between ranks: a limit of the link", step, _end_s(bandwidth))
+    doubled = replace(step, ready=replace(step.ready, backward_s=2 * step.backward_s))
+    yield _gain("double the batch on each rank (time per sample)", step, _end_s(doubled) / 2)
+
+
+def _end_s(step: Step) -> float:
+    return step.end_s + (step.forward_s if step.has_two_halves else 0.0)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+def _time(step: Step, seconds: float) -> str:
+    """In milliseconds; in percent of the backward if its length is assumed, for such times are no milliseconds."""
+    if step.is_timed:
+        return format_ms(seconds)
+    return f"{100 * seconds / step.backward_s:.1f}%" if step.backward_s else "0%"
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    more = " " * (indent + 2)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=" " * indent, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _verdict(this: Explanation) -> str:
+    """The first line: what bounds the step and how much is exposed, and whether any of it was measured."""
+    seen = this.step.measured
+    estimate = "" if seen is not None else "Estimated, not measured: "
+    if this.bound_by == ONE_RANK:
+        return f"{estimate}one rank, nothing to communicate."
+    if this.exposed_s is None:
+        return f"{estimate}what is exposed is not known."
+    share = this.exposed_s / this.end_s if this.end_s else 0.0
+    if this.bound_by == NOT_KNOWN:
+        return f"{estimate}{share:.0%} exposed if compute lasts as long as its bytes."
+    if seen is None:
+        return f"{estimate}{this.bound_by}-bound, {format_ms(this.exposed_s)} ({share:.0%}) exposed."
+    forward = seen.next_forward if this.step.has_two_halves else None
+    exposed_s, end_s = seen.exposed_s + seen.gather_s, seen.end_s if forward is None else forward.end_s
+    return (
+        f"{this.bound_by.capitalize()}-bound: {format_ms(exposed_s)} exposed of {format_ms(end_s)}, "
+        f"measured on rank {seen.rank}."
+    )
+
+
+def _facts(this: Explanation) -> Iterator[str]:
+    step, seen = this.step, this.step.measured
+    ways = "".join(f", {times} {way}" for way, times in step.backwards)
+    gradients = sum(each.name != UNUSED_FLAGS for each in step.plan.gradients)
+    yield (
+        f"{count(step.world_size, 'rank')}, {step.backend} on {step.device}, {step.mode}, {step.strategy}: "
+        f"{count(len(this.buckets), 'bucket')}, {count(gradients, 'gradient')}, {format_bytes(step.plan.nbytes)}{ways}"
+    )
+    if this.end_s is not None:
+        forward = step.has_two_halves
+        until, ratio = "next forward" if forward else "communication", this.end_s / (this.bound_s or 1.0)
+        predicted = (
+            f"predicted end of backward and {until} {_time(step, this.end_s)}, at best {_time(step, this.bound_s)}"
+        )
+        yield f"{predicted} ({ratio:.3f}); exposed {_time(step, this.exposed_s or 0.0)}"
+        share = "measured" if step.forward_share is not None else f"assumed, {FORWARD_SHARE:g} of the backward"
+        also = f"; next forward {_time(step, step.forward_s)} ({share})" if forward else ""
+        also += f"; all-gathers of parameters {_time(step, step.gather_s)}" if step.gather_s else ""
+        yield f"compute {_time(step, step.backward_s)}, communication {_time(step, step.communication_s)}{also}"
+    if seen is not None:
+        fitted = step.cost_source.startswith(WAITED)
+        off = None if this.end_s is None or not seen.end_s or step.has_two_halves else this.end_s / seen.end_s - 1
+        residual = "" if off is None or (fitted and abs(off) < FITTED) else f"; predicted end {off:+.1%}"
+        updates = f", updates {format_ms(seen.updates_s)}" if seen.updates_s else ""
+        later = f", {format_ms(seen.exposed_later_s + seen.gather_s)} of it after the backward"
+        exposed = format_ms(seen.exposed_s + seen.gather_s) + (later if seen.exposed_later_s + seen.gather_s else "")
+        yield f"measured: compute {format_ms(seen.compute_s)}{updates}, exposed {exposed} ({seen.source}){residual}"
+    length = f"; its length is measured on rank {seen.rank}" if seen and step.ready.backward_s is None else ""
+    yield f"backward: {step.ready.basis}{length}"
+    yield f"link: an all-reduce takes {step.cost}, {step.cost_source}"
+    yield from (f"{each}." for each in step.optimizers)
+    if step.memory is not None:
+        ddp = format_bytes(step.memory.ddp_nbytes)
+        yield f"peak memory of the backward, simulated: {format_bytes(step.memory.nbytes)}; as torch's DDP {ddp}"
+    placed = [each for each in step.placements if each.gradient != UNUSED_FLAGS]
+    copied: dict[str, int] = {}
+    for each in placed:
+        if each.copied is not None:
+            copied[each.copied] = copied.get(each.copied, 0) + each.nbytes
+    if placed:
+        largest = sorted(copied.items(), key=lambda item: -item[1])[:3]
+        reasons = "".join(f"; {format_bytes(nbytes)}: {why}" for why, nbytes in largest)
+        total = format_bytes(sum(each.nbytes for each in placed))
+        yield f"copied into buckets: {format_bytes(sum(copied.values()))} of {total}{reasons}"
+    yield from this.notes
+
+
+def _notes(step: Step, no_timeline: str | None) -> Iterator[str]:
+    if no_timeline is not None:
+        yield f"no timeline: {no_timeline}"
+    if step.deferred:
+        yield f"all reductions stand at the end of the backward: {step.why_deferred or 'no pass makes buckets'}"
+    if step.left:
+        others = [bucket for number, bucket in enumerate(step.plan.buckets) if number not in step.left]
+        why = ", ".join(sorted({why_not_left(bucket) or "another reader" for bucket in others}))
+        left, number = len(step.left), len(step.plan.buckets)
+        yield f"{left} of {number} buckets may end under the next forward{'; not: ' if why else ''}{why}"
+    for each in step.optimizers:
+        if each.stayed is False and each.left:
+            yield (
+                f"step() waits for what {each.name} defers: the forward is not one graph of "
+                'torch.compile(model, backend="dp_compile"). Predicted is a step without that overlap'
+            )
+    sent: dict[tuple[str, int], list[Any]] = {}
+    for one in step.ready.collectives:
+        sent.setdefault((one.collective, one.ranks), []).append(one)
+    for (kind, ranks), all_of in sent.items():
+        share, nbytes = sum(each.end - each.start for each in all_of), sum(each.nbytes for each in all_of)
+        what = f"{count(len(all_of), kind)} over {count(ranks, 'rank')}, {format_bytes(nbytes)}"
+        yield f"the model sends {what}: {share:.0%} of the backward, estimated"
+    if eager := dict(step.backwards).get("eager hooks", 0):
+        yield f"{eager} of its backwards were reduced by eager hooks; predicted is a captured one"
+    if step.refusals:
+        first = step.refusals[0]
+        yield f"passes left {count(len(step.refusals), 'node')} alone; {first.node}: {first.reason}"
+
+
+def _table(this: Explanation, most: int | None) -> Iterator[str]:
+    """One line for each bucket; of very many those that say most, the outermost and the most exposed ones."""
+    step, buckets = this.step, this.buckets
+    shown = list(range(len(buckets)))
+    if most is not None and len(buckets) > most:
+        outermost = {0, 1, len(buckets) - 2, len(buckets) - 1}
+        exposed = [0.0 if each.planned is None else each.planned.exposed_s for each in buckets]
+        by_exposure = sorted(set(shown) - outermost, key=lambda number: -exposed[number])
+        shown = sorted([*outermost, *by_exposure[: most - len(outermost)]])
+    timed, seen = any(each.planned for each in buckets), any(each.measured for each in buckets)
+    unit = "ms" if step.is_timed else "% of the backward"
+    rows = [
+        [
+            "#",
+            "size",
+            "n",
+            *(["ready", "start", "end", "exposed"] if timed else []),
+            *(["waited"] if seen else []),
+            "why",
+        ]
+    ]
+    for each in (buckets[number] for number in shown):
+        times = () if each.planned is None else each.planned[:4]
+        cells = [_time(step, time).removesuffix(" ms").removesuffix("%") for time in times]
+        cells += [format_ms(each.measured.waited_s).removesuffix(" ms")] if each.measured else []
+        rows.append(
+            [str(each.number), format_bytes(each.nbytes), str(each.gradients), *cells, each.why or each.members[0]]
+        )
+    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
+    room = WIDTH - sum(widths) - 2 * len(widths)
+    about = [f"in {unit}"] * timed + ["waited is measured, in ms"] * seen
+    yield "Buckets in launch order, n gradients each" + (f" ({'; '.join(about)})" if about else "")
+    for row in rows:
+        why = row[-1] if len(row[-1]) <= room else f"{row[-1][: room // 2 - 1]}..{row[-1][-(room - room // 2 - 1) :]}"
+        yield "  ".join([*(cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=True)), why])
+    if len(shown) < len(buckets):
+        yield f"... and {len(buckets) - len(shown)} more: --buckets, text(verbose=True)"
+
+
+def _advice(this: Explanation) -> Iterator[str]:
+    if this.end_s is None:
+        return
+    if not this.advice:
+        yield "Advice: none; nothing that was tried gains more than 0.5 % of the predicted end."
+        return
+    yield "Advice, each alone, with its predicted gain:"
+    for each in this.advice:
+        most = "up to " if each.at_most else ""
+        gain = f"{most}{each.share:.1%}" + (f", {format_ms(each.gain_s)}" if this.step.is_timed else "")
+        yield from _wrapped(f"{gain}: {each.change}", 2)

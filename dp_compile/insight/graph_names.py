@@ -1,4 +1,4 @@
-"""What the nodes of a captured backward are called in the user's words: parameters, gradients, buckets.
+"""Names for the nodes of a captured backward: parameters, gradients, buckets.
 
     primals_17                                  ->  blocks.0.expand.weight
     mm_3, what reduce_grad or flat_bucket gets  ->  grad blocks.0.expand.weight
@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from dp_compile.fx.collectives import is_all_gather, is_collective, is_launch, is_wait
+from dp_compile.fx.collectives import is_all_gather, is_launch, is_wait
 from dp_compile.fx.edit import Provenance, provenance_of
-from dp_compile.fx.printer import op_name, type_text
-from dp_compile.passes.analysis import MemberMark
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.crossing import LEAVE
@@ -53,16 +51,6 @@ def node_names(graph: fx.Graph, plans: Sequence[BucketPlan], inputs: Sequence[st
     return naming.names
 
 
-def collectives_of(graph: fx.Graph, plans: Sequence[BucketPlan]) -> tuple[str, ...]:
-    """Every reduction that a graph runs, in its order: op, reduce op, type, and what it carries."""
-    words = _Words(plans)
-    return tuple(
-        _describe(node, words)
-        for node in graph.nodes
-        if is_collective(node) or (node.op == "call_function" and node.target is REDUCE_GRAD)
-    )
-
-
 def _inputs(graph: fx.Graph) -> Iterator[fx.Node]:
     """What stands for each input. Dynamo hands a list over whole and takes its items out; not all need appear."""
     for node in graph.find_nodes(op="placeholder"):
@@ -72,22 +60,6 @@ def _inputs(graph: fx.Graph) -> Iterator[fx.Node]:
             continue
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         yield from (items.get(position, node) for position in range(len(value)))
-
-
-def _describe(node: fx.Node, words: _Words) -> str:
-    what = type_text(node.all_input_nodes[0].meta.get("val")) if node.all_input_nodes else ""
-    if node.target is REDUCE_GRAD:
-        reduction = match(node)
-        name = words.gradient(reduction) if isinstance(reduction, GradReduction) else reduction.reason
-        return f"reduce_grad {what}: {name}"
-    head, provenance = op_name(node).rpartition(".")[2].rstrip("_"), provenance_of(node)
-    if provenance is None or not is_launch(node.target):
-        return f"{head} {what}: of the model"
-    members = ", ".join(words.mark(MemberMark.read(member)) for member in provenance.members)
-    if isinstance(node.args[0], (list, tuple)):
-        what = f"{len(node.args[0])} tensors"
-    how = f" {node.args[1]}" if isinstance(node.args[1], str) else ""
-    return f"{head}{how} {what} bucket {words.unit(provenance.unit)}{f': {members}' if members else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +81,6 @@ class _Words:
     def gradient(self, reduction: GradReduction) -> str:
         place = reduction.replica, reduction.index
         return self._gradients.get(place, f"gradient {place[1]} of module {place[0]}")
-
-    def mark(self, mark: MemberMark) -> str:
-        name = self._gradients.get((mark.replica, mark.index), f"gradient {mark.index} of module {mark.replica}")
-        return name if mark.rows is None else f"{name}[{mark.rows[0]}:{mark.rows[1]}]"
 
     def member(self, replica: int, member: Member) -> str:
         return self.of_replica(replica, UNUSED_FLAGS if member.gradient.name == UNUSED_FLAGS else member.label)

@@ -1,40 +1,47 @@
-"""Read off a replicated module what is known of it: a report for people, its step as data."""
+"""Read a replicated module: a report for people, and its step as data."""
 
 from __future__ import annotations
 
+from typing import Final
+from weakref import WeakKeyDictionary
+
 from torch import nn
 
+from dp_compile.engine.calibration import calibrated
+from dp_compile.engine.record import CaptureRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
-from dp_compile.insight.explanation.text import format_ms
-from dp_compile.insight.replica_step import measured_of, step_of_replica
+from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
-from dp_compile.insight.step import Step
+from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms, with_waited_link
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.bucket_memory import KEPT_FROM_NBYTES
 from dp_compile.plan.certificate import Certificate
-from dp_compile.plan.ready_times import ASSUMED
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import ASSUMED, MEASURED
+from dp_compile.plan.strategies import nominal_cost
 from dp_compile.plan.words import count, format_bytes
+
+measured: Final[WeakKeyDictionary[Replica, MeasuredStep]] = WeakKeyDictionary()
+"""What `measure()` saw last of a module on this rank."""
 
 
 def report(module: nn.Module) -> Report:
-    """The plan of a replicated module, what was captured, and which way its backwards went.
+    """What was planned for a replicated module, what was captured, and which way its backwards went.
 
     Raises:
         ModuleError: the module is not replicated.
     """
     replica = replica_of(module)
-    promise = "" if replica.certificate is None else _promise(replica, replica.certificate)
-    captures = tuple(replica.history.captures.values())
     hook = replica.called_hook
     why = "" if hook is None else f"comm hook {hook.name} is called by torch's C++ reducer: {hook.why_called}"
     return Report(
         replica.mode,
         replica.group.world_size,
         replica.plan,
-        captures,
+        tuple(replica.history.captures.values()),
         dict(replica.history.backwards),
-        promise,
+        "" if replica.certificate is None else _promise(replica, replica.certificate),
         measured=_measured(replica),
         divided_by=replica.group.averaging.divide_by,
         why_not_captured=why,
@@ -43,11 +50,38 @@ def report(module: nn.Module) -> Report:
     )
 
 
+def step_of(module: nn.Module) -> Step:
+    """What was planned for a replicated module, what that was made from, what was captured and measured.
+
+    Raises:
+        ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+    """
+    replica = replica_of(module)
+    if not (replica.history.backwards if replica.is_mixed else replica.history.synced_backwards):
+        raise ModuleError(
+            "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
+            "dp_compile.warmup(), first."
+        )
+    return step_of_replica(replica)
+
+
+def explain(module: nn.Module) -> Explanation:
+    """What bounds the step of a replicated module, what is exposed and why, and what would help. Print it.
+
+    Figures are predictions from the plan; what `measure()` saw is shown with them. If nothing was measured the first
+    line says so.
+
+    Raises:
+        ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
+    """
+    return explanation_of(step_of(module))
+
+
 def _kept_memory(replica: Replica) -> str:
     memory = replica.bucket_memory
     if not memory.kept:
         return ""
-    which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would take anew"
+    which = f" above {format_bytes(KEPT_FROM_NBYTES)}, which malloc would allocate again each time"
     return (
         f"memory that backwards use again: {format_bytes(memory.nbytes)} of "
         f"{count(memory.buckets, 'bucket')}{'' if replica.plan.keeps_memory else which}"
@@ -66,30 +100,58 @@ def _promise(replica: Replica, certificate: Certificate) -> str:
         [
             f"{replica.strategy}: {count(len(certificate.reasons), 'bucket')}, {certificate.chosen}",
             f"  predicted end {certificate.promise}",
-            f"  planned before anything was timed: {made_for}" if believed_s is None else f"  planned {made_for}",
+            f"  planned without measured times: {made_for}" if believed_s is None else f"  planned {made_for}",
             f"  planned for an all-reduce that takes {certificate.cost}",
         ]
     )
 
 
 def _measured(replica: Replica) -> str:
-    seen = measured_of(replica)
+    seen = measured.get(replica)
     if seen is None:
         return ""
     waited = f", {format_ms(seen.exposed_s)} of them waiting for buckets" if seen.buckets else ""
     return f"backward: {format_ms(seen.backward_s)}{waited}, {seen.source}, on rank {seen.rank}"
 
 
-def step_of(module: nn.Module) -> Step:
-    """What was planned for a replicated module, from what, what came of it, and what was measured.
+def step_of_replica(replica: Replica) -> Step:
+    """The same of a replica, with what is known so far."""
+    captures = [record for record in replica.history.captures.values() if record.synced]
+    latest: CaptureRecord | None = captures[-1] if captures else None
+    cost, cost_source = _cost(replica)
+    step = Step(
+        mode=replica.mode,
+        strategy=replica.strategy,
+        world_size=replica.group.world_size,
+        backend=replica.group.backend,
+        device=replica.device.type,
+        plan=replica.plan,
+        ready=replica.ready,
+        cost=cost,
+        cost_source=cost_source,
+        memory=latest.memory if latest else None,
+        placements=latest.placements if latest else (),
+        refusals=tuple(refusal for record in latest.passes for refusal in record.result.refusals) if latest else (),
+        backwards=tuple(replica.history.backwards.items()),
+        measured=measured.get(replica),
+        deferred=latest is not None and latest.deferred,
+        why_deferred=latest.why_deferred if latest else "",
+        optimizers=tuple(
+            record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
+        ),
+    )
+    return with_waited_link(step)
 
-    Raises:
-        ModuleError: the module is not replicated, or no synchronised backward of it has run yet.
-    """
-    replica = replica_of(module)
-    if not (replica.history.backwards if replica.is_mixed else replica.history.synced_backwards):
-        raise ModuleError(
-            "nothing to explain yet: no synchronised backward of this module has run. Train a step, or call "
-            "dp_compile.warmup(), first."
-        )
-    return step_of_replica(replica)
+
+def _cost(replica: Replica) -> tuple[AllReduceCost, str]:
+    """What a collective costs, and where that is from."""
+    group = replica.group
+    nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    cost = replica.config.cost or (nominal if replica.certificate is None else replica.certificate.cost)
+    if replica.config.cost is not None:
+        return cost, "given in the config"
+    if cost != nominal and replica.ready.basis == MEASURED:
+        return cost, "measured on this group"
+    if (known := calibrated(group.process_group, replica.device, with_levels=group.levels is not None)) is not None:
+        return known, "measured by calibrate()"
+    return cost, f"{NOMINAL} for {group.backend}, not measured"

@@ -1,7 +1,7 @@
-"""All that explains one step: what was planned, from what, what came of it, what was measured. Pure data, JSON.
+"""One step of a replicated module as data: its plan, what that was made from, what was captured, what was measured.
 
-`step_of` (observe.py) reads it off a replicated module; explanations, timelines, dumps and predictions start from it,
-on this machine or on another one.
+Explanations, timelines, predictions and dumps read this value and nothing else, here or on another machine. Times are
+seconds, those of buckets from the start of the backward. Without `measured` every time is an estimate.
 """
 
 from __future__ import annotations
@@ -26,27 +26,31 @@ from dp_compile.plan.crossing import Job as CrossingJob
 from dp_compile.plan.network import Carried, Job, ReadyGradient, jobs_of, launches, links_of, release_time_bound
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_gradients
 
-STEP_VERSION: Final = 2
+STEP_VERSION: Final = 3
 NOMINAL: Final = "nominal"
-"""How a cost's source begins if nobody measured it."""
+"""How a cost's source begins if the link was not measured."""
 WAITED: Final = "by what steps waited"
 """How it begins if `with_waited_link` found it."""
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 """Of an element of a parameter, by its dtype."""
 DECENTRALIZED: Final = "decentralized"
-"""The mode of a step whose buckets are of parameters, which ranks mix; no gradient is reduced."""
+"""The mode of a step in which ranks average parameters with few neighbours; no gradient is reduced."""
+
+
+def format_ms(seconds: float) -> str:
+    """Milliseconds with three significant digits: `12.3 ms`."""
+    ms = seconds * 1e3
+    digits = "0" if abs(ms) < 5e-7 else f"{ms:,.0f}" if abs(ms) >= 99.95 else f"{ms:#.3g}"
+    return f"{digits if abs(ms) < 5e-7 or abs(ms) >= 1e-4 else '<0.0001'} ms"
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredBucket:
-    """One bucket in one measured backward, in seconds after its start.
+    """One bucket in one measured backward.
 
-    Of a decentralized module `launch_s` is before that: in the step before it was sent to the ranks of `edge`, this one
-    too. At `sent_s` it was sent to those of `next_edge`, for the step behind it.
-
-    `finish_s`: when the collective was over, or the host had waited for it; `None` if the source cannot tell.
-    `waited_s`: how long compute stood still for it. `start_s`: when the network began with it, `wait_s`: when compute
-    came to its first wait; `None` if the source cannot tell. Without `finish_s` it was over between launch and wait.
+    `finish_s`: end of the collective, or of the wait that blocked for it; `None`: the source cannot show it, it was
+    between launch and wait. `waited_s`: how long compute stood still for it. `start_s`: when the network began with it.
+    `wait_s`: when compute came to its first wait.
     """
 
     launch_s: float
@@ -54,16 +58,10 @@ class MeasuredBucket:
     waited_s: float
     start_s: float | None = None
     wait_s: float | None = None
-    edge: tuple[int, ...] = ()
-    sent_s: float | None = None
-    next_edge: tuple[int, ...] = ()
 
 
 class Followed(NamedTuple):
-    """What followed reductions, in a backward or behind it: `update`, `gather` or `forward` (`engine/observers.py`).
-
-    In seconds after the start of the backward.
-    """
+    """What followed reductions, in the backward or after it: `update`, `gather` or `forward` (engine/observers.py)."""
 
     what: str
     start_s: float
@@ -73,16 +71,17 @@ class Followed(NamedTuple):
     def seconds(self) -> float:
         return self.end_s - self.start_s
 
+    def holds(self, moment_s: float | None) -> bool:
+        return moment_s is not None and self.start_s <= moment_s <= self.end_s
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """What was measured of one rank's backward, in seconds; `buckets` in the order of the plan.
+    """What was measured of one rank's backward; `buckets` in the order of the plan.
 
-    `backward_s`: until everything was there, waiting included; what was left for the next forward was not. `source`:
-    how it was measured, for people.
-    `forward_s`, `optimizer_s`: `None` if the source does not show them. `step_s`: from the start of one backward to the
-    start of the next, all that the loop does included; `None` if fewer than two were measured. `follows`: what
-    optimizers did in the backward and behind it, and the forward that waited for updates.
+    `backward_s`: until all has arrived, waits included; what is deferred to the next forward is not in it. `source`:
+    how it was measured. `forward_s`, `optimizer_s`: `None` if the source does not show them. `step_s`: from one
+    backward's start to the next one's; `None` for the last. `follows`: optimizers' work and the forward that waits.
     """
 
     backward_s: float
@@ -101,28 +100,26 @@ class MeasuredStep:
 
     @property
     def exposed_later_s(self) -> float:
-        """How much of that was behind the backward."""
-        return sum(bucket.waited_s for bucket in self.buckets if self.is_behind(bucket.wait_s))
+        """The part of it after the backward."""
+        return sum(bucket.waited_s for bucket in self.buckets if self.is_after(bucket.wait_s))
 
-    def is_behind(self, moment_s: float | None) -> bool:
-        """Whether a moment is behind the backward."""
+    def is_after(self, moment_s: float | None) -> bool:
+        """Whether a moment is after the backward."""
         return moment_s is not None and moment_s >= self.backward_s
 
-    def lasted(self, what: str, *, behind: bool) -> float:
-        """How long something that follows reductions took, in the backward or behind it."""
-        return sum(
-            each.seconds for each in self.follows if each.what == what and self.is_behind(each.start_s) == behind
-        )
+    def lasted(self, what: str, *, after: bool) -> float:
+        """How long something that follows reductions took, in the backward or `after` it."""
+        return sum(each.seconds for each in self.follows if each.what == what and self.is_after(each.start_s) == after)
 
     @property
     def updates_s(self) -> float:
         """How long updates took in the backward."""
-        return self.lasted(UPDATE, behind=False)
+        return self.lasted(UPDATE, after=False)
 
     @property
     def gather_s(self) -> float:
-        """How long parameters went round behind the backward, or how long they were waited for in the next forward."""
-        return self.lasted(GATHER, behind=True)
+        """How long all-gathers of updated parameters took after the backward, or the next forward waited for them."""
+        return self.lasted(GATHER, after=True)
 
     @property
     def compute_s(self) -> float:
@@ -131,40 +128,40 @@ class MeasuredStep:
 
     @property
     def next_forward(self) -> Followed | None:
-        """The first forward behind the backward that waited for updates by itself, if it was seen."""
-        return next((each for each in self.follows if each.what == FORWARD and self.is_behind(each.start_s)), None)
+        """The first forward after the backward that waited for updates by itself, if it was seen."""
+        return next((each for each in self.follows if each.what == FORWARD and self.is_after(each.start_s)), None)
 
     @property
     def next_forward_s(self) -> float | None:
-        """How long that computed: without waits, without updates and parameters that go round."""
+        """How long that computed: without waits, updates and all-gathers."""
         forward = self.next_forward
         if forward is None:
             return None
         others = (each for each in self.follows if each.what in (UPDATE, GATHER))
-        inside = [each.seconds for each in others if _is_in(each.start_s, forward)]
-        waited = [each.waited_s for each in self.buckets if each.wait_s is not None and _is_in(each.wait_s, forward)]
+        inside = [each.seconds for each in others if forward.holds(each.start_s)]
+        waited = [each.waited_s for each in self.buckets if forward.holds(each.wait_s)]
         return max(0.0, forward.seconds - sum(inside) - sum(waited))
 
-
-def _is_in(moment_s: float, span: Followed) -> bool:
-    return span.start_s <= moment_s <= span.end_s
+    @property
+    def end_s(self) -> float:
+        """The end of the backward and of what follows it, without the next forward."""
+        return self.backward_s + self.lasted(UPDATE, after=True) + self.gather_s
 
 
 def typical_step(steps: Sequence[MeasuredStep]) -> MeasuredStep:
-    """Of steps of one rank under one plan, at least one: the one whose backward is the median, the shorter of two.
+    """Of steps of one rank under one plan, at least one: the one with the median backward, the shorter of two.
 
-    One real backward, so that its figures fit together: medians of each bucket would add up to another backward. How
-    long forward, optimizer and all that a step has behind its backward take are medians of those that know it. A
-    median of whole steps would be of other steps (the last of them is never known) and was seen to be shorter than
-    the backward beside it.
+    One real backward, so that its figures fit together: medians of each bucket would add up to another backward. Times
+    of forward, optimizer and of all that a step has after its backward are medians of those that know it: a median of
+    whole steps would be of other steps, and was seen to be shorter than its backward.
     """
     typical = sorted(steps, key=lambda step: step.backward_s)[(len(steps) - 1) // 2]
-    behind_s = _median_known([None if step.step_s is None else step.step_s - step.backward_s for step in steps])
+    after_s = _median_known([None if step.step_s is None else step.step_s - step.backward_s for step in steps])
     return replace(
         typical,
         forward_s=_median_known([step.forward_s for step in steps]),
         optimizer_s=_median_known([step.optimizer_s for step in steps]),
-        step_s=None if behind_s is None else typical.backward_s + behind_s,
+        step_s=None if after_s is None else typical.backward_s + after_s,
     )
 
 
@@ -175,10 +172,10 @@ def _median_known(values: Sequence[float | None]) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a replicated module. Without `measured` all times are predictions.
+    """One step of a replicated module.
 
     Args:
-        mode: what reduces, for people, as in `Report.mode`.
+        mode: what reduces, as in `Report.mode`.
         strategy: where buckets end: a name of `config.STRATEGIES`, or of a strategy of the user's.
         world_size: ranks.
         backend: of the process group.
@@ -186,17 +183,15 @@ class Step:
         plan: the buckets.
         ready: the ready times that the plan was made from.
         cost: what one collective costs, as the plan was made or would be judged.
-        cost_source: where `cost` is from, for people.
+        cost_source: where `cost` is from.
         memory: the simulated peak of the captured backward.
         placements: where gradients were computed.
         refusals: what passes left alone.
-        backwards: how many backwards took which way.
+        backwards: how many backwards went which way.
         measured: what was measured, if anything was.
         deferred: all reductions stand at the end of the backward, as in `CaptureRecord`.
-        why_deferred: what is in the way, for people.
+        why_deferred: the reason.
         optimizers: those that update in the backward.
-        forward_ratio: how long a forward computes, as a share of its backward, where that is known without a
-            measurement.
     """
 
     mode: str
@@ -216,11 +211,10 @@ class Step:
     deferred: bool = False
     why_deferred: str = ""
     optimizers: tuple[OptimizerRecord, ...] = ()
-    forward_ratio: float | None = None
 
     @property
     def communication_s(self) -> float:
-        """How long the stages of the plan's buckets take, one after the other, and parameters that go round."""
+        """All collectives one after the other: stages of buckets, and all-gathers of updated parameters."""
         return sum(job.seconds for job in self.jobs()) + self.gather_s
 
     @property
@@ -232,7 +226,7 @@ class Step:
 
     @property
     def gathers_late(self) -> bool:
-        """Whether parameters go round under the next forward."""
+        """Whether updated parameters are all-gathered under the next forward."""
         return any(each.left and each.stayed is not False for each in self._sharded())
 
     @property
@@ -242,28 +236,26 @@ class Step:
 
     @property
     def forward_s(self) -> float:
-        """How long the next forward computes: as measured beside the backward, else a share of it that is assumed."""
+        """How long the next forward computes: as measured, else an assumed share of the backward."""
         return self.backward_s * (FORWARD_SHARE if self.forward_share is None else self.forward_share)
 
     @property
     def forward_share(self) -> float | None:
-        """How long a forward computes as a share of its backward; `None` if nobody knows."""
+        """How long a forward computes as a share of its backward; `None` if it was not measured."""
         seen = self.measured
-        forward_s = None
-        if seen is not None and seen.compute_s:
-            forward_s = seen.forward_s if seen.next_forward_s is None else seen.next_forward_s
-        if seen is None or forward_s is None:
-            return self.forward_ratio
-        return forward_s / seen.compute_s
+        if seen is None or not seen.compute_s:
+            return None
+        forward_s = seen.forward_s if seen.next_forward_s is None else seen.next_forward_s
+        return None if forward_s is None else forward_s / seen.compute_s
 
     @property
     def gather_s(self) -> float:
-        """How long parameters go round, where each rank updates a part of them."""
+        """How long all-gathers take, where each rank updates a shard of the parameters."""
         return sum(self._gather_s(each, self._gathers(each)) for each in self._sharded())
 
     @property
     def gather_wait_s(self) -> float:
-        """How long compute stands still for them: all of it, or what the next forward waits."""
+        """How long compute stands still for them."""
         if not self.gathers_late:
             return self.gather_s
         return sum(each.waited_s for each in gathers_under_the_forward(self))
@@ -272,20 +264,27 @@ class Step:
         return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
 
     def _gathers(self, optimizer: OptimizerRecord) -> int:
-        """How many collectives that is: an all-gather for each bucket, or each rank sends what it has updated."""
+        """How many collectives that is: an all-gather for each bucket, or a broadcast from each rank."""
         if not optimizer.cuts:
             return self.world_size
         return sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets)
 
     def _gather_s(self, optimizer: OptimizerRecord, collectives: int) -> float:
-        """One phase of the two of an all-reduce."""
+        """One of the two phases of an all-reduce."""
         return (collectives * self.cost.alpha_s + self.cost.beta_s_per_byte * optimizer.nbytes) / 2
 
     @property
     def backward_s(self) -> float:
-        """How long the backward computes: as believed, else as long as the gradients take on the network."""
+        """How long the backward computes: as believed or measured, else as long as its bytes take on the network."""
+        if self.ready.backward_s is None and self.measured is not None:
+            return self.measured.compute_s
         members = (member for bucket in self.plan.buckets for member in bucket.members)
         return backward_seconds(members, self.ready, self.cost)
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the length of the backward was measured or given; else it is assumed, and times are shares of it."""
+        return self.ready.backward_s is not None or self.measured is not None
 
     @property
     def ranks_inside(self) -> int:
@@ -294,12 +293,12 @@ class Step:
 
     @property
     def links(self) -> tuple[str, ...]:
-        """What carries stages beside each other: one link, or on two levels of network those inside and between."""
+        """What carries stages at the same time: one link, or on two levels of network those inside and between."""
         return links_of(member.loads for bucket in self.plan.buckets for member in bucket.members)
 
     def ready_members(self) -> list[list[ReadyGradient]]:
         """The members of each bucket, with when they are ready, in seconds after the start of the backward."""
-        backward_s = self.backward_s  # every gradient's bytes are added up for it
+        backward_s = self.backward_s  # adds up the bytes of every gradient
         left = self.left  # flags are launched first then: they are known when a captured backward begins
         return [
             ready_gradients(bucket.members, self.ready, 0.0 if left and _is_of_flags(bucket) else backward_s)
@@ -307,10 +306,9 @@ class Step:
         ]
 
     def bound_s(self) -> float:
-        """When backward and communication could be over at the earliest: `release_time_bound`, in the plan's pieces.
+        """The earliest end of backward and communication of any plan: `release_time_bound`, then the all-gathers.
 
-        With parameters that go round behind it as fast as they can. Where something ends under the next forward it is
-        what is left of the longer of all compute and all communication, without that forward.
+        With two halves: the longer of all compute and all communication, less the next forward.
         """
         if self.has_two_halves:
             return max(self.backward_s, self.communication_s - self.forward_s)
@@ -318,8 +316,21 @@ class Step:
         bound_s = release_time_bound(gradients, cost=self.cost, backward_s=self.backward_s)
         return bound_s + sum(self._gather_s(each, 1) for each in self._sharded())
 
+    @property
+    def end_s(self) -> float:
+        """When the backward and its communication are predicted to end, with two halves less the next forward."""
+        buckets = planned_buckets(self)
+        if self.left:
+            return self.backward_s + sum(bucket.exposed_s for bucket in buckets)
+        return max([self.backward_s, *(bucket.finish_s for bucket in buckets)]) + self.gather_wait_s
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute is predicted to stand still for communication."""
+        return self.end_s - self.backward_s
+
     def crossing_jobs(self) -> tuple[CrossingJob, ...]:
-        """The buckets as a network sees them that works under the next forward too."""
+        """The buckets as jobs of a network that works under the next forward too."""
         given = self.ready, self.cost, self.backward_s
         jobs = (
             CrossingJob.of(bucket, *given, forward_s=self.forward_s, crosses=number in self.left)
@@ -328,7 +339,7 @@ class Step:
         return tuple(job._replace(ready_s=0.0) if _is_of_flags(job.bucket) else job for job in jobs)
 
     def jobs(self) -> list[Job]:
-        """The buckets as the network sees them. If reductions are deferred, all are ready when the backward ends."""
+        """The buckets as jobs of the network. Deferred ones are all ready when the backward ends."""
         members = [member for bucket in self.ready_members() for member in bucket]
         if self.deferred:
             members = [replace(member, ready_s=max(member.ready_s, self.backward_s)) for member in members]
@@ -352,7 +363,7 @@ class Step:
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
         if version != STEP_VERSION:
-            raise ConfigError(f"the step file is of version {version!r}, readable is {STEP_VERSION}. Save it anew.")
+            raise ConfigError(f"the step file is of version {version!r}, readable is {STEP_VERSION}. Save it again.")
         try:
             return _step(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -367,11 +378,11 @@ def with_waited_link(step: Step) -> Step:
     that was over when compute came to it gives a bound. How long ranks wait for each other, and what a network loses to
     compute on the same cores, is in k. Latency and bandwidth keep their ratio: one figure cannot tell them apart.
 
-    A cost that somebody has measured or given stays, and so does that of several stages or of reductions that may end
-    under the next forward, which wait for each other in other ways.
+    A cost that was measured or given stays, and so does that of several stages or of reductions that may end under the
+    next forward, which wait for each other in other ways.
     """
-    measured, nobody_measured = step.measured, step.cost_source.startswith((NOMINAL, WAITED))
-    if not nobody_measured or step.mode == DECENTRALIZED or step.world_size == 1 or step.left or measured is None:
+    measured, is_known = step.measured, not step.cost_source.startswith((NOMINAL, WAITED))
+    if is_known or step.mode == DECENTRALIZED or step.world_size == 1 or step.left or measured is None:
         return step
     jobs = step.jobs()
     if len(measured.buckets) != len(jobs) or any(len(job.legs) > 1 for job in jobs):
@@ -384,7 +395,7 @@ def with_waited_link(step: Step) -> Step:
 
 
 def _slower(jobs: Sequence[Job], measured: MeasuredStep, number: int) -> float:
-    """How slow the network can be, at most, if a bucket was over when it was; infinite: nothing tells that."""
+    """How slow the network can be at most, if a bucket ended when it did; infinite: not known."""
     seen = measured.buckets
     over_s = seen[number].wait_s if seen[number].finish_s is None else seen[number].finish_s
     if over_s is None:
@@ -399,12 +410,11 @@ def _is_of_flags(bucket: Bucket) -> bool:
     return all(member.gradient.name == UNUSED_FLAGS for member in bucket.members)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedBucket:
-    """One bucket on the predicted timeline, in seconds after the start of the backward.
+class PlannedBucket(NamedTuple):
+    """One bucket on the predicted timeline.
 
-    `exposed_s`: how long compute stands still for it, behind its end too. `stages`: when each is on the network.
-    `needed_s`: when the next forward comes to what reads it, if it may be on its way until then.
+    `exposed_s`: how long compute stands still for it. `stages`: when each is on the network. `needed_s`: when the next
+    forward reads it, if it may be in flight until then.
     """
 
     ready_s: float
@@ -414,19 +424,13 @@ class PlannedBucket:
     stages: tuple[Carried, ...] = ()
     needed_s: float | None = None
 
-    @staticmethod
-    def from_dict(data: dict[str, Any]) -> PlannedBucket:
-        """What `asdict` made of one."""
-        return PlannedBucket(**data | {"stages": tuple(Carried(*each) for each in data.get("stages", ()))})
-
 
 def planned_buckets(step: Step) -> list[PlannedBucket]:
     """The predicted timeline: a link carries one stage at a time, in the order of the launches.
 
-    If reductions are deferred, every bucket is launched when the backward ends. Where some may end under the next
-    forward that follows at once. How long updates take is not counted.
+    Deferred buckets are launched when the backward ends. The next forward follows at once; updates are not counted.
 
-    Source: the model of `plan/network.py` (MG-WFBP, arXiv 1912.09268), and that of `plan/crossing.py`.
+    Source: the models of `plan/network.py` (MG-WFBP, arXiv 1912.09268) and `plan/crossing.py`.
     """
     if step.left:
         return [
@@ -438,7 +442,7 @@ def planned_buckets(step: Step) -> list[PlannedBucket]:
 
 
 def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
-    """All-gathers that start when all is reduced and updated, those first that the next forward reads first."""
+    """All-gathers that start when all is reduced and updated, in the order in which the next forward reads."""
     from_s = max([step.backward_s, *(bucket.finish_s for bucket in planned_buckets(step))])
     whole = any(not each.cuts for each in step.optimizers if each.way == SHARDED)
     jobs = []
@@ -452,7 +456,7 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
 
 
 def _plain(step: Step) -> dict[str, Any]:
-    names = "mode", "strategy", "world_size", "device", "deferred", "why_deferred", "forward_ratio"
+    names = "mode", "strategy", "world_size", "device", "deferred", "why_deferred", "cost_source"
     data = {name: getattr(step, name) for name in names}
     data |= {
         "backend": asdict(step.backend),
@@ -460,22 +464,19 @@ def _plain(step: Step) -> dict[str, Any]:
         "ready": json.loads(step.ready.to_json()),
         "cost": asdict(step.cost),
     }
-    data |= {"cost_source": step.cost_source, "backwards": [list(each) for each in step.backwards]}
-    data |= {"memory": None if step.memory is None else asdict(step.memory)}
-    data |= {"placements": _all(step.placements), "refusals": _all(step.refusals)}
-    data |= {"optimizers": _all(step.optimizers)}
-    return data | {"measured": None if step.measured is None else asdict(step.measured)}
-
-
-def _all(records: Sequence[Placement] | Sequence[Refusal] | Sequence[OptimizerRecord]) -> list[dict[str, Any]]:
-    return [asdict(record) for record in records]
+    data["backwards"] = [list(each) for each in step.backwards]
+    for name in ("memory", "measured"):
+        data[name] = None if getattr(step, name) is None else asdict(getattr(step, name))
+    for name in ("placements", "refusals", "optimizers"):
+        data[name] = [asdict(record) for record in getattr(step, name)]
+    return data
 
 
 def _step(data: dict[str, Any]) -> Step:
     measured = data["measured"]
     if measured is not None:
-        buckets = tuple(_measured_bucket(each) for each in measured["buckets"])
-        follows = tuple(Followed(*each) for each in measured.get("follows", ()))
+        buckets = tuple(MeasuredBucket(**each) for each in measured["buckets"])
+        follows = tuple(Followed(*each) for each in measured["follows"])
         measured = MeasuredStep(**measured | {"buckets": buckets, "follows": follows})
     records: dict[str, Any] = {
         "backend": Backend(**data["backend"]),
@@ -487,15 +488,6 @@ def _step(data: dict[str, Any]) -> Step:
         "refusals": tuple(Refusal(**each) for each in data["refusals"]),
         "backwards": tuple((str(way), int(times)) for way, times in data["backwards"]),
         "measured": measured,
-        "optimizers": tuple(_optimizer(each) for each in data.get("optimizers", ())),
+        "optimizers": tuple(OptimizerRecord(**each | {"left": tuple(each["left"])}) for each in data["optimizers"]),
     }
     return Step(**data | records)
-
-
-def _optimizer(data: dict[str, Any]) -> OptimizerRecord:
-    return OptimizerRecord(**data | {"left": tuple(map(int, data.get("left", ())))})
-
-
-def _measured_bucket(data: dict[str, Any]) -> MeasuredBucket:
-    edges = {name: tuple(map(int, data.get(name, ()))) for name in ("edge", "next_edge")}
-    return MeasuredBucket(**data | edges)

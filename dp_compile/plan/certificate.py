@@ -154,7 +154,7 @@ def robust_partition(
     """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
 
     Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
-    it ends some percent later than the optimum if the belief was right (docs/plan_table.md).
+    it ends some percent later than the optimum if the belief was right (tests/plan/robust_table.py).
 
     Args:
         gradients: in launch order.

@@ -11,7 +11,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import check_number
 
 EFFICIENCY: Final = 0.4
-"""An assumption: the share of the peak that large matrix products of a training step reach. As in `plan_table`."""
+"""An assumption: the share of the peak that large matrix products of a training step reach."""
 
 
 @dataclass(frozen=True, slots=True)

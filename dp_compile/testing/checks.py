@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.insight.explanation.text import format_ms
+from dp_compile.insight.step import format_ms
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket
 from dp_compile.plan.cost import check_number
 from dp_compile.plan.words import count, format_bytes

@@ -22,7 +22,6 @@ from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.edit import positions
 from dp_compile.fx.outline import outline
 from dp_compile.insight import dumps
-from dp_compile.insight.dump_files import CODE_STAGE, captures_in, read_capture
 from dp_compile.insight.graph_names import node_names
 from dp_compile.insight.rehearsal import CPU, scalar_loss
 from dp_compile.modules.replicate import replicate, replicate_without_values, unreplicate
@@ -187,8 +186,8 @@ def _codes(replica: Replica, record: CaptureRecord) -> tuple[str, ...]:
     """The generated code of the latest backward."""
     directory = dumps.observer.directory(replica)
     assert directory is not None
-    latest = captures_in(directory.parent)[-record.graphs :]
-    codes = (dump / read_capture(dump).find(CODE_STAGE).full_file for dump in latest)
+    latest = dumps.captures_in(directory.parent)[-record.graphs :]
+    codes = (next(dump.glob(f"*-{dumps.CODE}.txt")) for dump in latest)
     return tuple(code.read_text(encoding="utf-8") for code in codes)
 
 

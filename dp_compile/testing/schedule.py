@@ -20,8 +20,8 @@ from torch import fx
 from dp_compile._torch import distributed
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.printer import is_op
-from dp_compile.insight.explanation.text import format_ms
 from dp_compile.insight.rehearsal import op_seconds
+from dp_compile.insight.step import format_ms
 from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.cost import AllReduceCost

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.record import Placement
 from dp_compile.errors import ConfigError
-from dp_compile.insight.prediction import LINK_INSIDE
+from dp_compile.insight.predict import LINK_INSIDE
 from dp_compile.insight.rehearsal import CPU, META, check_ranks, fake_group
 from dp_compile.passes.result import PeakMemory
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import re
-import shlex
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -18,21 +17,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from docs_scripts import blocks, python_of, script
+from docs_scripts import blocks, python_of
 from test_docs import names_in
 from torch import nn
 from torch.nn import functional as F
 
 import dp_compile
-from dp_compile.cli import main as cli
-from dp_compile.insight.step import Step
 from dp_compile.testing.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 TEXTS: Final = {path.name: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
 
-GUIDE: Final = "docs/test_guide.py::test_outputs_and_pictures_are_those_of_today"
-FIRST: Final = "docs/test_guide.py::test_the_first_training_says_what_the_guide_shows"
 CI: Final = "docs/test_commands.py::test_ci_runs_what_is_shown"
 PYTHON: Final = "docs/test_commands.py::test_the_python_that_is_shown_trains"
 SUITE: Final = "testing/test_example_suite.py::test_the_suite_passes"
@@ -69,39 +64,11 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
         "import os": ("docs/test_commands.py::test_the_start_on_a_cluster",),
     },
     "decentralized.md": {
-        "dp-compile whatif docs/guide/slow.json ...": (
-            "docs/test_commands.py::test_the_prediction_for_topologies_is_that_of_today",
-        ),
         "import torch, dp_compile": (PYTHON,),
     },
     "development.md": {
         "python tests/mutation_campaign.py --jobs 2": (CI, "test_mutants.py::test_a_campaign_says_what_saw_a_fault"),
         "DP_COMPILE_FUZZ_EXAMPLES=3000 ...": (CI, "engine/test_fuzz.py::test_random_training_runs"),
-    },
-    "guide.md": {
-        "cp -r docs/guide ../look": ("make_guide.py runs the commands in a copy of that directory",),
-        "cd ../look": ("make_guide.py runs the commands in a copy of that directory",),
-        "DP_COMPILE_DUMP_DIR=graphs torchrun ...": (FIRST,),
-        "dp-compile explain slow.json": (GUIDE,),
-        "dp-compile timeline slow.json -o slow.svg": (GUIDE,),
-        'dp-compile whatif slow.json --strategy "as planned,fixed:inf,optimal" --save-plan plan.json': (GUIDE,),
-        "dp-compile whatif slow.json --ranks 2,64,1024 --link ethernet-25,infiniband-ndr": (GUIDE,),
-        "dp-compile plan show plan.json": (GUIDE,),
-        "dp-compile plan check plan.json --step slow.json": (GUIDE,),
-        'dp-compile whatif slow.json --strategy "as planned" --save-plan slow_plan.json > /dev/null': (GUIDE,),
-        "dp-compile plan diff slow_plan.json plan.json | head -6": (GUIDE,),
-        "torchrun --nproc-per-node 2 train.py --plan plan.json --save fast": (
-            "another training of minutes by the same script, whose first one is run at night",
-        ),
-        "dp-compile explain fast.json": (GUIDE,),
-        "dp-compile timeline fast.json -o fast.svg": (GUIDE,),
-        "dp-compile explain slow.json --profile slow_trace.json.gz | head -14": (GUIDE,),
-        "dp-compile timeline slow.json --profile slow_trace.json.gz -o slow_profile.svg": (GUIDE,),
-        "python -c ...": (GUIDE,),
-        "dp-compile dump graphs/rank0/capture0 | head -8": (FIRST,),
-        "dp-compile dump graphs/rank0/capture0 --stage ...": (FIRST,),
-        "python graphs/rank0/capture0/repro.py | tail -3": (FIRST,),
-        "import dp_compile": (PYTHON,),
     },
     "lightning.md": {
         "import lightning": ("integrations/test_lightning.py::test_the_page",),
@@ -183,19 +150,6 @@ def test_the_table_names_documents_and_tests_that_exist() -> None:
                 assert name in names_in(ROOT / "tests" / file) if is_test(each) else " " in each, each
 
 
-def test_the_guide_is_run_as_the_table_says() -> None:
-    """`make_guide.py` runs blocks, measured or not; the table says which test asks for which."""
-    make_guide = script("make_guide")
-    guide = make_guide.blocks_in(TEXTS["guide.md"])
-    at_night = list(make_guide._of_first_training(guide))
-    for block in guide:
-        for command in block.commands():
-            (key,) = entries_for(command, SHOWN["guide.md"])
-            skipped = command.startswith(make_guide._SKIPPED)
-            tests = {GUIDE} if not block.measured and not skipped else {FIRST} if block in at_night else set()
-            assert set(filter(is_test, SHOWN["guide.md"][key])) == tests, command
-
-
 @pytest.mark.parametrize(
     ("file", "words", "document"),
     [
@@ -268,21 +222,6 @@ def shard(above: str, code: str, directory: str) -> tuple[list[float], int, int]
         sum(each.numel() for one in state.values() for each in one.values() if each.dim()) for state in states
     )
     return values, here, whole
-
-
-def look_inside(code: str) -> tuple[str, Step, bool]:
-    """Run the guide's lines; `...` trains. What they print, the step file, and whether there is a trace."""
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-
-    def train() -> None:
-        for _ in range(3):
-            torch.compile(model)(torch.ones(2, 4)).sum().backward()
-            model.zero_grad()
-
-    with as_on_a_rank_of_the_tests() as printed, tempfile.TemporaryDirectory() as place, contextlib.chdir(place):
-        exec(code.replace("...", "train()"), {"model": model, "torch": torch, "Path": Path, "train": train})
-        return printed.getvalue(), Step.from_json(Path("step.json").read_text()), os.path.exists("trace.json.gz")
 
 
 def plan_in_pairs(code: str) -> tuple[str, list[int]]:
@@ -362,18 +301,6 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     assert "2 parameters updated in it" in report
     assert one != other
     assert saved == saved_by_other
-    for text, step, traced in ranks2.run(look_inside, python_of("guide.md")):
-        assert "What would help" in text
-        assert step.measured is not None
-        assert traced
-
-
-def test_the_prediction_for_topologies_is_that_of_today(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = [text for language, text in blocks(TEXTS["decentralized.md"]) if language == "console"]
-    command, shown = block.split("\n...\n")
-    with contextlib.chdir(ROOT):
-        assert cli.main(shlex.split(command)[2:]) == 0
-    assert capsys.readouterr().out.endswith(f"\n{shown}")
 
 
 def test_functions_that_are_named_are_exported() -> None:

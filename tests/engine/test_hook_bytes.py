@@ -15,7 +15,7 @@ from dp_compile._torch import distributed
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.power_sgd import PowerSGD
-from dp_compile.insight.prediction import Scenario, predict
+from dp_compile.insight.predict import predict
 from dp_compile.insight.step import Step
 from dp_compile.passes.functional_hook import HookBucket, HookRun, Reduced, register, sent_nbytes
 from dp_compile.plan.backends import GLOO
@@ -76,7 +76,7 @@ def test_of_a_hook_that_needs_values_nothing_is_known() -> None:
     assert [load.nbytes for load in reduction.loads(64)] == [64]
 
 
-def test_predictions_count_what_is_handed_out_and_plan_files_keep_it() -> None:
+def test_predictions_count_what_is_handed_out_and_step_files_keep_it() -> None:
     gradients = specs(KEY, 2)
     hooked, flags = (
         PACKED.bucket(gradients[0].key, gradients[:-1], ""),
@@ -87,13 +87,13 @@ def test_predictions_count_what_is_handed_out_and_plan_files_keep_it() -> None:
     sent = [sum(each) for each in zip(*(each.sent for each in gradients[:-1]), strict=True)]
     expected = sum(step.cost.seconds(nbytes) for nbytes in (*sent, flags.nbytes))
     assert step.communication_s == pytest.approx(expected, rel=1e-9)
-    assert predict(step, Scenario()).communication_s == step.communication_s
+    assert predict(step).communication_s == step.communication_s
     again = Step.from_json(step.to_json())
     assert again.communication_s == step.communication_s
     assert again.plan.to_dict() == step.plan.to_dict()
     # In the place of the hook: all bytes, in one round.
-    plain = predict(step, Scenario(gradient_dtype="float32"))
-    assert plain.plan.gradients[0].key.reduction.hook is None
+    plain = predict(step, dtype="float32")
+    assert plain.step.plan.gradients[0].key.reduction.hook is None
     assert plain.communication_s == pytest.approx(
         sum(step.cost.seconds(each.nbytes) for each in (hooked, flags)), rel=1e-9
     )

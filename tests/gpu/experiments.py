@@ -35,8 +35,8 @@ from dp_compile.bench.contract import Batch, Trainer, Workload
 from dp_compile.bench.modes import mode as mode_of
 from dp_compile.bench.modes.loop import loop_around
 from dp_compile.bench.modes.peers import wrap
-from dp_compile.insight.profiling import measured_step, with_profile
-from dp_compile.insight.timelines import timeline_picture
+from dp_compile.insight.profile import measured_step, with_profile
+from dp_compile.insight.timeline import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.train.gpt import GPT, GPTConfig
 
@@ -394,7 +394,7 @@ def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost,
     from torch.profiler import ProfilerActivity, profile
 
     step = dp_compile.step_of(training.trainer.model)
-    prediction = dp_compile.what_if(step, cost=cost, strategies=("as planned",), curve=False).rows[0]
+    predicted_s = replace(step, cost=cost).exposed_s
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if task.device == "cuda" else [])]
     training.steps(1)
     with profile(activities=activities) as recorded:
@@ -405,8 +405,8 @@ def _predicted_and_measured(task: Task, training: Training, cost: AllReduceCost,
     if is_kept:
         picture = timeline_picture(with_profile(replace(step, cost=cost), path))
         Path(task.out, "timeline.svg").write_text(picture)
-    error = abs(prediction.exposed_s - measured.exposed_s) / step_s
-    figure = f"predicted {ms(prediction.exposed_s)}, measured {ms(measured.exposed_s)} of a step of {ms(step_s)}"
+    error = abs(predicted_s - measured.exposed_s) / step_s
+    figure = f"predicted {ms(predicted_s)}, measured {ms(measured.exposed_s)} of a step of {ms(step_s)}"
     # A CPU that other jobs share proves nothing of times.
     task.record(claim, MEASURED if task.rehearse else error <= 0.05, f"{figure}: {error:.1%}")
 
@@ -424,7 +424,7 @@ def _g5_on_the_real_network(task: Task) -> None:
         training.steps(5)
     step = dp_compile.step_of(training.trainer.model)
     assert step.measured is not None
-    predicted = dp_compile.what_if(step, cost=cost, strategies=("as planned",), curve=False).rows[0].exposed_s
+    predicted = replace(step, cost=cost).exposed_s
     step_s = training.steps(10)
     if task.rank == 0:
         error = abs(predicted - step.measured.exposed_s) / step_s

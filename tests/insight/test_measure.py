@@ -262,8 +262,7 @@ def test_nothing_to_measure_is_a_warning(
     with dp_compile.measure(model) as measurement:
         next(steps, None)
     assert measurement.step is None
-    measured = step_of(model).measured
-    assert measured is None or measured.source.startswith("measured in the first steps")
+    assert step_of(model).measured is None
     assert re.match(reason, measurement.why_not)
     (record,) = [each for each in caplog.records if each.name == "dp_compile.measuring"]
     assert (record.levelno, record.message) == (logging.WARNING, f"nothing was measured: {measurement.why_not}")

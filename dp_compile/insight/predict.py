@@ -1,0 +1,216 @@
+"""What a step would take on other ranks, another link, or with gradients sent in another dtype. Pure numbers.
+
+The model is that of `plan/network.py`: a link carries one stage at a time, in launch order. Compute stays as long as it
+is in the step. Nothing is measured here; `Prediction.basis` says what the numbers rest on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from dp_compile.config import ReplicateConfig
+from dp_compile.engine.record import SHARDED
+from dp_compile.errors import ConfigError
+from dp_compile.insight.step import BYTES, DECENTRALIZED, Step, format_ms
+from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
+from dp_compile.plan.cost import EITHER, AllReduceCost
+from dp_compile.plan.crossing import plan_crossing, why_not_left
+from dp_compile.plan.links import LAUNCH_US, link, with_levels
+from dp_compile.plan.ready_times import MEASURED
+from dp_compile.plan.reduction import stages_of
+from dp_compile.plan.strategies import plan_coalesced, plan_fixed, plan_optimal
+from dp_compile.plan.words import count
+
+PLANNERS: Final = ("optimal", "coalesced")
+"""Strategies that plan from a cost and from ready times."""
+DTYPES: Final = ("bfloat16", "float16", "float32")
+LINK_INSIDE: Final = "nvlink4"
+"""What joins the ranks of a node in a prediction for two levels of network."""
+LAUNCH_S: Final = LAUNCH_US * 1e-6
+"""The part of a collective's latency that does not grow with the ranks: as in `Link.cost`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A predicted step. Times in seconds, of the backward and its communication.
+
+    `step`: with the ranks, cost and buckets of the prediction; what it holds of measurements is of the given step.
+    `basis`: where its cost and the length of its backward are from.
+    """
+
+    step: Step
+    link: str | None
+    dtype: str | None
+    basis: str
+
+    @property
+    def ranks(self) -> int:
+        return self.step.world_size
+
+    @property
+    def backward_s(self) -> float:
+        """How long the backward computes."""
+        return self.step.backward_s
+
+    @property
+    def communication_s(self) -> float:
+        """All collectives one after the other."""
+        return self.step.communication_s
+
+    @property
+    def exposed_s(self) -> float:
+        """How long compute stands still for communication."""
+        return self.step.exposed_s
+
+    @property
+    def end_s(self) -> float:
+        """When backward and communication are over."""
+        return self.step.end_s
+
+    @property
+    def bound_s(self) -> float:
+        """No plan ends earlier."""
+        return self.step.bound_s()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        names = ("ranks", "link", "dtype", "backward_s", "communication_s", "exposed_s", "end_s", "bound_s", "basis")
+        return {name: getattr(self, name) for name in names} | {"buckets": len(self.step.plan.buckets)}
+
+    def __str__(self) -> str:
+        return (
+            f"{count(self.ranks, 'rank')}, {count(len(self.step.plan.buckets), 'bucket')}: end "
+            f"{format_ms(self.end_s)} (at best {format_ms(self.bound_s)}), exposed {format_ms(self.exposed_s)}, "
+            f"backward {format_ms(self.backward_s)}\n  {self.basis}"
+        )
+
+
+def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dtype: str | None = None) -> Prediction:
+    """What a step would take. What is not given stays as it is.
+
+    Buckets are planned for the new speeds where the step's strategy is a planner, else they stay. A backward that was
+    not timed keeps its assumed length: a faster network does not shorten it.
+
+    Args:
+        step: `dp_compile.step_of(model)`, or read by `Step.from_json`.
+        ranks: of the group. On two levels of network nodes keep their size.
+        link: every hop between ranks, or between nodes: a name of `dp_compile.plan.links.LINKS`.
+        dtype: in which floating gradients are sent: `bfloat16`, `float16` or `float32`.
+
+    Raises:
+        ConfigError: a value is not allowed, or the step ran on one rank and no link is given.
+    """
+    ranks = step.world_size if ranks is None else ranks
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ConfigError(f"ranks must be an integer >= 1, got {ranks!r}.")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
+    if step.mode == DECENTRALIZED:
+        raise ConfigError("this step averages parameters with neighbours and reduces no gradient: nothing to predict.")
+    cost, source = _cost_on(step, ranks, link)
+    timed = "measured" if step.measured is not None and step.ready.basis != MEASURED else step.ready.basis
+    backward = f"backward: {timed}" if step.is_timed else "the backward as long as the step's communication, assumed"
+    other = replace(step, ready=replace(step.ready, backward_s=step.backward_s), world_size=ranks, cost=cost)
+    other = other if dtype is None else sent_in(other, dtype)
+    if step.strategy in PLANNERS and ranks > 1 and (cost != step.cost or other.plan is not step.plan):
+        other = replanned(other)
+    return Prediction(replace(other, cost_source=source), link, dtype, f"{source}; {backward}")
+
+
+def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, str]:
+    """What a collective costs on so many ranks of a link, and where that is from."""
+    inside = step.ranks_inside
+    if ranks == 1:
+        return AllReduceCost(0.0, 0.0), "one rank reduces nothing"
+    if inside > 1 and (ranks <= inside or ranks % inside):
+        raise ConfigError(f"{ranks} ranks do not fill two nodes or more of {inside}. Give a multiple of {inside}.")
+    if name is not None:
+        cost = link(name).cost(ranks, formula=EITHER)
+        if inside == 1:
+            return cost, f"{name}, nominal, not measured"
+        cost = with_levels(cost, link(LINK_INSIDE), link(name), ranks_inside=inside, nodes=ranks // inside)
+        return cost, f"{LINK_INSIDE} inside nodes of {inside}, {name} between them, nominal, not measured"
+    if ranks == step.world_size:
+        return step.cost, step.cost_source
+    if step.world_size == 1:
+        raise ConfigError(f"the step ran on 1 rank, so the cost on {ranks} is not known. Give a link.")
+    levels = inside if step.cost.inside is not None else 1
+    cost = extrapolated(step.cost, from_ranks=step.world_size, to_ranks=ranks, ranks_inside=levels)
+    return cost, f"{step.cost_source} on {count(step.world_size, 'rank')}, extrapolated to {ranks}, all hops alike"
+
+
+def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
+    """What a collective costs on more or fewer ranks of the same link.
+
+    Latency of a hop and bus bandwidth follow from the straight line of one group by `EITHER`, a ring or a tree;
+    `LAUNCH_S` of the latency is not of hops. On two levels nodes keep their size, `ranks_inside`.
+
+    Raises:
+        ConfigError: `from_ranks` is less than 2: one rank has no link.
+    """
+    if from_ranks < 2:
+        raise ConfigError(f"from_ranks must be >= 2, got {from_ranks!r}.")
+    if to_ranks == 1:
+        return AllReduceCost(0.0, 0.0)
+    lines = [EITHER.cost(alpha_0=1.0, alpha_hop=1.0, busbw=1.0, n=ranks) for ranks in (from_ranks, to_ranks)]
+    hops, launch_s, between = [line.alpha_s - 1.0 for line in lines], min(LAUNCH_S, cost.alpha_s), cost.between
+    if between is not None and from_ranks > ranks_inside:
+        between = extrapolated(between, from_ranks=from_ranks // ranks_inside, to_ranks=to_ranks // ranks_inside)
+    alpha_s = launch_s + (cost.alpha_s - launch_s) * hops[1] / hops[0]
+    beta_s_per_byte = cost.beta_s_per_byte * lines[1].beta_s_per_byte / lines[0].beta_s_per_byte
+    return AllReduceCost(alpha_s, beta_s_per_byte, cost.inside, between)
+
+
+def sent_in(step: Step, dtype: str) -> Step:
+    """The same buckets with every floating gradient sent in another dtype, in place of a comm hook."""
+
+    def change(gradient: GradientSpec) -> GradientSpec:
+        if gradient.key.dtype not in (*DTYPES, "float64"):
+            return gradient
+        reduction = replace(gradient.key.reduction, wire=None if dtype == gradient.key.dtype else dtype)
+        if reduction.hook is not None:
+            reduce_op = reduction.stages[0].reduce_op or "sum"  # a hook may add up itself
+            reduction = replace(reduction, stages=stages_of("", step.backend, None, reduce_op), hook=None)
+        if reduction == gradient.key.reduction:
+            return gradient
+        return replace(gradient, itemsize=BYTES[dtype], key=gradient.key._replace(reduction=reduction), sent=())
+
+    layout, buckets = _layout(step), []
+    for bucket in step.plan.buckets:
+        gradients = [change(member.gradient) for member in bucket.members]
+        rows = {place: member.rows for place, member in enumerate(bucket.members) if member.rows is not None}
+        buckets.append(layout.bucket(gradients[0].key, gradients, bucket.reason, rows))
+    plan = replace(step.plan, buckets=tuple(buckets))
+    return step if plan.gradients == step.plan.gradients else _with_plan(step, plan)
+
+
+def replanned(step: Step, cap_mb: float | None = None) -> Step:
+    """The same step with new buckets: of `cap_mb` MiB, else planned for its cost and ready times."""
+    layout = _layout(step) if step.strategy != "coalesced" else replace(_layout(step), apart=frozenset())
+    gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
+    ready = replace(step.ready, backward_s=step.backward_s)
+    if cap_mb is not None:
+        planned = plan_fixed(gradients, ReplicateConfig(bucket_cap_mb=cap_mb).caps_mb(), layout)
+    else:
+        make = plan_coalesced if step.strategy == "coalesced" else plan_optimal
+        band = MEASURED_BAND if ready.basis == MEASURED else ERROR_BAND
+        planned = make(gradients, step.cost, ready, layout, band=band)
+    if step.left:
+        planned = plan_crossing(planned, ready, step.cost, layout if cap_mb is None else None, lanes=step.backend.lanes)
+    return _with_plan(step, planned.plan)
+
+
+def _layout(step: Step) -> Layout:
+    """How the gradients of a plan lie in their buckets."""
+    members: Sequence[Any] = [member for bucket in step.plan.buckets for member in bucket.members]
+    apart = frozenset(member.gradient.name for member in members if member.offset is None)
+    return Layout(ReplicateConfig().alignment_bytes if step.plan.folds_scale else 1, apart)
+
+
+def _with_plan(step: Step, plan: BucketPlan) -> Step:
+    left = tuple(number for number, bucket in enumerate(plan.buckets) if not why_not_left(bucket)) if step.left else ()
+    optimizers = tuple(each if each.way == SHARDED else replace(each, left=left) for each in step.optimizers)
+    return replace(step, plan=plan, optimizers=optimizers)

@@ -1,0 +1,284 @@
+"""A step as one list of events, and that list as an SVG picture, as an HTML page, and as a trace for Perfetto.
+
+Two views on one axis: `planned` is the prediction of `step.planned_buckets`, `measured` what one rank saw. When a
+measured bucket got the network is not known unless a profiler saw it: it is drawn from the end of the bucket before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from textwrap import wrap
+from typing import Any, Final, NamedTuple
+
+from dp_compile.engine.observers import GATHER
+from dp_compile.errors import ConfigError
+from dp_compile.insight.step import (
+    DECENTRALIZED,
+    MeasuredStep,
+    Step,
+    format_ms,
+    gathers_under_the_forward,
+    planned_buckets,
+)
+from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE
+from dp_compile.plan.words import count, format_bytes
+
+PLANNED: Final = "planned"
+MEASURED: Final = "measured"
+COMPUTE: Final = "compute"
+EXPOSED: Final = "exposed"
+SENDS: Final = "model sends"
+NETWORK: Final = "network"
+LINK_LANES: Final = {INSIDE: "network inside", BETWEEN: "network between"}
+LANES: Final = (COMPUTE, EXPOSED, SENDS, NETWORK, *LINK_LANES.values())
+"""From top to bottom."""
+
+
+class Event(NamedTuple):
+    """Something in a lane of a view, in seconds after the start of the backward.
+
+    `bucket`: its number in the plan. `launch_s`: when it was launched; it may have waited for the network.
+    """
+
+    view: str
+    lane: str
+    name: str
+    start_s: float
+    end_s: float
+    bucket: int | None = None
+    launch_s: float | None = None
+
+
+def events_of(step: Step) -> list[Event]:
+    """The planned view, and the measured one if the step was measured.
+
+    Raises:
+        ConfigError: no gradient is reduced.
+    """
+    if step.mode == DECENTRALIZED:
+        raise ConfigError("this step averages parameters with neighbours: nothing plans when they travel.")
+    events = list(_planned(step))
+    return events if step.measured is None else [*events, *_measured(step, step.measured)]
+
+
+def _planned(step: Step) -> Iterator[Event]:
+    buckets, several, exposed = planned_buckets(step), len(step.links) > 1, []
+    for number, each in enumerate(buckets):
+        for link, start_s, finish_s, waited_s in each.stages or ((WHOLE, *each[1:4]),):
+            lanes = [lane for name, lane in LINK_LANES.items() if link in (name, WHOLE)] if several else [NETWORK]
+            yield from (
+                Event(PLANNED, lane, f"bucket {number}", start_s, finish_s, number, each.ready_s) for lane in lanes
+            )
+            exposed += [(finish_s - waited_s, finish_s)] * (waited_s > 0)
+    stalls, backward_s, end_s = _joined(exposed), step.backward_s, step.end_s
+    if step.left:  # buckets that end in the backward stop it, the others the forward
+        early_s = sum(each.exposed_s for number, each in enumerate(buckets) if number not in step.left)
+        yield Event(PLANNED, COMPUTE, "next forward", backward_s + early_s, end_s + step.forward_s)
+        backward_s += early_s
+    elif step.gathers_late:
+        gathers = gathers_under_the_forward(step)
+        stalls += [(each.finish_s - each.waited_s, each.finish_s) for each in gathers if each.waited_s]
+        start_s = end_s - step.gather_wait_s
+        yield Event(PLANNED, COMPUTE, "next forward", start_s, end_s + step.forward_s)
+    elif step.gather_s:
+        stalls.append((end_s - step.gather_s, end_s))
+        yield Event(PLANNED, NETWORK, "all-gather of parameters", end_s - step.gather_s, end_s)
+    if not step.left:  # a stall between two stages of a bucket lengthens the backward
+        for stall_s, until_s in stalls:
+            backward_s += until_s - stall_s if stall_s < backward_s else 0.0
+    yield Event(PLANNED, COMPUTE, "backward", 0.0, backward_s)
+    yield from (Event(PLANNED, EXPOSED, EXPOSED, *stall) for stall in stalls)
+    for sent in step.ready.collectives:
+        name = f"{sent.collective} {format_bytes(sent.nbytes)}, {count(sent.ranks, 'rank')}"
+        yield Event(PLANNED, SENDS, name, sent.start * step.backward_s, sent.end * step.backward_s)
+
+
+def _measured(step: Step, seen: MeasuredStep) -> Iterator[Event]:
+    free_s, exposed = -math.inf, []
+    for number, each in enumerate(seen.buckets):
+        end_s = each.launch_s if each.finish_s is None else max(each.launch_s, each.finish_s)
+        start_s = min(max(each.launch_s, free_s), end_s) if each.start_s is None else each.start_s
+        name = f"bucket {number}" + (", its end was not seen" if each.finish_s is None else "")
+        yield Event(MEASURED, NETWORK, name, start_s, end_s, number, each.launch_s)
+        free_s = max(free_s, end_s)
+        if each.waited_s and (each.finish_s is not None or each.wait_s is not None):
+            until_s = each.finish_s if each.finish_s is not None else (each.wait_s or 0.0) + each.waited_s
+            exposed.append((until_s - each.waited_s, until_s))
+    if seen.forward_s:
+        yield Event(MEASURED, COMPUTE, "forward", -seen.forward_s, 0.0)
+    yield Event(MEASURED, COMPUTE, "backward", 0.0, seen.backward_s)
+    forward = seen.next_forward
+    if step.has_two_halves and forward is not None:
+        yield Event(MEASURED, COMPUTE, "next forward", forward.start_s, forward.end_s)
+    gathers = [(start_s, end_s) for what, start_s, end_s in seen.follows if what == GATHER and seen.is_after(start_s)]
+    yield from (Event(MEASURED, NETWORK, "all-gather of parameters", *each) for each in gathers)
+    yield from (Event(MEASURED, EXPOSED, EXPOSED, *each) for each in _joined([*exposed, *gathers]))
+    if seen.optimizer_s:
+        start_s = seen.backward_s if step.has_two_halves else max([seen.backward_s, *(end for _, end in gathers)])
+        yield Event(MEASURED, COMPUTE, "optimizer", start_s, start_s + seen.optimizer_s)
+
+
+def _joined(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """In order; spans that touch are one."""
+    joined: list[tuple[float, float]] = []
+    for start_s, end_s in sorted(spans):
+        if joined and start_s <= joined[-1][1] + 1e-12:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end_s)
+        else:
+            joined.append((start_s, end_s))
+    return joined
+
+
+def summaries(step: Step) -> Iterator[str]:
+    """What stands above the picture: a line for the step, one for each view."""
+    yield (
+        f"{count(step.world_size, 'rank')}, {step.backend} on {step.device}, {step.strategy}, "
+        f"{count(len(step.plan.buckets), 'bucket')}, {format_bytes(step.plan.nbytes)}; an all-reduce takes {step.cost} "
+        f"({step.cost_source})"
+    )
+    if step.is_timed:
+        end, bound = format_ms(step.end_s), format_ms(step.bound_s())
+        yield f"planned: end {end}, at best {bound}, exposed {format_ms(step.exposed_s)}; {step.ready.basis}"
+    else:
+        share = step.exposed_s / (step.end_s or 1.0)
+        yield f"planned: {share:.0%} exposed; times are shares of the backward, {step.ready.basis}"
+    if (seen := step.measured) is not None:
+        exposed = format_ms(seen.exposed_s + seen.gather_s)
+        yield f"measured: backward {format_ms(seen.backward_s)}, exposed {exposed}; {seen.source}, rank {seen.rank}"
+
+
+def _time(step: Step, seconds: float) -> str:
+    return format_ms(seconds) if step.is_timed else f"{100 * seconds / (step.backward_s or 1.0):.3g}%"
+
+
+# --- a trace --------------------------------------------------------------------------------------------------------
+
+FIRST_PID: Final = 5_000_001
+"""Above any process id that Linux gives (4,194,304), so that a trace can be merged with one of torch.profiler."""
+
+
+def timeline_trace(step: Step) -> dict[str, Any]:
+    """Plain data of Chrome's trace event format, for ui.perfetto.dev: a process is a view, a thread a lane."""
+    events, trace = events_of(step), []
+    zero_s = min(event.start_s for event in events)
+    for pid, view in enumerate(dict.fromkeys(event.view for event in events), FIRST_PID):
+        name = f"dp_compile {view}" + ("" if step.is_timed else ", times assumed")
+        trace.append({"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}})
+        for tid, lane in enumerate(LANES):
+            if any((event.view, event.lane) == (view, lane) for event in events):
+                trace.append({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": lane}})
+                trace.append(
+                    {"name": "thread_sort_index", "ph": "M", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
+                )
+        for event in events:
+            if event.view == view:
+                times = {"ts": _us(event.start_s - zero_s), "dur": _us(event.end_s - event.start_s)}
+                place = {"ph": "X", "cat": "dp_compile", "pid": pid, "tid": LANES.index(event.lane)}
+                trace.append({"name": event.name} | place | times | {"args": _args(step, event, zero_s)})
+    return {"displayTimeUnit": "ms", "otherData": {"dp_compile": list(summaries(step))}, "traceEvents": trace}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)
+
+
+def _args(step: Step, event: Event, zero_s: float) -> dict[str, Any]:
+    if event.bucket is None or event.launch_s is None:
+        return {}
+    bucket = step.plan.buckets[event.bucket]
+    args: dict[str, Any] = {"bytes": bucket.nbytes, "key": str(bucket.key), "launched_us": _us(event.launch_s - zero_s)}
+    return args | {"ends here because": bucket.reason, "members": [member.label for member in bucket.members]}
+
+
+# --- a picture ------------------------------------------------------------------------------------------------------
+
+_WIDTH, _LEFT, _RIGHT, _BAR, _LINE = 1000.0, 130.0, 980.0, 24.0, 17.0
+_INK, _DIM, _RULE = "#1b1f24", "#59636e", "#d9dee3"
+_COLOURS: Final = {COMPUTE: "#5c6670", EXPOSED: "#bf4b00", SENDS: "#8b96a1"}
+_NETWORK_COLOUR: Final = "#0067a3"
+
+
+def timeline_picture(step: Step) -> str:
+    """One static SVG. A box of a bucket has its members as a tooltip."""
+    events, y, parts = events_of(step), 12.0, []
+    for text in (line for summary in summaries(step) for line in wrap(summary, 150, subsequent_indent="    ")):
+        y += _LINE
+        parts.append(_text(16, y, text))
+    start_s, end_s = min(event.start_s for event in events), max(event.end_s for event in events)
+    scale = (_RIGHT - _LEFT) / ((end_s - start_s) or 1.0)
+    for view in dict.fromkeys(event.view for event in events):
+        lanes = [lane for lane in LANES if any((event.view, event.lane) == (view, lane) for event in events)]
+        top = y + 2 * _LINE
+        bottom = top + 8 + (_BAR + 6) * len(lanes)
+        parts.append(_text(16, top, view, ' font-weight="bold"'))
+        for number in range(9):
+            x, label = _LEFT + (_RIGHT - _LEFT) * number / 8, _time(step, start_s + (end_s - start_s) * number / 8)
+            parts.append(_text(x, top, label, f' fill="{_DIM}" text-anchor="middle" font-size="11"'))
+            parts.append(f'<path d="M{x:.1f} {top + 4:.1f}V{bottom:.1f}" stroke="{_RULE}"/>')
+        for number, lane in enumerate(lanes):
+            lane_y = top + 8 + (_BAR + 6) * number
+            parts.append(_text(16, lane_y + 16, lane, f' fill="{_DIM}"'))
+            for event in events:
+                if (event.view, event.lane) == (view, lane):
+                    parts += _box(step, event, _LEFT + (event.start_s - start_s) * scale, lane_y, scale)
+        y = bottom
+    height = y + 16
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:.0f} {height:.0f}" width="{_WIDTH:.0f}"'
+    head += f' height="{height:.0f}" font-family="Arial, sans-serif" font-size="12" role="img">'
+    paper = f'<rect width="100%" height="100%" fill="#ffffff" stroke="{_RULE}"/>'
+    return "\n".join([head, "<title>Timeline of a step</title>", paper, *parts, "</svg>", ""])
+
+
+def _text(x: float, y: float, content: str, more: str = "") -> str:
+    fill = "" if "fill=" in more else f' fill="{_INK}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}"{fill}{more}>{escape(content)}</text>'
+
+
+def _box(step: Step, event: Event, x: float, y: float, scale: float) -> Iterator[str]:
+    width, about = (event.end_s - event.start_s) * scale, f"{event.name}, {_time(step, event.end_s - event.start_s)}"
+    short = event.name
+    if event.bucket is not None and event.launch_s is not None:
+        bucket = step.plan.buckets[event.bucket]
+        short = str(event.bucket)
+        members = ", ".join(member.label for member in bucket.members)
+        about += f", {format_bytes(bucket.nbytes)}, launched at {_time(step, event.launch_s)}: {members}"
+    shown = max(width - (1 if width > 3 else 0), 0.8)  # one pixel between neighbours
+    yield f'<rect x="{x:.1f}" y="{y:.1f}" width="{shown:.1f}" height="{_BAR:.0f}"'
+    yield f' fill="{_COLOURS.get(event.lane, _NETWORK_COLOUR)}"><title>{escape(about)}</title></rect>'
+    text = next((text for text in (about.partition(":")[0], short) if len(text) * 6.6 < width - 6), None)
+    if text:
+        yield _text(x + width / 2, y + 16, text, ' fill="#ffffff" text-anchor="middle"')
+
+
+# --- a page ---------------------------------------------------------------------------------------------------------
+
+
+def timeline_page(step: Step) -> str:
+    """One HTML page: the picture, and a table of the buckets. No script, nothing from a network."""
+    events = [event for event in events_of(step) if event.bucket is not None]
+    views = list(dict.fromkeys(event.view for event in events))
+    heads = ["bucket", "size", *(f"{view} {what}" for view in views for what in ("launch", "start", "end"))]
+    rows = []
+    for number, bucket in enumerate(step.plan.buckets):
+        cells = [str(number), format_bytes(bucket.nbytes)]
+        for view in views:
+            of_it = [event for event in events if (event.view, event.bucket) == (view, number)]
+            times = [of_it[0].launch_s or 0.0, of_it[0].start_s, max(each.end_s for each in of_it)] if of_it else []
+            cells += [_time(step, time) for time in times] or [""] * 3
+        cells += [", ".join(member.label for member in bucket.members), bucket.reason]
+        rows.append("".join(f"<td>{escape(cell)}</td>" for cell in cells))
+    head = "".join(f"<th>{escape(name)}</th>" for name in (*heads, "members", "ends here because"))
+    style = "body{font:13px sans-serif;margin:1em}td,th{padding:2px 8px;text-align:left;vertical-align:top}"
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+            "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">",
+            f"<title>Timeline of a step</title>\n<style>{style}</style>\n</head>\n<body>",
+            timeline_picture(step),
+            f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>",
+            *(f"<tr>{row}</tr>" for row in rows),
+            "</tbody>\n</table>\n</body>\n</html>\n",
+        ]
+    )

