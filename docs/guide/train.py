@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 import dp_compile
-from dp_compile.train.data import VOCABULARY, batches, load_corpus
 from dp_compile.train.gpt import GPT, GPTConfig
+from dp_compile.train.job import load_corpus
 
 CONTEXT, BATCH_SIZE = 16, 1  # little to compute, so that communication matters on a CPU
 
@@ -27,25 +27,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(vocabulary=VOCABULARY, context=CONTEXT, width=128, layers=4, heads=4))
+    model = GPT(GPTConfig(context=CONTEXT, width=128, layers=4, heads=4))
     dp_compile.calibrate()  # measures what an all-reduce costs here
     config = dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb)
     dp_compile.replicate(model, config=config, plan=options.plan)
     compiled = torch.compile(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    data = batches(
-        load_corpus(CONTEXT).train,
-        context=CONTEXT,
-        batch_size=BATCH_SIZE,
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        seed=0,
-    )
+    text, generator = load_corpus()[0], torch.Generator().manual_seed(0)
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            inputs, targets = next(data)
-            F.cross_entropy(compiled(inputs).flatten(0, 1), targets.flatten()).backward()
+            starts = torch.randint(len(text) - CONTEXT, (dist.get_world_size(), BATCH_SIZE), generator=generator)
+            tokens = text[starts[dist.get_rank()][:, None] + torch.arange(CONTEXT + 1)].long()
+            F.cross_entropy(compiled(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()).backward()
             optimizer.step()
             optimizer.zero_grad()
 

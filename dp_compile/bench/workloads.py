@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from dp_compile.bench import models
 from dp_compile.bench.contract import ADAMW, Batch, Workload
+from dp_compile.bench.resnet import RESNET_50, resnet
 from dp_compile.errors import ConfigError
 from dp_compile.train.gpt import GPT, GPTConfig
-from dp_compile.train.resnet import RESNET_50, resnet
 
 GPT_2: Final = GPTConfig(vocabulary=50257, context=1024, width=768, layers=12, heads=12)
 TINY_GPT: Final = GPTConfig(vocabulary=64, context=16, width=16, layers=2, heads=2)

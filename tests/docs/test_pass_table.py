@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from dp_compile._torch import inductor
+from dp_compile.bench.resnet import RESNET_50, resnet
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassRecord
 from dp_compile.train.gpt import GPTConfig
-from dp_compile.train.resnet import RESNET_50, resnet
 
 DOCS = Path(__file__).parents[2] / "docs"
 

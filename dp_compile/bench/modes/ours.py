@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dp_compile.bench import tensor_parallel
 from dp_compile.bench.contract import PROBE_LR, Batch, Facts, Mode, Trainer, Workload
 from dp_compile.bench.modes.loop import Loop, as_plain, build, cap_mb_of, place, trainable
 from dp_compile.config import ReplicateConfig
@@ -25,7 +26,6 @@ from dp_compile.modules.replicate import replicate
 from dp_compile.modules.replicated_module import register_comm_hook
 from dp_compile.optim.crossing import synchronize
 from dp_compile.optim.in_backward import in_backward
-from dp_compile.train import tensor_parallel
 from dp_compile.train.gpt import GPT
 
 REPLAN_AFTER: Final = 3
