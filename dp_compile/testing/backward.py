@@ -128,8 +128,7 @@ def backward_of(
         on: `cpu`, or `meta` for models that are too large to be computed here: nothing is computed or allocated.
 
     Raises:
-        ConfigError: a value is not allowed, or a process group is up.
-        ModuleError: the model cannot be replicated, or its backward was not captured.
+        ConfigError, ModuleError: a value is not allowed, a process group is up, or no backward was captured.
     """
     check_ranks(ranks)
     if on not in ("cpu", "meta"):
@@ -207,21 +206,12 @@ def _seen(
     record = found.captures[-1]
     graphs = recorder.graphs[-record.graphs :]
     copied = [each for each in record.placements if each.copied is not None and each.gradient != UNUSED_FLAGS]
-    counts = Counts(
-        collectives=sum(each[1] for each in graphs),
-        reduced_nbytes=sum(each[2] for each in graphs),
-        graphs=end[1] - start[1],
-        captures=end[0] - start[0],
-        recompiles=sum(end) - sum(first),
-        copied_nbytes=sum(each.nbytes for each in copied) if config.backend == "inductor" else None,
-    )
-    return SeenBackward(
-        found.plan,
-        plan_text(found.plan),
-        "".join(each[0] for each in graphs),
-        counts,
-        tuple(f"{each.gradient}, {format_bytes(each.nbytes)}: {each.copied}" for each in copied),
-    )
+    texts, collectives, nbytes = zip(*graphs, strict=True)
+    traced, graphs_made = (later - before for later, before in zip(end, start, strict=True))
+    copied_nbytes = sum(each.nbytes for each in copied) if config.backend == "inductor" else None
+    counts = Counts(sum(collectives), sum(nbytes), graphs_made, traced, sum(end) - sum(first), copied_nbytes)
+    lines = tuple(f"{each.gradient}, {format_bytes(each.nbytes)}: {each.copied}" for each in copied)
+    return SeenBackward(found.plan, plan_text(found.plan), "".join(texts), counts, lines)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ def assert_same_training(
         The largest difference of an element over the largest element of its tensor.
 
     Raises:
-        AssertionError: something differs, or nothing was captured although it is compiled.
-        RankError: a rank raised, hung or died; with its traceback, stack or exit code.
+        AssertionError: something differs, or nothing was captured although it is compiled; as `RankError` a rank
+            raised, hung or died.
         ConfigError: a value is not allowed, or something cannot be sent to a process.
     """
     check_ranks(ranks.world_size if isinstance(ranks, Ranks) else ranks)
@@ -109,11 +109,9 @@ def assert_same_training(
         if all(each.what == "parameter" for each in wrong):
             hint = "every gradient was equal: compare what the optimizer does with both."
         raise AssertionError("\n  ".join([*lines, hint]))
-    how = outcomes[0][1]
-    if backend is not None and "captured" not in how:
+    if backend is not None and "captured" not in (how := outcomes[0][1]):
         raise AssertionError(
-            f"the training is the same, but no backward was captured: {how}. backend=None compares a training that is "
-            "not compiled."
+            f"the training is the same, but no backward was captured: {how}. Compare it with backend=None."
         )
     return max(each.relative for each in found)
 
