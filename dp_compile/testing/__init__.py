@@ -1,7 +1,4 @@
-"""Tools for the test suite of a user's model: golden plan and graph, counts, and a comparison with torch's DDP.
-
-Imported by name, as `torch.testing` is: `from dp_compile import testing`.
-"""
+"""Tools for the test suite of a user's model: golden plan and graph, counts, and a comparison with torch's DDP."""
 
 from dp_compile.testing.backward import Counts as Counts
 from dp_compile.testing.backward import SeenBackward as SeenBackward

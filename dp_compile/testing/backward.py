@@ -108,21 +108,17 @@ def assert_counts(seen: SeenBackward, **expected: int) -> None:
         raise AssertionError("\n".join(lines))
 
 
-# --- a few steps ----------------------------------------------------------------------------------------------------
-
-
 def backward_of(
     training: Training, *, link: str, ranks: int, backend: str = "aot_eager", on: str = "cpu"
 ) -> SeenBackward:
     """Capture the backward of a training on this rank alone and return its plan, graph and counts.
 
-    The process group is torch's fake one: nothing is sent, and gradients are summed and divided as with gloo. Only
-    rank 0's batch of step 0 is used. Dynamo's caches in this process are dropped before and after.
+    Nothing is sent; gradients are summed and divided as with gloo. Only rank 0's batch of step 0 is used. Dynamo's
+    caches in this process are dropped before and after.
 
     Args:
         training: what is trained, and how it is replicated.
-        link: between the ranks, a name of `plan.links.LINKS`. The plan is made for it unless `training.config` has a
-            cost.
+        link: a name of `plan.links.LINKS`. The plan is made for it unless `training.config` has a cost.
         ranks: of the group, at least 2.
         backend: `aot_eager`, or `inductor`, which generates code, so that copies can be counted.
         on: `cpu`, or `meta` for models that are too large to be computed here: nothing is computed or allocated.
@@ -212,9 +208,6 @@ def _seen(
     counts = Counts(sum(collectives), sum(nbytes), graphs_made, traced, sum(end) - sum(first), copied_nbytes)
     lines = tuple(f"{each.gradient}, {format_bytes(each.nbytes)}: {each.copied}" for each in copied)
     return SeenBackward(found.plan, plan_text(found.plan), "".join(texts), counts, lines)
-
-
-# --- texts ----------------------------------------------------------------------------------------------------------
 
 
 def plan_text(plan: BucketPlan) -> str:

@@ -1,7 +1,4 @@
-"""A pytest plugin: `pytest_plugins = ["dp_compile.testing.plugin"]` in the conftest.py at the root of the tests.
-
-It is no entry point of the distribution: pytest would then import torch at the start of every run in the environment.
-"""
+"""A pytest plugin. It is no entry point of the distribution, because pytest would then import torch in every run."""
 
 from __future__ import annotations
 

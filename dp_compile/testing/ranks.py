@@ -1,8 +1,4 @@
-"""Processes for tests: a pool of gloo ranks that is reused by later calls.
-
-A rank that raises, dies or hangs is reported with its traceback, exit code or stack. The pool is then killed, and the
-next call starts a new one.
-"""
+"""Processes for tests: a pool of gloo ranks. After a rank raised, died or hung, the next call starts a new pool."""
 
 from __future__ import annotations
 
@@ -53,13 +49,9 @@ class Ranks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results by rank.
+        """Call `function(*args)` on every rank within `timeout_s`, and return the results by rank.
 
-        Args:
-            function: of a module that the ranks can import; it, its arguments and its result are pickled. Process
-                groups that it makes are destroyed after it.
-            args: the same on every rank.
-            timeout_s: for all ranks together, the start of the processes included.
+        Function, arguments and results are pickled. Process groups that it makes are destroyed after it.
 
         Raises:
             RankError: it raised, hung or died on some rank; the pool is stopped.

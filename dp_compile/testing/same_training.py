@@ -26,9 +26,8 @@ from dp_compile.testing.training import Training
 
 RTOL: Final[Mapping[torch.dtype, float]] = {torch.float64: 1e-10, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 RTOL_FLOAT32: Final = 1e-4
-"""What is allowed over the largest element of torch's tensor: rounding in another order, grown over a few steps. A
-missing factor or reduction is wrong by about the tensor itself. Seen with Inductor (2026-11-21, two blocks of width 32,
-4 steps): 6e-7 for float32, 0.033 for bfloat16, whose generated code rounds in other places; with `aot_eager` 0."""
+"""What rounding in another order may make of the largest element over a few steps; a missing reduction is wrong by 1.
+Measured with Inductor (two blocks of width 32, 4 steps): 6e-7 for float32, 0.033 for bfloat16; with `aot_eager` 0."""
 SHOWN: Final = 8
 
 
@@ -115,8 +114,6 @@ def assert_same_training(
         )
     return max(each.relative for each in found)
 
-
-# --- on a rank ------------------------------------------------------------------------------------------------------
 
 _History = list[tuple[str, int, dict[str, torch.Tensor]]]
 """Copies of gradients by parameter after each step, and of parameters after the last one."""

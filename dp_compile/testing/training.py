@@ -18,15 +18,13 @@ from dp_compile.plan.buckets import BucketPlan
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with momentum: its update is linear in the gradient, so a wrong gradient is seen in the parameter."""
+    """With momentum. Its update is linear in the gradient, so that a wrong gradient is seen in the parameter."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training that tests look at. A frozen value: `dataclasses.replace` makes a variant.
-
-    `assert_same_training` pickles it, so its functions have to be defined at the top of a module.
+    """A training that tests look at. It is pickled, so its functions have to be defined at the top of a module.
 
     Args:
         make_model: called after torch's seed is set to `seed`.
