@@ -1,4 +1,4 @@
-"""Golden texts: compared with what a test or a file next to it holds; files are written on request."""
+"""Golden texts: compared with what a test or a file next to it holds."""
 
 from __future__ import annotations
 

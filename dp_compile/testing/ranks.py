@@ -109,13 +109,14 @@ class Ranks:
         for rank in [*results, *(rank for rank in range(self.world_size) if rank not in results)]:
             process, stack = self._processes[rank], Path(self._directory.name, f"stack{rank}")
             process.join(0.1)
-            if not process.is_alive():
-                line = f"died with exit code {process.exitcode}"
-                detail = f"{line}\n{stack.read_text()}" if stack.exists() else line
-            elif rank not in results:
+            if process.is_alive() and rank not in results and stack.exists():  # without the file it has no handler yet
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.3)
-                line, detail = "hangs", f"hangs:\n{stack.read_text()}"
+            known = stack.read_text() if stack.exists() else ""
+            if not process.is_alive():
+                detail = f"{(line := f'died with exit code {process.exitcode}')}\n{known}"
+            elif rank not in results:
+                line, detail = "hangs", f"hangs:\n{known or 'it is still starting'}"
             elif results[rank][0]:
                 line = detail = "finished"
             else:
