@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dp_compile.testing.generated_code import read_code
+from generated_code import read_code
 
 _ALIAS = re.compile(r"(\w+) = reinterpret_tensor\((\w+), \(([\d, ]*)\), \(([\d, ]*)\), (\d+)\)")
 _ALLOCATION = re.compile(r"(\w+) = empty_strided\w*\(\(([\d, ]*)\),")

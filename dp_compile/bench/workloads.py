@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from dp_compile.bench.contract import ADAMW, Batch, Workload, imported
+from dp_compile.bench.resnet import RESNET_50, resnet
 from dp_compile.errors import ConfigError
 from dp_compile.train.gpt import GPT, GPTConfig
-from dp_compile.train.resnet import RESNET_50, resnet
 
 XLM_R_VOCABULARY: Final = 250_002
 ADAMW_LR: Final = 0.001

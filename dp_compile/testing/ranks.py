@@ -1,8 +1,4 @@
-"""Real processes for tests: a pool of gloo ranks that stays up between calls.
-
-A rank that raises, dies or hangs is reported with its traceback or its stack; the pool is then killed and the next
-call gets a new one.
-"""
+"""Processes for tests: a pool of gloo ranks. After a rank raised, died or hung, the next call starts a new pool."""
 
 from __future__ import annotations
 
@@ -16,11 +12,12 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,19 +30,14 @@ GLOO_TIMEOUT_S: Final = 60.0
 
 
 class RankError(AssertionError):
-    """A function failed on some rank, or did not end in time."""
+    """A function failed on a rank, or did not end in time."""
 
 
 class Ranks:
-    """`world_size` processes, each in one gloo group with the others. They start with the first call.
+    """`world_size` processes in one gloo group, which start with the first call.
 
-    Args:
-        world_size: how many; one is fine for what needs no other rank.
-        method: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool
-            for every test then costs little.
-
-    Raises:
-        ConfigError: no rank.
+    `method`: how they start, as in `multiprocessing`. `forkserver` copies a process that has torch loaded: a pool for
+    every test is then cheap.
     """
 
     def __init__(self, world_size: int, method: str = "spawn") -> None:
@@ -57,51 +49,46 @@ class Ranks:
         self._directory: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-        """Call `function(*args)` on every rank and return the results by rank. It may leave no process group behind.
+        """Call `function(*args)` on every rank within `timeout_s`, and return the results by rank.
 
-        Args:
-            function: of a module that the ranks can import; it, its arguments and its result are pickled.
-            args: the same on every rank.
-            timeout_s: for all ranks together, the start of the processes included.
+        Function, arguments and results are pickled. Process groups that it makes are destroyed after it.
 
         Raises:
-            RankError: it raised, hung or died on some rank; with traceback, stack or exit code of each. The pool is
-                stopped, the next call starts a new one.
+            RankError: it raised, hung or died on some rank; the pool is stopped.
         """
-        results = self._outcomes(function, args, timeout_s)
+        results = self._call(function, args, timeout_s)
         if all(ok for ok, _ in results.values()):
             return [results[rank][1] for rank in range(self.world_size)]
         raise RankError(self._describe_and_stop(results))
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[tuple[bool, Any]]:
-        """Call `function(*args)` on every rank; by rank whether it returned, and its result, traceback or death."""
-        results = self._outcomes(function, args, timeout_s)
+        """As `run`, but by rank whether it returned, and its result, traceback or death."""
+        results = self._call(function, args, timeout_s)
         return [results[rank] for rank in range(self.world_size)]
 
-    def _outcomes(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
-        """As `outcomes`, in the order in which ranks ended."""
-        try:
-            return self._asked(function, args, timeout_s)
-        except BaseException:  # a test's own time-out, Ctrl-C, what cannot be pickled
-            self.stop()  # else what the ranks answer late would be taken for the answer to the next call
-            raise
-
-    def _asked(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
-        if not self._processes:
-            self._start()
-        for connection in self._connections:
-            connection.send((function, args))
+    def _call(self, function: Callable[..., Any], args: Any, timeout_s: float) -> dict[int, tuple[bool, Any]]:
         results: dict[int, tuple[bool, Any]] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(results) < self.world_size and time.monotonic() < deadline:
-            for rank, connection in enumerate(self._connections):
-                if rank not in results and connection.poll(0.02):
-                    results[rank] = _receive(connection)
-                    if not results[rank][0]:
-                        deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
-        if len(results) == self.world_size:
-            return results
-        raise RankError(self._describe_and_stop(results))
+        try:
+            if not self._processes:
+                self._start()
+            for connection in self._connections:
+                connection.send((function, args))
+            deadline = time.monotonic() + timeout_s
+            while len(results) < self.world_size and time.monotonic() < deadline:
+                for rank, connection in enumerate(self._connections):
+                    if rank not in results and connection.poll(0.02):
+                        try:
+                            results[rank] = connection.recv()
+                        except EOFError:
+                            results[rank] = False, "the process died"
+                        if not results[rank][0]:
+                            deadline = min(deadline, time.monotonic() + AFTER_FIRST_ERROR_S)
+            if len(results) < self.world_size:
+                raise RankError(self._describe_and_stop(results))
+        except BaseException:  # a test's time-out, Ctrl-C, what cannot be pickled
+            self.stop()  # else a late answer of the ranks would be taken for the answer to the next call
+            raise
+        return results
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context(self.method)
@@ -110,35 +97,32 @@ class Ranks:
             ours, theirs = context.Pipe()
             arguments = (rank, self.world_size, self._directory.name, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
-            with _environment({"OMP_NUM_THREADS": "1"}):  # read when torch is imported, before a line of ours runs
+            with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"):  # torch reads it when the process imports it
                 process.start()
             self._processes.append(process)
             self._connections.append(ours)
 
     def _describe_and_stop(self, results: dict[int, tuple[bool, Any]]) -> str:
-        """What each rank did: a line for each, then all that is known, in the order in which ranks ended.
-
-        The first one to fail is usually the cause; what the others say follows from it.
-        """
+        """A line for each rank, then all that is known. The first one to fail is usually the cause."""
         assert self._directory is not None
         lines, details = [], []
         for rank in [*results, *(rank for rank in range(self.world_size) if rank not in results)]:
-            process = self._processes[rank]
+            process, stack = self._processes[rank], Path(self._directory.name, f"stack{rank}")
             process.join(0.1)
-            stack = Path(self._directory.name, f"stack{rank}")
-            if not process.is_alive():
-                said = f"died with exit code {process.exitcode}"
-                detail = f"{said}\n{stack.read_text()}" if stack.exists() else said
-            elif rank not in results:
+            if process.is_alive() and rank not in results and stack.exists():  # without the file it has no handler yet
                 os.kill(process.pid, signal.SIGUSR1)
                 time.sleep(0.3)
-                said, detail = "hangs", f"hangs:\n{stack.read_text()}"
+            known = stack.read_text() if stack.exists() else ""
+            if not process.is_alive():
+                detail = f"{(line := f'died with exit code {process.exitcode}')}\n{known}"
+            elif rank not in results:
+                line, detail = "hangs", f"hangs:\n{known or 'it is still starting'}"
             elif results[rank][0]:
-                said = detail = "finished"
+                line = detail = "finished"
             else:
                 detail = results[rank][1]
-                said = detail.strip().splitlines()[-1]
-            lines.append(f"rank {rank}: {said}")
+                line = detail.strip().splitlines()[-1]
+            lines.append(f"rank {rank}: {line}")
             details.append(f"--- rank {rank}: {detail}")
         self.stop()
         return "\n".join(["in the order in which they ended:", *lines, *details])
@@ -146,7 +130,7 @@ class Ranks:
     def stop(self) -> None:
         """Kill the processes. A later call starts new ones."""
         processes, connections, directory = self._processes, self._connections, self._directory
-        self._processes, self._connections, self._directory = [], [], None  # whatever interrupts what follows
+        self._processes, self._connections, self._directory = [], [], None  # also if what follows is interrupted
         with contextlib.ExitStack() as exits:
             if directory is not None:
                 exits.callback(directory.cleanup)
@@ -159,37 +143,14 @@ class Ranks:
                 process.close()
 
 
-@contextlib.contextmanager
-def _environment(given: Mapping[str, str]) -> Iterator[None]:
-    """Variables for processes that are started inside."""
-    before = {name: os.environ.get(name) for name in given}
-    os.environ.update(given)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _receive(connection: Connection) -> tuple[bool, Any]:
-    try:
-        ok, value = connection.recv()
-    except EOFError:
-        return False, "the process died"
-    return ok, value
-
-
 def _serve(rank: int, world_size: int, directory: str, connection: Connection) -> None:
     stack = open(Path(directory, f"stack{rank}"), "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    faulthandler.enable(stack, all_threads=True)  # a rank that native code kills says where it was
+    faulthandler.enable(stack, all_threads=True)  # the stack of a rank that native code kills
     torch.set_num_threads(1)
     from dp_compile._torch import dynamo  # loads Dynamo: only in the ranks
 
-    # Tests compile small models, many of them: what is looked at each time counts.
+    # Tests compile many small models, where checks of each compile take a seventh of the time.
     dynamo.measure_no_guards()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
@@ -204,7 +165,7 @@ def _serve(rank: int, world_size: int, directory: str, connection: Connection) -
         try:
             function, args = pickle.loads(call)  # fails where the function's module cannot be imported
             result = function(*args)
-            # A thread of gloo looks a hundred times a second whether there is something to do, for each of them.
+            # Each gloo group has a thread that polls a hundred times a second.
             distributed.end_other_groups()
             connection.send((True, result))
         except SystemExit:

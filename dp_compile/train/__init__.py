@@ -1,1 +1,1 @@
-"""The main job: train a small language model on several processes and show what happened to its gradients."""
+"""The main job: train a small GPT data parallel and show what happened to its gradients."""

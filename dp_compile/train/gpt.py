@@ -1,8 +1,4 @@
-"""A decoder-only transformer with the block structure of GPT-2, in one file.
-
-Source: Radford et al., Language Models are Unsupervised Multitask Learners (2019): pre-norm blocks, learned position
-embeddings, GELU, weights of the embedding shared with the output, residual projections initialised smaller with depth.
-"""
+"""A decoder-only transformer with the blocks of GPT-2 (Radford et al. 2019): learned positions, a tied embedding."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and around a residual."""
+    """Attention and a two-layer perceptron, each after a norm and with a residual connection."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tensor_parallel_gpt
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -41,7 +42,6 @@ from dp_compile.insight.timeline import SENDS, events_of
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.state import chunk
 from dp_compile.testing.ranks import Ranks
-from dp_compile.train import tensor_parallel
 from dp_compile.train.gpt import GPT, GPTConfig
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -280,8 +280,8 @@ def test_plans_know_when_parts_are_ready() -> None:
         torch._dynamo.reset()
         model, mesh = GPT(GPTConfig(vocabulary=32, context=16, width=16, layers=2, heads=2)), None
         if spread:
-            mesh = tensor_parallel.mesh_of(dist.get_world_size(), 1, torch.device("cpu"))
-            tensor_parallel.parallelize(model, mesh["tp"])
+            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+            tensor_parallel_gpt.parallelize(model, mesh["tp"])
         dp_compile.replicate(model, device_mesh=mesh["dp"] if mesh else None, config=AOT)
         torch.compile(model, backend="aot_eager")(torch.zeros(2, 8, dtype=torch.long)).sum().backward()
         step = dp_compile.step_of(model)

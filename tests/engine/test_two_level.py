@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, Untraceable, batch, mlp
+from generated_code import read_code
 from meshes import mesh_of
 from torch import nn
 from torch._inductor import config as inductor_config
@@ -30,7 +31,6 @@ from dp_compile.insight.report import Report
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.testing.generated_code import read_code
 from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16

@@ -38,7 +38,7 @@ def missing() -> str:
 def run(script: str, *arguments: str, **variables: str) -> None:
     """One of the scripts beside this file, in a process of its own that sees Triton."""
     root = HERE.parents[1]
-    folders = [str(root), os.environ.get("DP_COMPILE_TRITON", ""), os.environ.get("PYTHONPATH", "")]
+    folders = [str(root), str(HERE.parent), os.environ.get("DP_COMPILE_TRITON", ""), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
     command = [sys.executable, str(HERE / script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)

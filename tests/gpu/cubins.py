@@ -21,8 +21,7 @@ from typing import Any
 
 import torch._inductor.config
 import torch._inductor.runtime.triton_helpers
-
-from dp_compile.testing.generated_code import triton_sources
+from generated_code import triton_sources
 
 
 def compiled(name: str, source: str, folder: Path) -> list[dict[str, Any]]:

@@ -11,10 +11,7 @@ from typing import Any
 
 import cases
 import pytest
-
-from dp_compile.plan.buckets import UNUSED_FLAGS
-from dp_compile.plan.reduction import Stage, launch_order
-from dp_compile.testing.generated_code import (
+from generated_code import (
     KERNEL,
     LAUNCH,
     LIBRARY,
@@ -26,6 +23,9 @@ from dp_compile.testing.generated_code import (
     read_code,
     triton_sources,
 )
+
+from dp_compile.plan.buckets import UNUSED_FLAGS
+from dp_compile.plan.reduction import Stage, launch_order
 
 RESULTS = [
     *(pytest.param("small", name, id=name) for name, case in cases.SMALL.items() if case.every_day),

@@ -9,8 +9,7 @@ import re
 
 import cases
 import pytest
-
-from dp_compile.testing.generated_code import read_code, triton_sources
+from generated_code import read_code, triton_sources
 
 Kept = tuple[cases.Results, cases.Results]
 

@@ -6,11 +6,11 @@ import re
 
 import pytest
 import torch
+from generated_code import read_code
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import dp_compile
-from dp_compile.testing.generated_code import read_code
 
 
 def code_of_backward(model: nn.Module, x: torch.Tensor) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dp_compile.testing.golden import ACCEPT_VARIABLE, INLINE_VARIABLE
+from dp_compile.testing.golden import ACCEPT_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "testing.md"
@@ -26,7 +26,7 @@ def copied(tmp_path: Path) -> Path:
 
 
 def run_suite(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in (ACCEPT_VARIABLE, INLINE_VARIABLE)}
+    environment = {name: value for name, value in os.environ.items() if name != ACCEPT_VARIABLE}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
         cwd=directory,
@@ -40,43 +40,19 @@ def run_suite(directory: Path, *options: str) -> subprocess.CompletedProcess[str
 def test_the_suite_passes(copied: Path) -> None:
     ended = run_suite(copied)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "7 passed" in ended.stdout
+    assert "5 passed" in ended.stdout
 
 
-OF_THE_PLUGIN = """\
-import torch
-from torch._dynamo.utils import counters
-
-compiled = torch.compile(lambda x: x + 1, backend="eager")
-graphs = []
-
-
-def test_launched_first(dp_fresh_compiler):
-    for _ in range(2):
-        compiled(torch.ones(2))
-        graphs.append(counters["stats"]["unique_graphs"])
-
-
-def test_launched_again(dp_fresh_compiler, dp_golden):
-    compiled(torch.ones(2))
-    graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs == [graphs[0], graphs[0], graphs[0] + 1]
-    assert (dp_golden / "plan.txt").exists()
-"""
-
-
-def test_golden_files_are_made_by_the_option_and_fixtures_do_what_they_say(copied: Path) -> None:
+def test_golden_files_are_made_by_the_option(copied: Path) -> None:
     shutil.rmtree(copied / "golden")
-    (copied / "test_of_the_plugin.py").write_text(OF_THE_PLUGIN)
     ended = run_suite(copied, "--dp-compile-accept", "-k", "reduced_together or launched")
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "4 passed" in ended.stdout
     assert texts(copied / "golden") == texts(SUITE / "golden")
 
 
 def texts(golden: Path) -> dict[str, str]:
-    """But for which ops of ATen compute between reductions: torch 2.15 has others for a product."""
-    return {path.name: re.sub(r"( nodes?): .*", r"\1", path.read_text()) for path in golden.iterdir()}
+    """But for how many ops compute between reductions: torch 2.15 has others for a product."""
+    return {path.name: re.sub(r"\d+ nodes", "nodes", path.read_text()) for path in golden.iterdir()}
 
 
 def test_the_guide_shows_the_files() -> None:

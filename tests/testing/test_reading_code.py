@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-from dp_compile.testing.generated_code import LAUNCH, Span, kernel_arguments, read_code, triton_sources
+from generated_code import LAUNCH, Span, kernel_arguments, read_code, triton_sources
 
 WRAPPER = """
 cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''...''')
@@ -67,10 +66,8 @@ def test_kernels_of_a_gpu() -> None:
         ("cpp_fused_0(reinterpret_tensor(buf9, (2, ), (1, ), 3), buf0)", "cpp_fused_0 reads buf9[3:5]"),
         ("buf5 = buf9; cpp_fused_0(arg0_1, buf5)  # reuse", "cpp_fused_0 writes buf9[0:48]"),
         ("buf6 = torch.ops.aten.view.dtype(buf9, torch.int32); buf6.fill_(0)", "buf6.fill_ writes buf9"),
-        ("torch.ops.aten.add_.Tensor(buf9, 1)", "torch.ops.aten.add_.Tensor writes buf9[0:48]"),
         ("buf7 = buf9[0].sum()", "buf9[0].sum reads buf9"),
         ("torch.ops._c10d_functional.all_reduce_.default(buf9, 'avg', '0')", "all_reduce_ writes buf9[0:48]"),
-        ("del buf9; buf9 = empty_strided_cuda((48, ), (1, ), torch.float32)", "frees buf9[0:48]"),
         ("buf9 = empty_strided_cuda((48, ), (1, ), torch.float32)", "frees buf9[0:48]"),
     ],
 )
@@ -98,27 +95,11 @@ def test_a_part_may_be_written_while_another_is_in_flight() -> None:
     assert not read_code(parts).faults
 
 
-def test_nobody_waits() -> None:
-    text = code().replace("torch.ops._c10d_functional.wait_tensor.default(buf9)", "pass")
-    (fault,) = read_code(text).faults
-    assert "nobody waited for buf9[0:48]" in fault
-
-
-def test_a_wait_without_a_launch() -> None:
+def test_waits_and_launches_come_in_pairs() -> None:
+    (fault,) = read_code(code().replace("torch.ops._c10d_functional.wait_tensor.default(buf9)", "pass")).faults
+    assert "no wait for buf9[0:48]" in fault
     (fault,) = read_code(code("torch.ops._c10d_functional.wait_tensor.default(buf0)")).faults
     assert "waits for buf0[0:32], which is not on its way" in fault
-
-
-def test_what_is_sent_may_be_read_but_not_written() -> None:
-    """A collective with a result of its own reads its input until then."""
-    launch = "torch.ops._c10d_functional.all_reduce_.default(buf9, 'avg', '0')"
-    apart = code().replace(
-        launch, "buf3 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf9, 'avg', 8, '0')"
-    )
-    apart = apart.replace("wait_tensor.default(buf9)", "wait_tensor.default(buf3)")
-    assert not read_code(apart.replace("pass\n            torch", "cpp_fused_0(buf9, buf0)\n            torch")).faults
-    (fault,) = read_code(apart.replace("pass\n            torch", "cpp_fused_0(buf0, buf9)\n            torch")).faults
-    assert "cpp_fused_0 writes buf9[0:48], which is being sent" in fault
 
 
 TWO_LEVELS = """
@@ -143,14 +124,6 @@ def two_levels(stage: int = 0, in_flight: str = "") -> str:
     return before + text + rest[rest.index("            del buf0") :]
 
 
-def test_stages_have_memory_of_their_own() -> None:
-    found = read_code(two_levels())
-    assert not found.faults
-    whole, part, gathered = Span("buf9", 0, 48), Span("buf3", 0, 6), Span("buf4", 0, 48)
-    launches = [(call.reads, call.writes) for call in found.calls if call.kind == LAUNCH]
-    assert launches == [((whole,), (part,)), ((part,), (part,)), ((part,), (gathered,))]
-
-
 @pytest.mark.parametrize(
     ("stage", "in_flight", "fault"),
     [
@@ -169,17 +142,9 @@ def test_faults_between_stages(stage: int, in_flight: str, fault: str) -> None:
     assert any(fault in each for each in faults), faults
 
 
-def test_a_stage_that_does_not_wait_for_the_one_before() -> None:
-    first, second, third = (at for at, line in enumerate(two_levels().splitlines()) if "wait_tensor" in line)
-    for at, fault in (
-        (first, "all_reduce_ writes buf3[0:6] while reduce_scatter_tensor"),
-        (second, "all_gather_into_tensor reads buf3[0:6] while all_reduce_"),
-        (third, "nobody waited for buf4[0:48] while all_gather_into_tensor"),
-    ):
-        lines = two_levels().splitlines()
-        assert any(fault in each for each in read_code("\n".join([*lines[:at], *lines[at + 1 :]])).faults)
-
-
-def test_what_is_no_code() -> None:
-    with pytest.raises(ValueError, match="no function `call`"):
-        read_code("x = 1")
+def test_what_is_allowed_between_stages() -> None:
+    found = read_code(two_levels(1, "cpp_fused_0(buf9, buf0)"))
+    assert not found.faults
+    whole, part, gathered = Span("buf9", 0, 48), Span("buf3", 0, 6), Span("buf4", 0, 48)
+    launches = [(call.reads, call.writes) for call in found.calls if call.kind == LAUNCH]
+    assert launches == [((whole,), (part,)), ((part,), (part,)), ((part,), (gathered,))]

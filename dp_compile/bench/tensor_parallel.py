@@ -1,4 +1,4 @@
-"""`--tp N`: the layers of the GPT spread over N ranks, of which each group trains on one batch."""
+"""The layers of the GPT spread over N ranks, of which each group trains on one batch."""
 
 from __future__ import annotations
 

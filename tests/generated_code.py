@@ -1,14 +1,7 @@
-"""What generated code does with memory, read off its text: the wrapper that Inductor writes, for a CPU or for a GPU.
+"""What generated code does with memory, read off the wrapper that Inductor writes for a CPU or for a GPU.
 
-    buf1 = reinterpret_tensor(buf7, (64, 64), (64, 1), 64)   buf1 lies in the memory of buf7, from element 64 on
-    extern_kernels.mm(a, b, out=buf1)                        reads a and b, writes there
-    torch.ops._c10d_functional.all_reduce_.default(buf7, ..) from here on the network reads and writes buf7
-    torch.ops._c10d_functional.wait_tensor.default(buf7)     up to here
-    buf8 = torch.ops.(..).reduce_scatter_tensor.default(..)  here it reads what it is given, and writes other memory
-    del buf7                                                 nobody has it any more
-
-From launch to wait nobody may write or free what the network reads, nor read what it writes. The text says so for the
-order of calls, which is the order on the device; the allocator of a GPU and its streams are another matter.
+From launch to wait nothing may write or free what a collective reads, nor read what it writes. The text shows this for
+the order of calls, which is the order on the device; the allocator of a GPU and its streams are another matter.
 """
 
 from __future__ import annotations
@@ -16,7 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -55,15 +48,7 @@ Spans = tuple[Span, ...]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of the generated code.
-
-    Args:
-        kind: `launch`, `wait`, `kernel` (generated) or `library` (all else that is given tensors).
-        name: as the code calls it.
-        line: its line in the code, from 1.
-        reads: memory of all tensors that it is given.
-        writes: of those among them that it changes.
-    """
+    """One call: its kind, name and line, the memory of all tensors that it is given, and of those that it changes."""
 
     kind: str
     name: str
@@ -93,29 +78,19 @@ class GeneratedCode:
 
 
 def read_code(code: str) -> GeneratedCode:
-    """Read the Python text that Inductor generated for one graph.
-
-    Raises:
-        ValueError: there is no function `call` in it.
-    """
+    """Read the Python text that Inductor generated for one graph."""
     tree = ast.parse(code)
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "call"]
-    if not functions:
-        raise ValueError("this is no code of Inductor's: it has no function `call`")
-    reader = _Reader(_kernels(tree))
-    for statement in _flat(functions[-1].body):
-        reader.read(statement)
-    reader.end(functions[-1].end_lineno or 0)
-    return GeneratedCode(tuple(reader.calls), tuple(reader.faults))
-
-
-def _flat(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements, those under `with` among them."""
-    for statement in body:
+    reader, statements = _Reader(_kernels(tree)), list(functions[-1].body)
+    while statements:
+        statement = statements.pop(0)
         if isinstance(statement, ast.With):
-            yield from _flat(statement.body)
+            statements[:0] = statement.body
         else:
-            yield statement
+            reader.read(statement)
+    for flight in reader.flights:
+        reader.fault(functions[-1].end_lineno or 0, f"the code ends, no wait for {_text(flight.written)}", flight)
+    return GeneratedCode(tuple(reader.calls), tuple(reader.faults))
 
 
 def triton_sources(code: str) -> dict[str, str]:
@@ -154,7 +129,7 @@ def kernel_arguments(source: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class _Reader:
-    """Goes through the statements with what each name stands for, and what is in flight."""
+    """Reads the statements in order, with the memory of each name and what is in flight."""
 
     kernels: Mapping[str, Sequence[bool]]
     names: dict[str, Spans] = field(default_factory=dict)
@@ -171,16 +146,10 @@ class _Reader:
             result = self._value(statement.value, ast.unparse(statement.targets[0]))
             for target in statement.targets:
                 self._assign(target, statement.value, result)
-        elif isinstance(statement, ast.Return):
-            pass  # what it returns lives on, and `end` sees to what was not waited for
-        else:
+        elif not isinstance(statement, ast.Return):
             for node in ast.iter_child_nodes(statement):
                 if isinstance(node, ast.expr):
                     self._value(node, f"line {statement.lineno}")
-
-    def end(self, line: int) -> None:
-        for flight in self.flights:
-            self._fault(line, f"the code ends, and nobody waited for {_text(flight.written)}", flight)
 
     def _assign(self, target: ast.expr, value: ast.expr, result: Spans) -> None:
         if isinstance(target, (ast.Tuple, ast.List)):  # the inputs, or the results of a kernel
@@ -191,7 +160,7 @@ class _Reader:
             self._bind(target.id, result, target.lineno)
 
     def _bind(self, name: str, spans: Spans, line: int) -> None:
-        """A name stands for something else, or for nothing, from now on."""
+        """A name stands for other memory from now on, or for none."""
         before = self.names.pop(name, ())
         if spans:
             self.names[name] = spans
@@ -199,13 +168,13 @@ class _Reader:
         for flight in self.flights:
             for span in (*flight.written, *flight.launch.reads):
                 if span.storage not in alive and any(span.storage == each.storage for each in before):
-                    self._fault(line, f"frees {span}", flight)
+                    self.fault(line, f"frees {span}", flight)
                     break
 
     # --- expressions
 
     def _value(self, node: ast.expr, name: str) -> Spans:
-        """The memory of what an expression stands for, noting what is called on the way."""
+        """The memory of an expression; calls in it are noted."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, ())
         if isinstance(node, ast.Subscript):
@@ -216,7 +185,6 @@ class _Reader:
         return tuple(span for spans in found for span in spans)
 
     def _item(self, node: ast.Subscript, name: str) -> Spans:
-        """A part of what was allocated here; or one of a kernel's results, each of which has memory of its own."""
         spans = self._value(node.value, name)
         if len(spans) > 1 and isinstance(node.slice, ast.Constant):  # of a grouped collective
             return (spans[int(ast.literal_eval(node.slice))],)
@@ -248,7 +216,7 @@ class _Reader:
         return self._result(function, reads, writes, name)
 
     def _allocated(self, name: str) -> str:
-        """A name for new memory: that of who has it first, and a number if the name had memory before."""
+        """A name for new memory, with a number if the name had memory before."""
         self.allocations[name] += 1
         return name if self.allocations[name] == 1 else f"{name}#{self.allocations[name]}"
 
@@ -291,7 +259,7 @@ class _Reader:
         elif not written:
             results, made = len(tensors) if "coalesced" in operator else 1, self._allocated(name)
             several = tuple(Span(f"{made}[{each}]") for each in range(results))
-            written = (Span(made, 0, _numel_behind(operator, node, tensors)),) if results == 1 else several
+            written = (Span(made, 0, _result_numel(operator, node, tensors)),) if results == 1 else several
         launch = Call(LAUNCH, operator, line, tensors, written)
         self._note(launch)
         self.flights.append(_Flight(launch, list(written)))
@@ -313,19 +281,19 @@ class _Reader:
         for flight in self.flights:
             for span in call.reads + call.writes:
                 if _overlap([span], flight.written):
-                    self._fault(call.line, f"{call.name} {'writes' if span in call.writes else 'reads'} {span}", flight)
+                    self.fault(call.line, f"{call.name} {'writes' if span in call.writes else 'reads'} {span}", flight)
                     break
                 if span in call.writes and _overlap([span], flight.launch.reads):
-                    self._fault(call.line, f"{call.name} writes {span}, which is being sent", flight)
+                    self.fault(call.line, f"{call.name} writes {span}, which is being sent", flight)
                     break
 
-    def _fault(self, line: int, what: str, flight: _Flight) -> None:
+    def fault(self, line: int, what: str, flight: _Flight) -> None:
         launch = flight.launch
         self.faults.append(f"line {line}: {what} while {launch.name} of line {launch.line} is under way")
 
 
-def _numel_behind(operator: str, node: ast.Call, tensors: Spans) -> int:
-    """How many elements the result of a collective has, if the text says so: of two, the ranks are an argument."""
+def _result_numel(operator: str, node: ast.Call, tensors: Spans) -> int:
+    """How many elements the result of a collective has, if the text shows it."""
     if operator not in (_REDUCE_SCATTER, *_ALL_GATHERS) or len(tensors) != 1 or tensors[0].end == _UNKNOWN:
         return _UNKNOWN
     numel, ranks = tensors[0].end - tensors[0].start, int(ast.literal_eval(node.args[-2]))
@@ -337,7 +305,7 @@ def _overlap(some: Sequence[Span], others: Sequence[Span]) -> bool:
 
 
 def _numel(sizes: ast.expr, strides: ast.expr) -> int:
-    """How many elements lie from the first to the last one."""
+    """Elements from the first to the last one."""
     try:
         pairs = list(zip(ast.literal_eval(sizes), ast.literal_eval(strides), strict=True))
     except ValueError:
