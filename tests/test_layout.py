@@ -45,7 +45,6 @@ PRIVATE_TORCH = {
     ("fx/printer.py", "torch._ops"),
     ("fx/storages.py", "torch._ops"),
     # A process group without processes. Not worth loading with the package.
-    ("insight/rehearsal.py", "torch.testing._internal.distributed.fake_pg"),
     ("testing/backward.py", "torch.testing._internal.distributed.fake_pg"),
     # The one kernel of torch that only takes time; nothing else of the package needs it.
     ("bench/simulated_group.py", "torch.cuda._sleep"),
