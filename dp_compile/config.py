@@ -18,18 +18,13 @@ from torch import nn
 from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.strategies import WITH_OPTIONS, Fixed, Optimal, Strategy
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
 BACKENDS: Final = ("inductor", "aot_eager")
-TWO_LEVELS: Final = ("always", "auto")
 UNUSED: Final = ("error", "zeros", "find")
-STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-DEFAULT_CAP_MB: Final = 25.0
-DEFAULT_FIRST_CAP_MB: Final = 1.0
 
 SWITCHES: Final = (
     "ddp_python_hook",
@@ -57,17 +52,11 @@ class ReplicateConfig:
     Args:
         ddp_python_hook: `bool | None`, default `None`. `True`: hooks, traced with the backward. `False`: torch's
             C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
-        strategy: `str | Strategy | None`, default `None`. Where buckets end: `"optimal"`, `"fixed"`, `"per_module"`,
-            `"coalesced"`, `"ddp"`, `"explicit"`, or a value of `dp_compile.plan.strategies`, or your own. `None`: what
-            the other options ask for, else `"optimal"`.
-        bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed` and `ddp`: a bucket is closed when it holds at
-            least this much, 25 if not given; `math.inf`: one bucket.
-        first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
-            given.
-        cost: `AllReduceCost | None`, default `None`. For `optimal`, `coalesced` and `two_levels="auto"`: what an
-            all-reduce costs, from `calibrate().cost`. `None`: a nominal link.
-        two_levels: `str`, default `"always"`. On a `device_mesh` with two dimensions: reduce every bucket on both
-            levels, or with `"auto"` on one where that is predicted to be sooner.
+        bucket_cap_mb: `float | None`, MiB, default `None`. Buckets by size, as torch's DDP: one is closed when it holds
+            at least this much, the first of its kind at 1 MiB; `math.inf`: one bucket after the first. `None`: buckets
+            end where the predicted end of the step is earliest.
+        cost: `AllReduceCost | None`, default `None`. What an all-reduce costs, from `calibrate().cost`, for that
+            prediction. `None`: a nominal link.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
             `None`: `param_dtype`, and without it their own.
         reduce_dtypes: `Mapping[type[nn.Module] | str | policy, torch.dtype | None]`, default empty. Exceptions from
@@ -88,9 +77,8 @@ class ReplicateConfig:
             submodules that compute in their own dtype, with all below them; or policies as for `bucket_policy`.
         full_precision_in_eval: `bool`, default `False`. Cast neither parameters, buffers nor inputs while the module is
             in evaluation mode.
-        alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
-        replan_after: `int | None`, backwards, default `None`. For `optimal` and `coalesced`: plan once more, from so
-            many measured backwards. `None`: never.
+        replan_after: `int | None`, backwards, default `None`. Plan once more, from so many measured backwards. `None`:
+            never.
         unused_parameters: `str | None`, default `None`. What a parameter without a gradient means: `"error"`, `"zeros"`
             (it takes part with zeros) or `"find"` (as torch's DDP). `None`: what `find_unused_parameters` says.
         find_unused_parameters: `bool`, default `False`. torch's name: `True` means `unused_parameters="find"`, `False`
@@ -122,28 +110,12 @@ class ReplicateConfig:
     """One Python hook per parameter, traced with the backward. `None`: the environment variable
     `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
 
-    strategy: str | Strategy | None = None
-    """Where buckets end: `fixed`, `per_module`, `optimal`, `coalesced`, `ddp` or `explicit`, see
-    `dp_compile.plan.strategies`. A value, `Optimal(replan_after=20)`, is its name and its options. Anything else with
-    `name`, `plans_anew` and `plan` is asked for the plan. `None`: what the other options ask for (`fixed` with a cap,
-    `per_module` with a policy, `explicit` with a plan), else `optimal`."""
-
     bucket_cap_mb: float | None = None
-    """For `fixed` and `ddp`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one
-    bucket for each key, in `fixed` behind a first one, see below."""
-
-    first_bucket_cap_mb: float | None = None
-    """For `fixed`: the same for the first bucket of each key, 1 by default, if it is less: communication then starts
-    early."""
+    """A bucket is closed when it holds at least this many MiB, the first of each key at 1, as in torch's DDP.
+    `math.inf`: one bucket for each key after the first. `None`: where the predicted end of the step is earliest."""
 
     cost: AllReduceCost | None = None
-    """For `optimal` and `coalesced`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal
-    link."""
-
-    two_levels: str = "always"
-    """Of buckets on a `device_mesh` with two dimensions: `always`, each is reduced inside nodes and between them;
-    `auto`, or over all ranks at once where its stages are predicted to take longer than that. The prediction is as good
-    as `cost`: `calibrate(device_mesh=mesh).cost`, or what `replan_after` measures; nominal links before."""
+    """What an all-reduce costs on the group, from `calibrate`, for that prediction. `None`: a nominal link."""
 
     reduce_dtype: torch.dtype | None = None
     """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
@@ -188,14 +160,9 @@ class ReplicateConfig:
     full_precision_in_eval: bool = False
     """FSDP1's FSDP_USE_FULL_PREC_IN_EVAL: in evaluation mode only outputs are cast."""
 
-    alignment_bytes: int = 64
-    """Gradients start in their bucket at multiples of this many bytes, a power of two; smaller ones at multiples of
-    their own size. 64: a cache line, and more than the 16 that vectorised loads want. 1: no gaps."""
-
     replan_after: int | None = None
-    """For `optimal` and `coalesced`: measure so many backwards, the first one not counted, and then plan once more,
-    from measured ready times and, without `cost`, a measured link. The backward is then compiled once more. `None`:
-    never."""
+    """Measure so many backwards, the first one not counted, and then plan once more, from measured ready times and,
+    without `cost`, a measured link. The backward is then compiled once more. `None`: never."""
 
     unused_parameters: str | None = None
     """What a parameter without a gradient means. `error`: an error on every rank that names it. `zeros`: it takes part
@@ -261,15 +228,10 @@ class ReplicateConfig:
     `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
 
     def __post_init__(self) -> None:
-        if type(self.strategy) in WITH_OPTIONS:  # not one of the user's that is made from one of them
-            assert isinstance(self.strategy, WITH_OPTIONS)
-            self._take_options_of(self.strategy)
         _check_path("dump_dir", self.dump_dir)
-        for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
+        if self.bucket_cap_mb is not None:
+            _check_positive("bucket_cap_mb", self.bucket_cap_mb, "Use math.inf for one bucket per key.")
         _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
-        _check_power_of_two("alignment_bytes", self.alignment_bytes)
         if self.monitor_after_s is not None:
             _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
         for name in SWITCHES:
@@ -280,14 +242,12 @@ class ReplicateConfig:
         self._check_averaging()
         self._check_reduce_dtypes()
         self._check_full_precision()
-        self._check_strategy()
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
         _check_every("compare_parameters_every", self.compare_parameters_every)
         _check_one_of("backend", self.backend, BACKENDS)
-        _check_one_of("two_levels", self.two_levels, TWO_LEVELS)
 
     def _check_unused(self) -> None:
         if self.unused_parameters is not None and self.unused_parameters not in UNUSED:
@@ -298,41 +258,10 @@ class ReplicateConfig:
                 "Give one of the two."
             )
 
-    def _take_options_of(self, strategy: Fixed | Optimal) -> None:
-        for option, value in strategy.options().items():
-            if getattr(self, option) is not None:
-                raise ConfigError(f"{option} is given beside strategy={strategy!r}. Give it to the strategy.")
-            object.__setattr__(self, option, value)
-        object.__setattr__(self, "strategy", strategy.name)
-
-    def _check_strategy(self) -> None:
-        if self.strategy is None or (isinstance(self.strategy, str) and self.strategy in STRATEGIES):
-            return
-        if isinstance(self.strategy, str) or not isinstance(self.strategy, Strategy):
-            raise ConfigError(
-                f"strategy must be one of {', '.join(STRATEGIES)}, or a value with name, plans_anew and plan(), got "
-                f"{self.strategy!r}."
-            )
-        if self.strategy.name in STRATEGIES:
-            raise ConfigError(
-                f"strategy {self.strategy!r} has the name '{self.strategy.name}', which is one of dp_compile's. "
-                "Give it a name of its own."
-            )
-        if has_address(self.strategy):
-            raise ConfigError(
-                f"strategy {self.strategy!r} has an address in its repr, which is another one on each rank, and ranks "
-                "compare strategies by it. Make it a frozen dataclass."
-            )
-
     @property
     def copies_buffers_at_start(self) -> bool:
         """Whether all ranks start with the buffers of the first."""
         return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
-
-    @property
-    def own_strategy(self) -> Strategy | None:
-        """The user's strategy, if one was given."""
-        return None if self.strategy is None or isinstance(self.strategy, str) else self.strategy
 
     def _check_averaging(self) -> None:
         for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
@@ -390,40 +319,25 @@ class ReplicateConfig:
         """What a parameter without a gradient means: `error`, `zeros` or `find`."""
         return self.unused_parameters or ("find" if self.find_unused_parameters or self.static_graph else "error")
 
-    def caps_mb(self) -> tuple[float, float]:
-        """The caps of `fixed` in MiB: of any bucket, and of the first of its key."""
-        cap_mb = DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
-        first_cap_mb = DEFAULT_FIRST_CAP_MB if self.first_bucket_cap_mb is None else self.first_bucket_cap_mb
-        return cap_mb, min(first_cap_mb, cap_mb)
-
-    def chosen_strategy(self, *, has_policy: bool, has_plan: bool) -> str:
-        """The strategy that the options ask for.
+    def chosen_strategy(self, *, has_policy: bool) -> str:
+        """Where buckets end: `optimal`, or as `bucket_cap_mb` or `bucket_policy` says.
 
         Raises:
-            ConfigError: options of different strategies are given, or one that the chosen strategy does not read.
+            ConfigError: options of different rules are given.
         """
         given = {
-            "bucket_cap_mb": ("ddp" if self.strategy == "ddp" else "fixed", self.bucket_cap_mb is not None),
-            "first_bucket_cap_mb": ("fixed", self.first_bucket_cap_mb is not None),
+            "bucket_cap_mb": ("fixed", self.bucket_cap_mb is not None),
             "bucket_policy": ("per_module", has_policy),
-            "plan": ("explicit", has_plan),
-            # Whatever the strategy is, levels are chosen by it.
-            "cost": (
-                "coalesced" if self.strategy == "coalesced" else "optimal",
-                self.cost is not None and self.two_levels != "auto",
-            ),
-            "replan_after": ("coalesced" if self.strategy == "coalesced" else "optimal", self.replan_after is not None),
+            "cost": ("optimal", self.cost is not None),
+            "replan_after": ("optimal", self.replan_after is not None),
         }
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
-        own = self.own_strategy
-        chosen = own.name if own is not None else str(self.strategy or next(iter(asked.values()), "optimal"))
-        for option, strategy in asked.items():
-            if strategy != chosen:
-                raise ConfigError(f"{option} belongs to strategy '{strategy}', but the strategy is '{chosen}'.")
-        if chosen in ("per_module", "explicit") and chosen not in asked.values():
-            wanted = "bucket_policy" if chosen == "per_module" else "plan"
-            raise ConfigError(f"strategy '{chosen}' needs {wanted}. Pass it to replicate().")
-        return chosen
+        if len(set(asked.values())) > 1:
+            raise ConfigError(
+                f"{' and '.join(asked)} say in different ways where buckets end: bucket_cap_mb at a size, bucket_policy "
+                "with modules, cost and replan_after where the predicted end of the step is earliest. Give one of them."
+            )
+        return next(iter(asked.values()), "optimal")
 
     def uses_python_hook(self, environ: Mapping[str, str] | None = None) -> bool:
         """The value of `ddp_python_hook` after the environment variable was asked.
@@ -502,8 +416,3 @@ def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _check_path(name: str, value: object) -> None:
     if value is not None and not (isinstance(value, str) and value):
         raise ConfigError(f"{name} must be the path of a directory as text, got {value!r}.")
-
-
-def _check_power_of_two(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
-        raise ConfigError(f"{name} must be a power of two of bytes, got {value!r}. Use {name}=1 for no padding.")

@@ -245,17 +245,6 @@ def is_first_in_join(joinable: Joinable) -> bool:
     return bool(joinable._join_config.enable and joinable._join_config.is_first_joinable)
 
 
-def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:
-    """torch's own rule for the buckets of its DDP, as lists of indices.
-
-    Args:
-        parameters: in the order in which the buckets are filled.
-        caps_bytes: the cap of the first bucket, of the second and so on; the last one counts from there on.
-        order: the indices of `parameters`, or nothing for the rule before the first backward.
-    """
-    return _assign_by_size(list(parameters), list(caps_bytes), [], list(order))[0]
-
-
 def active_ddp() -> nn.Module | None:
     """torch's DDP whose forward this thread's code is in."""
     return TorchDDP._active_ddp_module

@@ -53,7 +53,7 @@ from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
-from dp_compile.engine.replica import Arrivals, Replica, Revision
+from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
@@ -761,8 +761,6 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
         return "modules in it have different passes or backends"
     if any(len(replica.history.captures) >= MOST_CAPTURES for replica in by_hooks):
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
-    if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
-        return FIRST_AS_DDP
     if any(replica.sparse for replica in found.replicas):
         return "gradients in it are sparse"
     if any(replica.beside_shards for replica in found.replicas):

@@ -46,7 +46,6 @@ class Revision(enum.Enum):
     """An occasion on which a plan is made anew, at the same backward on every rank."""
 
     FROM_GRAPH = "before the first synchronised backward, from the graph of it"
-    FROM_ARRIVALS = "after the first synchronised backward, from the order in which gradients arrived"
     FROM_LAUNCHES = "after some synchronised backwards, from measured launches"
 
 
@@ -58,8 +57,6 @@ class Revisions:
         revise: makes a plan from ready times and, if it was measured, what a collective costs.
         due: the next occasion first.
         settled_after: how many synchronised backwards there were before the one in which the plan was settled.
-        arrivals: the parameters in the order in which their gradients arrived in the first backward, if it was not
-            captured.
         launches: what this rank has measured.
         average_by: lets gradients be averaged in another way from now on. Only between backwards, on every rank.
         scatter: lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`.
@@ -68,7 +65,6 @@ class Revisions:
     revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
     due: tuple[Revision, ...] = ()
     settled_after: int = 0
-    arrivals: tuple[int, ...] = ()
     launches: list[Launches] = field(default_factory=list)
     average_by: Callable[[Averaging], None] | None = None
     scatter: Callable[[frozenset[str]], None] | None = None

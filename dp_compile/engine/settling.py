@@ -4,7 +4,6 @@
 |-----------------|----------------------------------------|------------------------------------------------|
 | `FROM_GRAPH`    | in the first synchronised backward,    | the first rank's captured graph, if it has one |
 |                 | before anything of it is traced        |                                                |
-| `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP         |
 | `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
 
 Synchronised backwards are counted: they are the same ones on every rank. What one rank knows the others read from the
@@ -139,9 +138,7 @@ def revise_if_due(replica: Replica) -> None:
     if memory is not None and (averaging := memory.begin()) is not None:
         assert replica.revisions.average_by is not None
         replica.revisions.average_by(averaging)
-    if replica.awaits(Revision.FROM_ARRIVALS) and replica.history.synced_backwards == 1:
-        _revise(replica, _in_order_of_arrival(replica), None)
-    elif replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
+    if replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
         times = _measured(replica)
         _revise(replica, times, None if times is None else _measured_cost(replica))
 
@@ -207,16 +204,6 @@ def describe_plan(replica: Replica) -> str:
     end = "" if replica.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
     above = percent_above(certificate.ratio)
     return f"{replica.strategy}, {size}, predicted end{end} {above} the best any plan could do ({replica.ready.basis})"
-
-
-def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
-    arrivals, table, topic = list(replica.revisions.arrivals), table_in_backward(replica), meeting(replica, "arrivals")
-    if table is not None:
-        arrivals = decide(table, topic, arrivals)
-    if not arrivals:
-        return None
-    shares = {index: place / len(arrivals) for place, index in enumerate(arrivals, start=1)}
-    return ReadyTimes(shares, None, "in the order in which gradients arrived in the first backward")
 
 
 def _measured(replica: Replica) -> ReadyTimes | None:
