@@ -24,6 +24,9 @@ DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
+DEFAULT_CAP_MB: Final = 25.0
+"""Of torch's DDP."""
+
 FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 SWITCHES: Final = (
@@ -334,8 +337,8 @@ class ReplicateConfig:
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
         if len(set(asked.values())) > 1:
             raise ConfigError(
-                f"{' and '.join(asked)} say in different ways where buckets end: bucket_cap_mb at a size, bucket_policy "
-                "with modules, cost and replan_after where the predicted end of the step is earliest. Give one of them."
+                f"{' and '.join(asked)} exclude each other: buckets end at a size (bucket_cap_mb), with modules "
+                "(bucket_policy), or where the predicted end of the step is earliest (cost, replan_after)."
             )
         return next(iter(asked.values()), "optimal")
 

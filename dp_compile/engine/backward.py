@@ -62,7 +62,6 @@ from dp_compile.plan.buckets import plan_single
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
-FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
 AT_ONCE: Final = 4
 COMES_AGAIN: Final = 64
 """So many graphs of a module, by its plan, are compiled when they come for the first time; another one pays for its
@@ -884,8 +883,7 @@ def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
     for replica in replicas:
         replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.reduces]
-    if obstacle is not FIRST_AS_DDP:
-        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
+    warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
 
 @dataclass(eq=False, slots=True)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed, optim
 from dp_compile._torch.dtensors import is_dtensor, layout_of
-from dp_compile.config import ReplicateConfig, has_address
+from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig, has_address
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.comm_hook import CommHook
@@ -90,8 +90,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("dp_compile.replicate")
 _APPLIED: Final = "dp_compile.optim.applied"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-DDP_CAP_MB: Final = 25.0
-"""torch's default."""
 
 
 def replicate(
@@ -570,13 +568,11 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
     """torch's reducer for a replica, which must not hold its replica alive."""
     replica = of()
     assert replica is not None
+    largest_mb = sum(each.nbytes for each in replica.parameters) / BYTES_PER_MB  # torch's DDP takes no math.inf
     reducer = distributed.TorchReducer(
         dict(zip(replica.names, replica.parameters, strict=True)),
         process_group=replica.group.process_group,
-        # torch's DDP takes no math.inf
-        bucket_cap_mb=min(
-            replica.config.bucket_cap_mb or DDP_CAP_MB, sum(each.nbytes for each in replica.parameters) / BYTES_PER_MB
-        ),
+        bucket_cap_mb=min(replica.config.bucket_cap_mb or DEFAULT_CAP_MB, largest_mb),
         find_unused_parameters=replica.config.unused == "find" and not replica.config.static_graph,
         static_graph=replica.config.static_graph,
     )

@@ -44,7 +44,7 @@ from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
-from dp_compile.plan.buckets import Bucket, Layout
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, Bucket, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.ready_times import ReadyTimes

@@ -305,7 +305,7 @@ class _Walk:
                 yield self.of(gradient)
             else:
                 member = planned[0]
-                yield elements.strided(together, member.shape, member.gradient.stride, member.offset or 0)
+                yield elements.strided(together, member.gradient.shape, member.gradient.stride, member.offset or 0)
 
     def _together(self, given: Elements, stage: Stage) -> Elements | None:
         """The whole of which a rank has this part, cut by a stage; with all that was done to the part."""

@@ -133,7 +133,7 @@ class _OurLoop:
     def facts(self) -> Facts:
         seen, captures = step_of(self.model), [each for each in report(self.model).captures if each.synced]
         shares = (
-            (seen.ready.of_member(member), member.nbytes) for bucket in seen.plan.buckets for member in bucket.members
+            (seen.ready.of(member.gradient), member.nbytes) for bucket in seen.plan.buckets for member in bucket.members
         )
         facts = replace(self.loop.facts(), ready=tuple(shares))
         if not self.is_fixed or not captures:

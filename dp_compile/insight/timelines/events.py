@@ -525,7 +525,7 @@ def _last_ready(step: Step, number: int) -> str:
     """The gradient of a bucket that is ready last; the flags count only where they are alone."""
     members = step.plan.buckets[number].members
     gradients = [member for member in members if member.gradient.name != UNUSED_FLAGS] or list(members)
-    times = [step.ready.of_member(member) for member in gradients]
+    times = [step.ready.of(member.gradient) for member in gradients]
     latest = max(range(len(times)), key=lambda position: (times[position], position))
     return gradients[latest].label
 
