@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.modules.replicated_module import set_gradient_divide_factor
-from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
 VOCABULARY = 7
@@ -120,7 +119,7 @@ class FuzzCase:
     apart_by: str = ""
     """`hook`, or the dtype in which they travel."""
     levels: str = ""
-    """Two nodes with two ranks each, for buckets on both levels `always`, or where that costs less (`auto`)."""
+    """`always`: two nodes with two ranks each, buckets are reduced on both levels."""
     seed: int = 0
 
     @property
@@ -477,10 +476,6 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "no passes": {"passes": ()},
 }
 
-# By hand: 1 ms + 10 us/B on one level, 2 ms + 5 us/B on two.
-# Up to 200 bytes the first is sooner; of the buckets here some have less, some more.
-LEVELS_COST = AllReduceCost(1e-3, 1e-5, AllReduceCost(1.5e-3, 0.0), AllReduceCost(0.5e-3, 1e-5))
-
 WIRES = ("bfloat16", "float16")
 TORCH_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
@@ -693,8 +688,6 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         param_dtype=getattr(torch, case.compute) if case.compute else None,
         reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
         gradient_predivide_factor=case.predivide,
-        two_levels=case.levels or "always",
-        cost=LEVELS_COST if case.levels == "auto" else None,
     )
     options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
     if case.levels:

@@ -288,17 +288,6 @@ def test_a_graph_with_factors_around_the_sum_passes_its_own_check(dtype: torch.d
     dp_compile.unreplicate(model)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_strategy_ddp_divides_float16_as_torchs_ddp() -> None:
-    model = mlp().half()
-    config = dp_compile.ReplicateConfig(strategy="ddp", gradient_divide_factor=12.0)
-    dp_compile.replicate(model, config=config)
-    assert {
-        (each.key.reduction.scale, each.key.reduction.post_scale) for each in dp_compile.report(model).plan.buckets
-    } == {(1 / 12, 1.0)}
-    dp_compile.unreplicate(model)
-
-
 DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
     (F32, {}),
     (FP16, {}),
@@ -361,26 +350,6 @@ def test_three_ranks_and_one_divide_as_the_formula_says(ranks3: Ranks, way: str,
 
 
 # --- a factor that changes ------------------------------------------------------------------------------------------
-
-
-def run_ddp_then_factor() -> dict[str, int]:
-    torch._dynamo.reset()
-    model = mlp()
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp"))
-    run = compile_whole(model)
-    for step in range(4):
-        if step == 2:
-            model.set_gradient_divide_factor(3.0)
-        run(batch(step)).sum().backward()
-    found = dict(dp_compile.report(model).backwards)
-    dp_compile.unreplicate(model)
-    return found
-
-
-def test_another_factor_does_not_bring_the_first_backward_back(ranks2: Ranks) -> None:
-    """strategy='ddp' would wait for the order of the gradients for ever, and capture nothing."""
-    for found in ranks2.run(run_ddp_then_factor):
-        assert found == {"eager hooks": 1, "captured": 3}
 
 
 def run_factor_of_each_step(

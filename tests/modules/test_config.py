@@ -18,12 +18,9 @@ from dp_compile.errors import ConfigError, DPCompileError
 def test_defaults() -> None:
     assert dataclasses.asdict(ReplicateConfig()) == {
         "ddp_python_hook": None,
-        "strategy": None,
         "bucket_cap_mb": None,
-        "first_bucket_cap_mb": None,
         "cost": None,
         "replan_after": None,
-        "two_levels": "always",
         "reduce_dtype": None,
         "reduce_dtypes": (),
         "gradient_divide_factor": None,
@@ -34,7 +31,6 @@ def test_defaults() -> None:
         "cast_forward_inputs": True,
         "full_precision_modules": (),
         "full_precision_in_eval": False,
-        "alignment_bytes": 64,
         "unused_parameters": None,
         "find_unused_parameters": False,
         "static_graph": False,
@@ -51,7 +47,7 @@ def test_defaults() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["bucket_cap_mb", "first_bucket_cap_mb", "timeout_s", "monitor_after_s"])
+@pytest.mark.parametrize("name", ["bucket_cap_mb", "timeout_s", "monitor_after_s"])
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", True])
 def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name} must be .*got {value!r}"):
@@ -60,24 +56,14 @@ def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> N
 
 @pytest.mark.parametrize("value", [1, 0.001, 25.0, math.inf])
 def test_allowed_sizes(value: float) -> None:
-    assert ReplicateConfig(bucket_cap_mb=value, first_bucket_cap_mb=value).bucket_cap_mb == value
+    assert ReplicateConfig(bucket_cap_mb=value).bucket_cap_mb == value
 
 
-@pytest.mark.parametrize("value", [0, -64, 3, 48, 64.0, "64", True, None])
-def test_an_alignment_is_a_power_of_two(value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"alignment_bytes must be a power of two of bytes, got {value!r}"):
-        ReplicateConfig(alignment_bytes=value)
-
-
-@pytest.mark.parametrize("value", [1, 2, 4096])
-def test_allowed_alignments(value: int) -> None:
-    assert ReplicateConfig(alignment_bytes=value).alignment_bytes == value
-
-
-@pytest.mark.parametrize("value", ["never", None, True, 2])
-def test_two_levels_always_or_as_predicted(value: Any) -> None:
-    with pytest.raises(ConfigError, match="two_levels must be one of always, auto, got"):
-        ReplicateConfig(two_levels=value)
+@pytest.mark.parametrize("name", ["strategy", "first_bucket_cap_mb", "two_levels", "alignment_bytes"])
+def test_an_option_that_is_gone_is_an_unknown_keyword(name: str) -> None:
+    """`docs/removed.md` says what to use instead."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        ReplicateConfig(**{name: None})
 
 
 @pytest.mark.parametrize("backend", ["eager", "", None, "Inductor"])

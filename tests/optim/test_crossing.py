@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -164,7 +163,6 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
     "bf16 on the wire": ({"config": replace(SMALL, reduce_dtype=torch.bfloat16)}, (True, True)),
     "mixed precision": ({"config": SMALL, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, (True, True)),
     "a factor that is given": ({"config": replace(SMALL, gradient_divide_factor=3.0)}, (True, True)),
-    "strategy ddp": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp")}, (False, True)),
     "no passes": ({"config": BIG, "passes": ()}, (False, False)),
     "unused are found": ({"config": SMALL, "find_unused_parameters": True}, (True, True)),
 }
@@ -172,11 +170,10 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
 
 def kind(name: str) -> set[int]:
     options = dict(KINDS[name][0])
-    with mock.patch.object(dp_compile.plan.crossing, "PIECE_NBYTES", 16):  # buckets of its own: gradients are cut
-        return train(Tied, "adamw", options.pop("config"), **options)
+    return train(Tied, "adamw", options.pop("config"), **options)
 
 
-AT_NIGHT = ("strategy ddp", "a factor that is given", "no passes")
+AT_NIGHT = ("a factor that is given", "no passes")
 
 
 @pytest.mark.parametrize(
