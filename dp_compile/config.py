@@ -67,8 +67,6 @@ class ReplicateConfig:
             the gradients' own dtype.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
-        gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
-            sum. `None`: all of it, or what the dtype wants.
         param_dtype: `torch.dtype | None`, default `None`. Floating dtype in which forward and backward compute;
             parameters, gradients and the state dict keep theirs. `None`: the parameters' own.
         output_dtype: `torch.dtype | None`, default `None`. Floating dtype of what the forward returns. `None`: as it
@@ -132,12 +130,8 @@ class ReplicateConfig:
 
     gradient_divide_factor: float | None = None
     """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
-    ranks."""
-
-    gradient_predivide_factor: float | None = None
-    """As Horovod's: each rank divides by this before the sum, and by the rest of `gradient_divide_factor` behind it.
-    `None`: NCCL averages in the collective; else all is divided before the sum, but in float16 a power of two near the
-    square root, as FSDP does."""
+    ranks. NCCL then averages in the collective; else all is divided before the sum, but in float16 a power of two near
+    the square root, as FSDP does."""
 
     param_dtype: torch.dtype | None = None
     """FSDP2's: the forward of the replicated module sees its floating parameters cast to it, and the backward computes
@@ -272,12 +266,13 @@ class ReplicateConfig:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATING):
                 allowed = ", ".join(map(str, FLOATING))
                 raise ConfigError(f"{name} must be one of {allowed}, or None, got {dtype!r}.")
-        for name in ("gradient_divide_factor", "gradient_predivide_factor"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_positive(name, value, "Gradients are divided by it.")
-                if math.isinf(value):
-                    raise ConfigError(f"{name} must be finite, got {value!r}. Gradients are divided by it.")
+        factor = self.gradient_divide_factor
+        if factor is not None:
+            _check_positive("gradient_divide_factor", factor, "Gradients are divided by it.")
+            if math.isinf(factor):
+                raise ConfigError(
+                    f"gradient_divide_factor must be finite, got {factor!r}. Gradients are divided by it."
+                )
 
     def _check_reduce_dtypes(self) -> None:
         given = self.reduce_dtypes

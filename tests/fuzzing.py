@@ -106,8 +106,6 @@ class FuzzCase:
     """The dtype to which a policy casts the parameters."""
     divides: tuple[float, ...] = ()
     """What sums are divided by, one step after the other, in turns."""
-    predivide: float | None = None
-    """The part of it by which ranks divide before the sum."""
     comm_hook: str = ""
     """A functional hook with error feedback reduces: `rounded` to bfloat16, or `int8`."""
     per_scale: int = 4
@@ -590,10 +588,9 @@ class EightBits:
 def _reduced_by_torch(case: FuzzCase, divisor: list[float], bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """What a case says of dtype and factors, as a hook of torch's DDP."""
     whole, wire = bucket.buffer(), getattr(torch, case.wire) if case.wire else bucket.buffer().dtype
-    before = case.predivide or divisor[0]
     wide = torch.promote_types(whole.dtype, wire)
-    work = dist.all_reduce((whole.to(wide) / before).to(wire), async_op=True)
-    return work.get_future().then(lambda done: (done.value()[0].to(wide) * (before / divisor[0])).to(whole.dtype))
+    work = dist.all_reduce((whole.to(wide) / divisor[0]).to(wire), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].to(whole.dtype))
 
 
 def _reduced_by_name(
@@ -611,11 +608,11 @@ def _reduced_by_name(
             gradient.copy_(sent.to(gradient.dtype) / dist.get_world_size())
         else:
             said = case.apart_by if is_apart else case.wire
-            wire, before = getattr(torch, said) if said else whole.dtype, case.predivide or divisor[0]
+            wire = getattr(torch, said) if said else whole.dtype
             wide = torch.promote_types(whole.dtype, wire)
-            sent = (gradient.to(wide) / before).to(wire)
+            sent = (gradient.to(wide) / divisor[0]).to(wire)
             dist.all_reduce(sent)
-            gradient.copy_((sent.to(wide) * (before / divisor[0])).to(whole.dtype))
+            gradient.copy_(sent.to(whole.dtype))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(whole)
     return done
@@ -645,7 +642,7 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     elif case.apart:
         names = {id(parameter): name for name, parameter in twin.named_parameters()}
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_name, case, names, {}))
-    elif case.wire or case.divides or case.predivide:
+    elif case.wire or case.divides:
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_torch, case))
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
@@ -687,7 +684,6 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         else None,
         param_dtype=getattr(torch, case.compute) if case.compute else None,
         reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
-        gradient_predivide_factor=case.predivide,
     )
     options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
     if case.levels:

@@ -561,7 +561,7 @@ def _with_hook(averaging: Averaging, hook: CommHook, by_hook: Averaging) -> Aver
 
 def _averaging(config: ReplicateConfig) -> Averaging:
     wire = None if config.wire_dtype is None else str(config.wire_dtype).removeprefix("torch.")
-    return Averaging(wire, config.gradient_divide_factor, config.gradient_predivide_factor)
+    return Averaging(wire, config.gradient_divide_factor)
 
 
 def _make_reducer(of: weakref.ref[Replica]) -> Reducer:

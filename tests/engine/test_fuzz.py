@@ -99,7 +99,6 @@ def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world
         "wire": draw(st.sampled_from(["", "", "", *WIRES])),
         "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if is_cast else "",
         "divides": draw(st.sampled_from([()] * 4 + [(3.0,), (0.7, 5.0), (2.0, 3.0, 0.3)])),
-        "predivide": draw(st.sampled_from([None] * 5 + [3.0])),
         # torch's reducer knows neither hooks of ours nor levels.
         "python_hook": bool(levels) or draw(st.sampled_from([True] * 15 + [False])),
     }
@@ -167,7 +166,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         kinds: dict[str, Any] = {"compute": case.compute, **hooks}
         kinds |= {f"{kind} beside a policy": is_there and case.compute for kind, is_there in hooks.items()}
         kinds |= {f"levels {case.levels}": case.levels}
-        kinds |= {"predivide": case.predivide, "divides": case.divides, "other factors": len(case.divides) > 1}
+        kinds |= {"divides": case.divides, "other factors": len(case.divides) > 1}
         met.update(kind for kind, is_there in kinds.items() if is_there)
         if next(numbers) % CASES_PER_POOL == 0:
             ranks.stop()  # the next case starts new processes
@@ -183,7 +182,7 @@ def test_random_training_runs(ranks2: Ranks) -> None:
     if EXAMPLES >= 300:
         assert met["captured"] > EXAMPLES / 3
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
-        reduced = {"compute", "predivide", "divides", "other factors"}
+        reduced = {"compute", "divides", "other factors"}
         hooks = {"rounded hook", "int8 hook", "hook of torch", "apart by hook"}
         assert set(met) >= {*reduced, *hooks, *WIRES}
         if EXAMPLES >= 1000:

@@ -24,7 +24,6 @@ def test_defaults() -> None:
         "reduce_dtype": None,
         "reduce_dtypes": (),
         "gradient_divide_factor": None,
-        "gradient_predivide_factor": None,
         "param_dtype": None,
         "output_dtype": None,
         "buffer_dtype": None,
@@ -59,7 +58,10 @@ def test_allowed_sizes(value: float) -> None:
     assert ReplicateConfig(bucket_cap_mb=value).bucket_cap_mb == value
 
 
-@pytest.mark.parametrize("name", ["strategy", "first_bucket_cap_mb", "two_levels", "alignment_bytes"])
+GONE = ("strategy", "first_bucket_cap_mb", "two_levels", "alignment_bytes", "gradient_predivide_factor")
+
+
+@pytest.mark.parametrize("name", GONE)
 def test_an_option_that_is_gone_is_an_unknown_keyword(name: str) -> None:
     """`docs/removed.md` says what to use instead."""
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
