@@ -23,7 +23,6 @@ HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
 BACKENDS: Final = ("inductor", "aot_eager")
-UNUSED: Final = ("error", "zeros", "find")
 DEFAULT_CAP_MB: Final = 25.0
 """Of torch's DDP."""
 
@@ -80,10 +79,8 @@ class ReplicateConfig:
             in evaluation mode.
         replan_after: `int | None`, backwards, default `None`. Plan once more, from so many measured backwards. `None`:
             never.
-        unused_parameters: `str | None`, default `None`. What a parameter without a gradient means: `"error"`, `"zeros"`
-            (it takes part with zeros) or `"find"` (as torch's DDP). `None`: what `find_unused_parameters` says.
-        find_unused_parameters: `bool`, default `False`. torch's name: `True` means `unused_parameters="find"`, `False`
-            means `"error"`.
+        find_unused_parameters: `bool`, default `False`. torch's name: a parameter without a gradient is left out where
+            no rank used it, as in torch's DDP. `False`: it is an error on every rank, which names it.
         static_graph: `bool`, default `False`. torch's name: every backward uses the same parameters in the same way,
             and some may be left out.
         gradient_as_bucket_view: `bool | None`, default `None`. torch's name: whether the memory of buckets lives from
@@ -161,14 +158,9 @@ class ReplicateConfig:
     """Measure so many backwards, the first one not counted, and then plan once more, from measured ready times and,
     without `cost`, a measured link. The backward is then compiled once more. `None`: never."""
 
-    unused_parameters: str | None = None
-    """What a parameter without a gradient means. `error`: an error on every rank that names it. `zeros`: it takes part
-    with zeros, or with the gradient that it has kept, and gets the average on every rank, also if no rank used it.
-    `find`: as torch's DDP, gradients that no rank produced stay untouched, gradients that some ranks produced become
-    the average over all ranks. `None`: what `find_unused_parameters` says."""
-
     find_unused_parameters: bool = False
-    """torch's name: `True` means `unused_parameters="find"`, `False` the same as not given, `error`."""
+    """As torch's DDP: gradients that no rank produced stay untouched, gradients that some ranks produced become the
+    average over all ranks. `False`: a parameter without a gradient is an error on every rank, which names it."""
 
     static_graph: bool = False
     """torch's name: every backward uses the same parameters in the same way. Then some may be left out, as with
@@ -235,7 +227,6 @@ class ReplicateConfig:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
-        self._check_unused()
         self._check_averaging()
         self._check_reduce_dtypes()
         self._check_full_precision()
@@ -245,15 +236,6 @@ class ReplicateConfig:
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
         _check_every("compare_parameters_every", self.compare_parameters_every)
         _check_one_of("backend", self.backend, BACKENDS)
-
-    def _check_unused(self) -> None:
-        if self.unused_parameters is not None and self.unused_parameters not in UNUSED:
-            raise ConfigError(f"unused_parameters must be one of {', '.join(UNUSED)}, got {self.unused_parameters!r}.")
-        if self.find_unused_parameters and self.unused_parameters not in (None, "find"):
-            raise ConfigError(
-                f"find_unused_parameters=True means unused_parameters='find', but that is '{self.unused_parameters}'. "
-                "Give one of the two."
-            )
 
     @property
     def copies_buffers_at_start(self) -> bool:
@@ -313,9 +295,9 @@ class ReplicateConfig:
         return self.reduce_dtypes
 
     @property
-    def unused(self) -> str:
-        """What a parameter without a gradient means: `error`, `zeros` or `find`."""
-        return self.unused_parameters or ("find" if self.find_unused_parameters or self.static_graph else "error")
+    def may_be_unused(self) -> bool:
+        """Whether parameters may have no gradient."""
+        return self.find_unused_parameters or self.static_graph
 
     def chosen_strategy(self, *, has_policy: bool) -> str:
         """Where buckets end: `optimal`, or as `bucket_cap_mb` or `bucket_policy` says.

@@ -274,7 +274,7 @@ def _expect_more(replica: Replica) -> None:
     arrivals = replica.arrivals_in
     if isinstance(arrivals, ReductionRound):
         arrivals.is_held = True
-    if isinstance(arrivals, NotedArrivals) and replica.config.unused == "find" and not replica.config.static_graph:
+    if isinstance(arrivals, NotedArrivals) and replica.config.may_be_unused and not replica.config.static_graph:
         raise ReductionError(
             f"a backward inside a backward, as of reentrant checkpointing, reaches the module of {replica.names[0]}, "
             "which torch's C++ reducer reduces with find_unused_parameters=True: it takes what only the inner one uses "
@@ -437,7 +437,7 @@ def _check_alone(replicas: Sequence[Replica]) -> None:
 
 def _check_inputs(replica: Replica, call: _Call) -> None:
     """`backward(inputs=...)` with some of the parameters is no way to leave the others out."""
-    if not call.inputs or replica.config.unused != "error":
+    if not call.inputs or replica.config.may_be_unused:
         return
     given = {id(each) for each in map(_leaf_of, call.inputs)}
     left_out = [index for index, parameter in enumerate(replica.parameters) if id(parameter) not in given]
@@ -531,7 +531,7 @@ def _complete_reducer(replica: Replica, call: _Call) -> None:
     missing = set(range(len(replica.parameters))) - noted.seen
     reached = missing & set(_reached(call.tensors, replica)) if missing else missing  # a function gave no gradient
     unused = sorted(missing - reached)
-    if unused and replica.config.unused != "find":
+    if unused and not replica.config.may_be_unused:
         parameters = [replica.parameters[index] for index in unused]
         frozen = [each for each in parameters if not each.requires_grad]  # after `replicate`: the reducer waits for it
         for each in frozen:

@@ -405,7 +405,7 @@ class Replica:
             left_alone: those that no rank used, see `used_by_nobody`.
         """
         self.unused.untouched = tuple(index for index in unused if index in left_alone)
-        if self.config.unused == "error":
+        if not self.config.may_be_unused:
             return
         for index, average in zip(unused, averages, strict=True):
             if index not in left_alone and average is not None:
@@ -418,7 +418,7 @@ class Replica:
             candidates: their indices.
             flags: the reduced flags.
         """
-        if self.config.unused != "find" or not candidates:
+        if not self.config.may_be_unused or not candidates:
             return ()
         said = flags.tolist()
         return tuple(index for index in candidates if not said[index])

@@ -159,7 +159,7 @@ def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
     Raises:
         DesyncError: a rank has not come to this backward within the group's time-out.
     """
-    own = (compiled, bool(replica.local.used) and replica.config.unused != "error")
+    own = (compiled, bool(replica.local.used) and replica.config.may_be_unused)
     said, table, topic = [own], table_in_backward(replica), meeting(replica, "hooks")
     if table is not None:
         said = decide(table, topic, collect(table, topic, own))

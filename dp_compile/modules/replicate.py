@@ -573,7 +573,7 @@ def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
         dict(zip(replica.names, replica.parameters, strict=True)),
         process_group=replica.group.process_group,
         bucket_cap_mb=min(replica.config.bucket_cap_mb or DEFAULT_CAP_MB, largest_mb),
-        find_unused_parameters=replica.config.unused == "find" and not replica.config.static_graph,
+        find_unused_parameters=replica.config.may_be_unused and not replica.config.static_graph,
         static_graph=replica.config.static_graph,
     )
     if replica.called_hook is not None:

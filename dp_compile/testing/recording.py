@@ -134,7 +134,7 @@ def _replicated(training: Training, recorder: Recorder, on: str, device_mesh: De
         replicate_without_values(model, training.config, **wishes)
     try:
         steps = _steps(model, batch, training)
-        if on != CPU and training.config.unused == "error":
+        if on != CPU and not training.config.may_be_unused:
             _check_all_used(model)
         return steps
     finally:
@@ -153,7 +153,7 @@ def _check_all_used(model: nn.Module) -> None:
     if unused:
         raise ModuleError(
             f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Every parameter has to take part in the loss "
-            "unless unused_parameters says something else."
+            "unless find_unused_parameters=True."
         )
 
 

@@ -30,7 +30,6 @@ def test_defaults() -> None:
         "cast_forward_inputs": True,
         "full_precision_modules": (),
         "full_precision_in_eval": False,
-        "unused_parameters": None,
         "find_unused_parameters": False,
         "static_graph": False,
         "gradient_as_bucket_view": None,
@@ -58,7 +57,14 @@ def test_allowed_sizes(value: float) -> None:
     assert ReplicateConfig(bucket_cap_mb=value).bucket_cap_mb == value
 
 
-GONE = ("strategy", "first_bucket_cap_mb", "two_levels", "alignment_bytes", "gradient_predivide_factor")
+GONE = (
+    "strategy",
+    "first_bucket_cap_mb",
+    "two_levels",
+    "alignment_bytes",
+    "gradient_predivide_factor",
+    "unused_parameters",
+)
 
 
 @pytest.mark.parametrize("name", GONE)
@@ -115,30 +121,10 @@ def test_unclear_environment(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "meaning"),
-    [
-        ({}, "error"),
-        ({"find_unused_parameters": False}, "error"),
-        ({"find_unused_parameters": True}, "find"),
-        ({"unused_parameters": "error"}, "error"),
-        ({"unused_parameters": "zeros"}, "zeros"),
-        ({"unused_parameters": "find"}, "find"),
-        ({"unused_parameters": "find", "find_unused_parameters": True}, "find"),
-    ],
+    [({}, False), ({"find_unused_parameters": True}, True), ({"static_graph": True}, True)],
 )
-def test_what_unused_means(options: dict[str, Any], meaning: str) -> None:
-    assert ReplicateConfig(**options).unused == meaning
-
-
-@pytest.mark.parametrize("mode", ["error", "zeros"])
-def test_contradiction_about_unused_parameters(mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"find_unused_parameters=True means .*'find', but that is '{mode}'"):
-        ReplicateConfig(unused_parameters=mode, find_unused_parameters=True)
-
-
-@pytest.mark.parametrize("value", ["", "none", True, 0])
-def test_unknown_meaning_of_unused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="unused_parameters must be one of error, zeros, find, got"):
-        ReplicateConfig(unused_parameters=value)
+def test_whether_parameters_may_be_unused(options: dict[str, Any], meaning: bool) -> None:
+    assert ReplicateConfig(**options).may_be_unused == meaning
 
 
 @pytest.mark.parametrize("name", SWITCHES)
