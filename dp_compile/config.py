@@ -22,6 +22,7 @@ from dp_compile.plan.cost import AllReduceCost
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
+CHECK_VARIABLE: Final = "DP_COMPILE_CHECK_PARAMETERS_EVERY"
 BACKENDS: Final = ("inductor", "aot_eager")
 DEFAULT_CAP_MB: Final = 25.0
 """Of torch's DDP."""
@@ -89,10 +90,9 @@ class ReplicateConfig:
             each synchronised backward. `False`: each rank keeps its own.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
             `broadcast_buffers` says.
-        check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks.
+        check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks, and
+            now and then that parameters are equal on all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
-        compare_parameters_every: `int | None`, synchronised backwards, default `None`. How often ranks compare their
-            parameters, bit by bit. `None`: as often as costs 0.1 % of the time. 0: never.
         backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
         timeout_s: `float`, seconds, default 300. How long a rank waits for the others when ranks compare.
         monitor_after_s: `float | None`, seconds, default 30. After how long in one backward the log says who is waited
@@ -187,17 +187,14 @@ class ReplicateConfig:
     check_reductions: bool = True
     """Check that gradients are those of all ranks. When a graph is new: every gradient is reduced exactly once. In each
     synchronised backward, by flags that travel with the gradients: no parameter was left out on some rank, all ranks
-    reduced the same module, and none changed parameters before their gradients were reduced."""
+    reduced the same module, and none changed parameters before their gradients were reduced. Ranks also compare their
+    parameters, by sums over the bits, as often as it costs 0.1 % of the time: an error on every rank names the first
+    one that differs. Not with a comm hook, or where ranks run on different machines, whose optimizers may round
+    differently."""
 
     check_nan: bool = False
     """After each synchronised backward, raise on every rank if a reduced gradient is not finite. Stops the host until
     the gradients are there. Leave it off with a `GradScaler`, which handles such gradients itself."""
-
-    compare_parameters_every: int | None = None
-    """After how many synchronised backwards ranks compare their parameters, by sums over the bits: an error on every
-    rank names the first one that differs. 0: never. `None`: as often as it costs 0.1 % of the time, and not with a comm
-    hook, with `check_reductions=False`, or where ranks run on different machines, whose optimizers may round
-    differently."""
 
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
@@ -234,7 +231,6 @@ class ReplicateConfig:
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
-        _check_every("compare_parameters_every", self.compare_parameters_every)
         _check_one_of("backend", self.backend, BACKENDS)
 
     @property
@@ -359,6 +355,20 @@ def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | Non
     return text in _TRUE
 
 
+def check_parameters_every(environ: Mapping[str, str] | None = None) -> int | None:
+    """After how many synchronised backwards ranks compare their parameters; 0: never.
+
+    For debugging: the environment variable says. `None`: as often as it costs 0.1 % of the time.
+
+    Raises:
+        ConfigError: the variable holds something else than a number of backwards.
+    """
+    text = (os.environ if environ is None else environ).get(CHECK_VARIABLE, "").strip()
+    if text and not text.isdecimal():
+        raise ConfigError(f"environment variable {CHECK_VARIABLE} must be a number of backwards >= 0, got {text!r}.")
+    return int(text) if text else None
+
+
 def has_address(value: object) -> bool:
     """Whether the repr of a value says where it lies in memory, which is another place on each rank."""
     return re.search(r" at 0x[0-9a-f]+", repr(value)) is not None
@@ -381,11 +391,6 @@ def _check_means_modules(name: str, given: object) -> None:
             f"{name} must be of module classes, names or policies, got {type(given).__name__}. A module is given by "
             "its name in named_modules()."
         )
-
-
-def _check_every(name: str, value: object) -> None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise ConfigError(f"{name} must be a number of backwards >= 0, or None, got {value!r}. 0 switches it off.")
 
 
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -43,7 +43,7 @@ CALL: Final = "decentralize()"
 _NOT_REDUCED: Final = (
     "bucket_cap_mb", "cost", "reduce_dtype", "reduce_dtypes",
     "gradient_divide_factor", "replan_after",
-    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan", "compare_parameters_every",
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan",
 )  # fmt: skip
 """Options about gradients that are reduced, and parameters that are the same on all ranks."""
 

@@ -19,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed, optim
 from dp_compile._torch.dtensors import is_dtensor, layout_of
-from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig, has_address
+from dp_compile.config import (
+    CHECK_VARIABLE,
+    DEFAULT_CAP_MB,
+    ReplicateConfig,
+    check_parameters_every,
+    has_address,
+)
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.comm_hook import CommHook
@@ -599,6 +605,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "frozen parameters": describe(target.frozen),
         "buffers": describe(target.buffers) if replica.config.copies_buffers_at_start else [],
         "options": _compared_options(replica.config),
+        CHECK_VARIABLE: check_parameters_every(),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),

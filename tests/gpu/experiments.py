@@ -577,7 +577,7 @@ def g8(task: Task) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(256, 256), nn.GELU()))).to(device)
         # What waits for the host cannot be recorded.
-        config = dp_compile.ReplicateConfig(check_reductions=False, compare_parameters_every=0, monitor_after_s=None)
+        config = dp_compile.ReplicateConfig(check_reductions=False, monitor_after_s=None)
         dp_compile.replicate(model, config=config)
         compiled = torch.compile(model, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

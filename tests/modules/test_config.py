@@ -37,7 +37,6 @@ def test_defaults() -> None:
         "init_sync_buffers": None,
         "check_reductions": True,
         "check_nan": False,
-        "compare_parameters_every": None,
         "backend": "inductor",
         "timeout_s": 300.0,
         "monitor_after_s": 30.0,
@@ -64,6 +63,7 @@ GONE = (
     "alignment_bytes",
     "gradient_predivide_factor",
     "unused_parameters",
+    "compare_parameters_every",
 )
 
 
