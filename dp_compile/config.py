@@ -94,7 +94,6 @@ class ReplicateConfig:
             now and then that parameters are equal on all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
         backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
-        timeout_s: `float`, seconds, default 300. How long a rank waits for the others when ranks compare.
         monitor_after_s: `float | None`, seconds, default 30. After how long in one backward the log says who is waited
             for. `None`: no monitor.
         dump_dir: `str | None`, default `None`. Directory for what becomes of each captured backward. `None`: the
@@ -199,10 +198,6 @@ class ReplicateConfig:
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
-    timeout_s: float = 300.0
-    """How long a rank waits for the others when they compare what they replicate, at the start. Inside a backward it
-    waits as long as the process group waits for a collective."""
-
     monitor_after_s: float | None = 30.0
     """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
     it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
@@ -217,7 +212,6 @@ class ReplicateConfig:
         _check_path("dump_dir", self.dump_dir)
         if self.bucket_cap_mb is not None:
             _check_positive("bucket_cap_mb", self.bucket_cap_mb, "Use math.inf for one bucket per key.")
-        _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
         if self.monitor_after_s is not None:
             _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
         for name in SWITCHES:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
@@ -44,21 +45,24 @@ logger = logging.getLogger("dp_compile.settling")
 _meetings: Final[Counter[str]] = Counter()
 
 
-def table_of(group: Group, timeout_s: float) -> Table | None:
-    """Where the ranks of a group meet; `None` if there is nobody to meet."""
+def table_of(group: Group, device: torch.device | None = None) -> Table | None:
+    """Where the ranks of a group meet, with the time-out of its collectives; `None` if there are no others.
+
+    `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
+    """
     if not group.has_others:
         return None
+    device = device or torch.device(distributed.working_device(group.process_group))
+    timeout_s = distributed.timeout_of(group.process_group, device)
     return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
 
 
 def table_in_backward(replica: Replica) -> Table | None:
-    """As `table_of`, for ranks that meet inside a backward.
+    """Where the ranks of a module meet: they wait for each other as long as for a collective.
 
-    They wait as long as for a collective, which they would wait for otherwise: a rank that compiles or writes a
-    checkpoint is late in the one as in the other, and `timeout_s` is about the start.
+    A rank that compiles or writes a checkpoint is late in the one as in the other.
     """
-    group = replica.group
-    return table_of(group, distributed.timeout_of(group.process_group, replica.device)) if group.has_others else None
+    return table_of(replica.group, replica.device)
 
 
 def meeting(replica: Replica, about: str) -> str:
@@ -78,7 +82,7 @@ def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
     Raises:
         DesyncError: ranks differ, one reports an error, or one is missing.
     """
-    table = table_of(replica.group, replica.config.timeout_s)
+    table = table_in_backward(replica)
     if table is not None:
         agree(table, meeting(replica, call), statement, call=call)
 
@@ -225,8 +229,8 @@ def _measured_cost(replica: Replica) -> AllReduceCost | None:
     if replica.config.cost is not None or replica.group.backend == FAKE:
         return None
     try:
-        group, timeout_s = replica.group, replica.config.timeout_s
-        return calibrate(group.process_group, device=replica.device, timeout_s=timeout_s, levels=group.levels).cost
+        group = replica.group
+        return calibrate(group.process_group, device=replica.device, levels=group.levels).cost
     except ConfigError as error:  # The same on every rank: all fit the same numbers.
         logger.warning("the nominal cost of the link stays: %s", error)
         return None

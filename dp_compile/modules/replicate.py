@@ -425,7 +425,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         statement = _statement(target, replica)
         bind_memory(replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
-    replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
+    replica.topic = order.meeting.compare(statement)
     _broadcast(replica)
     if pending is None:
         _move_inputs(module, order.device)

@@ -472,7 +472,7 @@ def run_hook_over_a_group(everybody: bool, with_state: bool) -> tuple[float, dic
     dp_compile.replicate(
         model,
         process_group=dist.group.WORLD if everybody else alone,
-        config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=30),
+        config=AOT,
     )
     model.register_comm_hook(dist.group.WORLD if with_state else None, default_hooks.fp16_compress_hook)
     compile_whole(model)(torch.full((1, 1), 2.0 ** dist.get_rank())).sum().backward()
@@ -623,7 +623,7 @@ WRONG_FACTORS = (0, -1.0, math.nan, math.inf, True, "2")
 
 def run_wrong_factors() -> tuple[list[str], float]:
     model = nn.Linear(1, 1, bias=False)
-    dp_compile.replicate(model, config=replace(AOT, timeout_s=10))
+    dp_compile.replicate(model, config=AOT)
     said = []
     for factor in WRONG_FACTORS:
         with pytest.raises(dp_compile.ConfigError) as error:
@@ -643,13 +643,12 @@ def test_factors_that_are_not_allowed_change_nothing_on_any_rank(ranks2: Ranks) 
 
 
 def run_different(what: str) -> str:
-    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=10)
     first, error = dist.get_rank() == 0, ""
     model = mlp()
     try:
         dp_compile.replicate(
             model,
-            config=config,
+            config=AOT,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16 if what == "policy" and first else None),
         )
         if what == "hook":

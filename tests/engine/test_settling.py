@@ -154,28 +154,6 @@ def test_the_deciding_rank_is_missing(ranks: Ranks) -> None:
     assert "rank 0 has not decided within 3 s" in ranks.run(late_leader)[1]
 
 
-def late_rank(late: int) -> torch.Tensor:
-    """A rank comes to its first backward later than `timeout_s` after the others, as one whose compilation is slow."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    dist.barrier()
-    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=2.0)
-    ours = dp_compile.replicate(Backwards(2), config=config)
-    if dist.get_rank() == late:
-        time.sleep(3.5)
-    step(torch.compile(ours, backend="aot_eager"), torch.ones(8, 24) * (1 + dist.get_rank()))
-    grad = next(ours.parameters()).grad
-    assert grad is not None
-    return grad
-
-
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_late_first_backward_is_waited_for_as_long_as_a_collective(ranks2: Ranks, late: int) -> None:
-    """`timeout_s` is for the start: in a backward the process group's time-out counts (D11)."""
-    one, other = ranks2.run(late_rank, late)
-    assert torch.equal(one, other)
-
-
 # --- the same plan on every rank -----------------------------------------------------------------------------------
 
 

@@ -299,7 +299,7 @@ def run_bad(what: str) -> str:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
     turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NODES)
-    options: dict[str, Any] = {"device_mesh": mesh, "config": dp_compile.ReplicateConfig(timeout_s=20)}
+    options: dict[str, Any] = {"device_mesh": mesh}
     if what == "dimensions":
         options["device_mesh"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     if what == "other nodes" and dist.get_rank() == 1:

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -971,7 +972,8 @@ def test_what_does_not_go_together(options: dict[str, Any], text: str) -> None:
 
 
 def one_of_two(shard: bool) -> str:
-    model = dp_compile.replicate(Net(), config=replace(SMALL, timeout_s=1.0))
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = dp_compile.replicate(Net(), process_group=group, config=SMALL)
     text, overlaps = "", dist.get_rank() == 0
     if overlaps or shard:
         with pytest.raises(dp_compile.DPCompileError) as error:
