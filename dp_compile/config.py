@@ -22,6 +22,7 @@ from dp_compile.plan.cost import AllReduceCost
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
+MONITOR_VARIABLE: Final = "DP_COMPILE_MONITOR_AFTER_S"
 CHECK_VARIABLE: Final = "DP_COMPILE_CHECK_PARAMETERS_EVERY"
 BACKENDS: Final = ("inductor", "aot_eager")
 DEFAULT_CAP_MB: Final = 25.0
@@ -94,8 +95,6 @@ class ReplicateConfig:
             now and then that parameters are equal on all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
         backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
-        monitor_after_s: `float | None`, seconds, default 30. After how long in one backward the log says who is waited
-            for. `None`: no monitor.
         dump_dir: `str | None`, default `None`. Directory for what becomes of each captured backward. `None`: the
             environment variable `DP_COMPILE_DUMP_DIR`, and without it nothing is written.
 
@@ -198,11 +197,6 @@ class ReplicateConfig:
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
-    monitor_after_s: float | None = 30.0
-    """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
-    it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
-    knows."""
-
     dump_dir: str | None = None
     """Where to write what becomes of each captured backward: short texts, whole graphs, differences and a repro, in
     `rank<k>/capture<n>`. The only option that ranks may give differently. `None`: the environment variable
@@ -212,8 +206,6 @@ class ReplicateConfig:
         _check_path("dump_dir", self.dump_dir)
         if self.bucket_cap_mb is not None:
             _check_positive("bucket_cap_mb", self.bucket_cap_mb, "Use math.inf for one bucket per key.")
-        if self.monitor_after_s is not None:
-            _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
         for name in SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
@@ -361,6 +353,25 @@ def check_parameters_every(environ: Mapping[str, str] | None = None) -> int | No
     if text and not text.isdecimal():
         raise ConfigError(f"environment variable {CHECK_VARIABLE} must be a number of backwards >= 0, got {text!r}.")
     return int(text) if text else None
+
+
+def monitor_after_s(environ: Mapping[str, str] | None = None) -> float | None:
+    """After how many seconds in one backward a rank asks the others how far they are and logs whom it waits for.
+
+    Compilation is not counted; again each time the wait has doubled. The environment variable says, by default 30.
+    `None`, as `0` and `off` mean: no monitor, and errors say only what this rank knows.
+
+    Raises:
+        ConfigError: the variable holds no number of seconds.
+    """
+    text = (os.environ if environ is None else environ).get(MONITOR_VARIABLE, "").strip().lower() or "30"
+    try:
+        seconds = 0.0 if text in _FALSE else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ConfigError(f"environment variable {MONITOR_VARIABLE} must be seconds >= 0 or off, got {text!r}.")
+    return seconds or None
 
 
 def has_address(value: object) -> bool:

@@ -217,7 +217,7 @@ def _train_theirs(task: _Task) -> _History:
     model, config = _model(task), task.training.config
     # torch 2.13 warns whoever gives `broadcast_buffers`, and has no other name for leaving them alone at the start too.
     buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
-    ddp = DistributedDataParallel(model, find_unused_parameters=config.unused == "find", **buffers)
+    ddp = DistributedDataParallel(model, find_unused_parameters=config.may_be_unused, **buffers)
     return _train(task, model, ddp)
 
 

@@ -34,6 +34,7 @@ from dp_compile.bench import catalogue, fabric, reference
 from dp_compile.bench.contract import Batch, Trainer, Workload
 from dp_compile.bench.modes.loop import loop_around
 from dp_compile.bench.modes.torch_ddp import wrap
+from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.insight.profiling import measured_step, with_profile
 from dp_compile.insight.timelines import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
@@ -249,11 +250,12 @@ def g3(task: Task) -> None:
     task.read(f"ready.{task.role}.{1 - task.rank}", of=f"{task.role}.{1 - task.rank}")
     device = open_group(task, task.role.split()[-1] if task.rehearse else "", timeout_s=timeout_s)
     logging.basicConfig(level=logging.WARNING)
+    os.environ[MONITOR_VARIABLE] = str(timeout_s / 3)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     dp_compile.replicate(
         model,
-        config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.01, monitor_after_s=timeout_s / 3),
+        config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.01),
     )
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -577,7 +579,7 @@ def g8(task: Task) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(256, 256), nn.GELU()))).to(device)
         # What waits for the host cannot be recorded.
-        config = dp_compile.ReplicateConfig(check_reductions=False, monitor_after_s=None)
+        config = dp_compile.ReplicateConfig(check_reductions=False)
         dp_compile.replicate(model, config=config)
         compiled = torch.compile(model, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

@@ -231,7 +231,7 @@ def result_of(case: cases.Case) -> dict[str, Any]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         run.values.put(tensor, real_model.state_dict(keep_vars=True)[name].detach().clone())
     run.values.put(x, real_x)
-    options = {"check_reductions": False, "monitor_after_s": None, **case.config}
+    options = {"check_reductions": False, **case.config}
     with settings_of(case):
         replicate_without_values(model, dp_compile.ReplicateConfig(**options), device_mesh=mesh_of(case))
         if case.hook is not None:

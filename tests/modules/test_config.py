@@ -11,7 +11,15 @@ from typing import Any
 
 import pytest
 
-from dp_compile.config import CACHE_VARIABLE, HOOK_VARIABLE, SWITCHES, ReplicateConfig, keeps_compiled
+from dp_compile.config import (
+    CACHE_VARIABLE,
+    HOOK_VARIABLE,
+    MONITOR_VARIABLE,
+    SWITCHES,
+    ReplicateConfig,
+    keeps_compiled,
+    monitor_after_s,
+)
 from dp_compile.errors import ConfigError, DPCompileError
 
 
@@ -38,16 +46,28 @@ def test_defaults() -> None:
         "check_reductions": True,
         "check_nan": False,
         "backend": "inductor",
-        "monitor_after_s": 30.0,
         "dump_dir": None,
     }
 
 
-@pytest.mark.parametrize("name", ["bucket_cap_mb", "monitor_after_s"])
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", True])
-def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be .*got {value!r}"):
-        ReplicateConfig(**{name: value})
+def test_a_size_has_to_be_a_positive_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"bucket_cap_mb must be .*got {value!r}"):
+        ReplicateConfig(bucket_cap_mb=value)
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"), [("", 30.0), ("5", 5.0), ("0.5", 0.5), ("0", None), ("0.0", None), (" Off ", None)]
+)
+def test_when_the_monitor_warns(said: str, meaning: float | None) -> None:
+    assert monitor_after_s({MONITOR_VARIABLE: said}) == meaning
+    assert monitor_after_s({}) == 30.0
+
+
+@pytest.mark.parametrize("said", ["-1", "nan", "soon"])
+def test_a_time_of_the_monitor_that_is_none(said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{MONITOR_VARIABLE} must be seconds >= 0 or off, got '{said}'"):
+        monitor_after_s({MONITOR_VARIABLE: said})
 
 
 @pytest.mark.parametrize("value", [1, 0.001, 25.0, math.inf])
@@ -64,6 +84,7 @@ GONE = (
     "unused_parameters",
     "compare_parameters_every",
     "timeout_s",
+    "monitor_after_s",
 )
 
 
