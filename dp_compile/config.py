@@ -49,7 +49,7 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateConfig:
-    """How a module is replicated. The same on every rank, but for `dump_dir`; ranks compare it at the start.
+    """How a module is replicated. The same on every rank: ranks compare it at the start.
 
     Sizes in `*_mb` are MiB, times in `*_s` seconds. The text at each field, in the source, says more.
 
@@ -95,8 +95,6 @@ class ReplicateConfig:
             now and then that parameters are equal on all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
         backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
-        dump_dir: `str | None`, default `None`. Directory for what becomes of each captured backward. `None`: the
-            environment variable `DP_COMPILE_DUMP_DIR`, and without it nothing is written.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -197,13 +195,7 @@ class ReplicateConfig:
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
-    dump_dir: str | None = None
-    """Where to write what becomes of each captured backward: short texts, whole graphs, differences and a repro, in
-    `rank<k>/capture<n>`. The only option that ranks may give differently. `None`: the environment variable
-    `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
-
     def __post_init__(self) -> None:
-        _check_path("dump_dir", self.dump_dir)
         if self.bucket_cap_mb is not None:
             _check_positive("bucket_cap_mb", self.bucket_cap_mb, "Use math.inf for one bucket per key.")
         for name in SWITCHES:
@@ -315,10 +307,6 @@ class ReplicateConfig:
             raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
         return text in _TRUE
 
-    def dump_directory(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
-        return self.dump_dir or (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
-
 
 def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | None = None) -> bool:
     """Whether compiled backwards are kept for later processes, and found again; the environment variable says.
@@ -339,6 +327,11 @@ def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | Non
         allowed = ", ".join(sorted(_TRUE | _FALSE | {"auto"}))
         raise ConfigError(f"environment variable {CACHE_VARIABLE} must be one of {allowed}, got {text!r}.")
     return text in _TRUE
+
+
+def dump_directory(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where to write what becomes of each captured backward; the environment variable says, `None`: nowhere."""
+    return (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
 
 
 def check_parameters_every(environ: Mapping[str, str] | None = None) -> int | None:
@@ -401,8 +394,3 @@ def _check_means_modules(name: str, given: object) -> None:
 def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
-
-
-def _check_path(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, str) and value):
-        raise ConfigError(f"{name} must be the path of a directory as text, got {value!r}.")

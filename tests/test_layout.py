@@ -182,7 +182,7 @@ def test_options_are_named_in_one_order() -> None:
         "param_dtype output_dtype buffer_dtype cast_forward_inputs full_precision_modules "
         "full_precision_in_eval replan_after find_unused_parameters static_graph "
         "gradient_as_bucket_view broadcast_buffers init_sync_buffers check_reductions check_nan "
-        "backend dump_dir"
+        "backend"
     )
 
 

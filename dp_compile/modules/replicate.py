@@ -619,9 +619,8 @@ def _statement(target: Selection, replica: Replica) -> Statement:
 
 
 def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
-    """All options but those that are a rank's own affair."""
+    """All options, as plain data."""
     options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
-    del options["dump_dir"]
     kept_full = config.full_precision_modules
     for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
         options[name] = str(options[name])

@@ -46,7 +46,6 @@ def test_defaults() -> None:
         "check_reductions": True,
         "check_nan": False,
         "backend": "inductor",
-        "dump_dir": None,
     }
 
 
@@ -85,6 +84,7 @@ GONE = (
     "compare_parameters_every",
     "timeout_s",
     "monitor_after_s",
+    "dump_dir",
 )
 
 
