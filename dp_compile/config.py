@@ -209,7 +209,8 @@ class ReplicateConfig:
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
-        _check_one_of("backend", self.backend, BACKENDS)
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
 
     @property
     def copies_buffers_at_start(self) -> bool:
@@ -389,8 +390,3 @@ def _check_means_modules(name: str, given: object) -> None:
             f"{name} must be of module classes, names or policies, got {type(given).__name__}. A module is given by "
             "its name in named_modules()."
         )
-
-
-def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
