@@ -75,7 +75,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             `False`: neither.
         init_sync: only `True`: ranks compare and copy their state at the start.
         process_group: whom to average with.
-        bucket_cap_mb: MiB at which a bucket is closed; without it, `config.strategy` decides where buckets end.
+        bucket_cap_mb: MiB at which a bucket is closed; without it, `config` says where buckets end.
         find_unused_parameters: see `ReplicateConfig`.
         gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
