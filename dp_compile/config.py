@@ -18,18 +18,17 @@ from torch import nn
 from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.strategies import WITH_OPTIONS, Fixed, Optimal, Strategy
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
 CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
+MONITOR_VARIABLE: Final = "DP_COMPILE_MONITOR_AFTER_S"
+CHECK_VARIABLE: Final = "DP_COMPILE_CHECK_PARAMETERS_EVERY"
 BACKENDS: Final = ("inductor", "aot_eager")
-TWO_LEVELS: Final = ("always", "auto")
-UNUSED: Final = ("error", "zeros", "find")
-STRATEGIES: Final = ("fixed", "per_module", "optimal", "coalesced", "ddp", "explicit")
-FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DEFAULT_CAP_MB: Final = 25.0
-DEFAULT_FIRST_CAP_MB: Final = 1.0
+"""Of torch's DDP."""
+
+FLOATING: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 SWITCHES: Final = (
     "ddp_python_hook",
@@ -50,24 +49,18 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicateConfig:
-    """How a module is replicated. The same on every rank, but for `dump_dir`; ranks compare it at the start.
+    """How a module is replicated. The same on every rank: ranks compare it at the start.
 
     Sizes in `*_mb` are MiB, times in `*_s` seconds. The text at each field, in the source, says more.
 
     Args:
         ddp_python_hook: `bool | None`, default `None`. `True`: hooks, traced with the backward. `False`: torch's
             C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
-        strategy: `str | Strategy | None`, default `None`. Where buckets end: `"optimal"`, `"fixed"`, `"per_module"`,
-            `"coalesced"`, `"ddp"`, `"explicit"`, or a value of `dp_compile.plan.strategies`, or your own. `None`: what
-            the other options ask for, else `"optimal"`.
-        bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed` and `ddp`: a bucket is closed when it holds at
-            least this much, 25 if not given; `math.inf`: one bucket.
-        first_bucket_cap_mb: `float | None`, MiB, default `None`. For `fixed`: the same for the first bucket, 1 if not
-            given.
-        cost: `AllReduceCost | None`, default `None`. For `optimal`, `coalesced` and `two_levels="auto"`: what an
-            all-reduce costs, from `calibrate().cost`. `None`: a nominal link.
-        two_levels: `str`, default `"always"`. On a `device_mesh` with two dimensions: reduce every bucket on both
-            levels, or with `"auto"` on one where that is predicted to be sooner.
+        bucket_cap_mb: `float | None`, MiB, default `None`. Buckets by size, as torch's DDP: one is closed when it holds
+            at least this much, the first of its kind at 1 MiB; `math.inf`: one bucket after the first. `None`: buckets
+            end where the predicted end of the step is earliest.
+        cost: `AllReduceCost | None`, default `None`. What an all-reduce costs, from `calibrate().cost`, for that
+            prediction. `None`: a nominal link.
         reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
             `None`: `param_dtype`, and without it their own.
         reduce_dtypes: `Mapping[type[nn.Module] | str | policy, torch.dtype | None]`, default empty. Exceptions from
@@ -75,8 +68,6 @@ class ReplicateConfig:
             the gradients' own dtype.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
-        gradient_predivide_factor: `float | None`, default `None`. The part of it by which each rank divides before the
-            sum. `None`: all of it, or what the dtype wants.
         param_dtype: `torch.dtype | None`, default `None`. Floating dtype in which forward and backward compute;
             parameters, gradients and the state dict keep theirs. `None`: the parameters' own.
         output_dtype: `torch.dtype | None`, default `None`. Floating dtype of what the forward returns. `None`: as it
@@ -88,13 +79,10 @@ class ReplicateConfig:
             submodules that compute in their own dtype, with all below them; or policies as for `bucket_policy`.
         full_precision_in_eval: `bool`, default `False`. Cast neither parameters, buffers nor inputs while the module is
             in evaluation mode.
-        alignment_bytes: `int`, bytes, default 64. Gradients start in their bucket at multiples of this power of two.
-        replan_after: `int | None`, backwards, default `None`. For `optimal` and `coalesced`: plan once more, from so
-            many measured backwards. `None`: never.
-        unused_parameters: `str | None`, default `None`. What a parameter without a gradient means: `"error"`, `"zeros"`
-            (it takes part with zeros) or `"find"` (as torch's DDP). `None`: what `find_unused_parameters` says.
-        find_unused_parameters: `bool`, default `False`. torch's name: `True` means `unused_parameters="find"`, `False`
-            means `"error"`.
+        replan_after: `int | None`, backwards, default `None`. Plan once more, from so many measured backwards. `None`:
+            never.
+        find_unused_parameters: `bool`, default `False`. torch's name: a parameter without a gradient is left out where
+            no rank used it, as in torch's DDP. `False`: it is an error on every rank, which names it.
         static_graph: `bool`, default `False`. torch's name: every backward uses the same parameters in the same way,
             and some may be left out.
         gradient_as_bucket_view: `bool | None`, default `None`. torch's name: whether the memory of buckets lives from
@@ -103,16 +91,10 @@ class ReplicateConfig:
             each synchronised backward. `False`: each rank keeps its own.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
             `broadcast_buffers` says.
-        check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks.
+        check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks, and
+            now and then that parameters are equal on all ranks.
         check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
-        compare_parameters_every: `int | None`, synchronised backwards, default `None`. How often ranks compare their
-            parameters, bit by bit. `None`: as often as costs 0.1 % of the time. 0: never.
         backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
-        timeout_s: `float`, seconds, default 300. How long a rank waits for the others when ranks compare.
-        monitor_after_s: `float | None`, seconds, default 30. After how long in one backward the log says who is waited
-            for. `None`: no monitor.
-        dump_dir: `str | None`, default `None`. Directory for what becomes of each captured backward. `None`: the
-            environment variable `DP_COMPILE_DUMP_DIR`, and without it nothing is written.
 
     Raises:
         ConfigError: a value is not allowed.
@@ -122,28 +104,12 @@ class ReplicateConfig:
     """One Python hook per parameter, traced with the backward. `None`: the environment variable
     `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
 
-    strategy: str | Strategy | None = None
-    """Where buckets end: `fixed`, `per_module`, `optimal`, `coalesced`, `ddp` or `explicit`, see
-    `dp_compile.plan.strategies`. A value, `Optimal(replan_after=20)`, is its name and its options. Anything else with
-    `name`, `plans_anew` and `plan` is asked for the plan. `None`: what the other options ask for (`fixed` with a cap,
-    `per_module` with a policy, `explicit` with a plan), else `optimal`."""
-
     bucket_cap_mb: float | None = None
-    """For `fixed` and `ddp`: a bucket is closed when it holds at least this many MiB, 25 by default. `math.inf`: one
-    bucket for each key, in `fixed` behind a first one, see below."""
-
-    first_bucket_cap_mb: float | None = None
-    """For `fixed`: the same for the first bucket of each key, 1 by default, if it is less: communication then starts
-    early."""
+    """A bucket is closed when it holds at least this many MiB, the first of each key at 1, as in torch's DDP.
+    `math.inf`: one bucket for each key after the first. `None`: where the predicted end of the step is earliest."""
 
     cost: AllReduceCost | None = None
-    """For `optimal` and `coalesced`: what an all-reduce costs on the group, from `calibrate`. `None`: a nominal
-    link."""
-
-    two_levels: str = "always"
-    """Of buckets on a `device_mesh` with two dimensions: `always`, each is reduced inside nodes and between them;
-    `auto`, or over all ranks at once where its stages are predicted to take longer than that. The prediction is as good
-    as `cost`: `calibrate(device_mesh=mesh).cost`, or what `replan_after` measures; nominal links before."""
+    """What an all-reduce costs on the group, from `calibrate`, for that prediction. `None`: a nominal link."""
 
     reduce_dtype: torch.dtype | None = None
     """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
@@ -157,12 +123,8 @@ class ReplicateConfig:
 
     gradient_divide_factor: float | None = None
     """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
-    ranks."""
-
-    gradient_predivide_factor: float | None = None
-    """As Horovod's: each rank divides by this before the sum, and by the rest of `gradient_divide_factor` behind it.
-    `None`: NCCL averages in the collective; else all is divided before the sum, but in float16 a power of two near the
-    square root, as FSDP does."""
+    ranks. NCCL then averages in the collective; else all is divided before the sum, but in float16 a power of two near
+    the square root, as FSDP does."""
 
     param_dtype: torch.dtype | None = None
     """FSDP2's: the forward of the replicated module sees its floating parameters cast to it, and the backward computes
@@ -188,23 +150,13 @@ class ReplicateConfig:
     full_precision_in_eval: bool = False
     """FSDP1's FSDP_USE_FULL_PREC_IN_EVAL: in evaluation mode only outputs are cast."""
 
-    alignment_bytes: int = 64
-    """Gradients start in their bucket at multiples of this many bytes, a power of two; smaller ones at multiples of
-    their own size. 64: a cache line, and more than the 16 that vectorised loads want. 1: no gaps."""
-
     replan_after: int | None = None
-    """For `optimal` and `coalesced`: measure so many backwards, the first one not counted, and then plan once more,
-    from measured ready times and, without `cost`, a measured link. The backward is then compiled once more. `None`:
-    never."""
-
-    unused_parameters: str | None = None
-    """What a parameter without a gradient means. `error`: an error on every rank that names it. `zeros`: it takes part
-    with zeros, or with the gradient that it has kept, and gets the average on every rank, also if no rank used it.
-    `find`: as torch's DDP, gradients that no rank produced stay untouched, gradients that some ranks produced become
-    the average over all ranks. `None`: what `find_unused_parameters` says."""
+    """Measure so many backwards, the first one not counted, and then plan once more, from measured ready times and,
+    without `cost`, a measured link. The backward is then compiled once more. `None`: never."""
 
     find_unused_parameters: bool = False
-    """torch's name: `True` means `unused_parameters="find"`, `False` the same as not given, `error`."""
+    """As torch's DDP: gradients that no rank produced stay untouched, gradients that some ranks produced become the
+    average over all ranks. `False`: a parameter without a gradient is an error on every rank, which names it."""
 
     static_graph: bool = False
     """torch's name: every backward uses the same parameters in the same way. Then some may be left out, as with
@@ -231,108 +183,39 @@ class ReplicateConfig:
     check_reductions: bool = True
     """Check that gradients are those of all ranks. When a graph is new: every gradient is reduced exactly once. In each
     synchronised backward, by flags that travel with the gradients: no parameter was left out on some rank, all ranks
-    reduced the same module, and none changed parameters before their gradients were reduced."""
+    reduced the same module, and none changed parameters before their gradients were reduced. Ranks also compare their
+    parameters, by sums over the bits, as often as it costs 0.1 % of the time: an error on every rank names the first
+    one that differs. Not with a comm hook, or where ranks run on different machines, whose optimizers may round
+    differently."""
 
     check_nan: bool = False
     """After each synchronised backward, raise on every rank if a reduced gradient is not finite. Stops the host until
     the gradients are there. Leave it off with a `GradScaler`, which handles such gradients itself."""
 
-    compare_parameters_every: int | None = None
-    """After how many synchronised backwards ranks compare their parameters, by sums over the bits: an error on every
-    rank names the first one that differs. 0: never. `None`: as often as it costs 0.1 % of the time, and not with a comm
-    hook, with `check_reductions=False`, or where ranks run on different machines, whose optimizers may round
-    differently."""
-
     backend: str = "inductor"
     """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
-    timeout_s: float = 300.0
-    """How long a rank waits for the others when they compare what they replicate, at the start. Inside a backward it
-    waits as long as the process group waits for a collective."""
-
-    monitor_after_s: float | None = 30.0
-    """After how long in one backward, compilation not counted, a rank asks the others how far they are and logs whom
-    it waits for; again each time the wait has doubled. `None`: no monitor, and errors tell only what this rank
-    knows."""
-
-    dump_dir: str | None = None
-    """Where to write what becomes of each captured backward: its plan, its graph at each stage and its code, in
-    `rank<k>/capture<n>`. The only option that ranks may give differently. `None`: the environment variable
-    `DP_COMPILE_DUMP_DIR` says where, and without it nothing is written."""
-
     def __post_init__(self) -> None:
-        if type(self.strategy) in WITH_OPTIONS:  # not one of the user's that is made from one of them
-            assert isinstance(self.strategy, WITH_OPTIONS)
-            self._take_options_of(self.strategy)
-        _check_path("dump_dir", self.dump_dir)
-        for name in ("bucket_cap_mb", "first_bucket_cap_mb"):
-            if getattr(self, name) is not None:
-                _check_positive(name, getattr(self, name), "Use math.inf for one bucket per key.")
-        _check_positive("timeout_s", self.timeout_s, "It is in seconds.")
-        _check_power_of_two("alignment_bytes", self.alignment_bytes)
-        if self.monitor_after_s is not None:
-            _check_positive("monitor_after_s", self.monitor_after_s, "It is in seconds; None switches it off.")
+        if self.bucket_cap_mb is not None:
+            _check_positive("bucket_cap_mb", self.bucket_cap_mb, "Use math.inf for one bucket per key.")
         for name in SWITCHES:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
-        self._check_unused()
         self._check_averaging()
         self._check_reduce_dtypes()
         self._check_full_precision()
-        self._check_strategy()
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
             raise ConfigError(f"replan_after must be a number of backwards >= 1, or None, got {self.replan_after!r}.")
-        _check_every("compare_parameters_every", self.compare_parameters_every)
-        _check_one_of("backend", self.backend, BACKENDS)
-        _check_one_of("two_levels", self.two_levels, TWO_LEVELS)
-
-    def _check_unused(self) -> None:
-        if self.unused_parameters is not None and self.unused_parameters not in UNUSED:
-            raise ConfigError(f"unused_parameters must be one of {', '.join(UNUSED)}, got {self.unused_parameters!r}.")
-        if self.find_unused_parameters and self.unused_parameters not in (None, "find"):
-            raise ConfigError(
-                f"find_unused_parameters=True means unused_parameters='find', but that is '{self.unused_parameters}'. "
-                "Give one of the two."
-            )
-
-    def _take_options_of(self, strategy: Fixed | Optimal) -> None:
-        for option, value in strategy.options().items():
-            if getattr(self, option) is not None:
-                raise ConfigError(f"{option} is given beside strategy={strategy!r}. Give it to the strategy.")
-            object.__setattr__(self, option, value)
-        object.__setattr__(self, "strategy", strategy.name)
-
-    def _check_strategy(self) -> None:
-        if self.strategy is None or (isinstance(self.strategy, str) and self.strategy in STRATEGIES):
-            return
-        if isinstance(self.strategy, str) or not isinstance(self.strategy, Strategy):
-            raise ConfigError(
-                f"strategy must be one of {', '.join(STRATEGIES)}, or a value with name, plans_anew and plan(), got "
-                f"{self.strategy!r}."
-            )
-        if self.strategy.name in STRATEGIES:
-            raise ConfigError(
-                f"strategy {self.strategy!r} has the name '{self.strategy.name}', which is one of dp_compile's. "
-                "Give it a name of its own."
-            )
-        if has_address(self.strategy):
-            raise ConfigError(
-                f"strategy {self.strategy!r} has an address in its repr, which is another one on each rank, and ranks "
-                "compare strategies by it. Make it a frozen dataclass."
-            )
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend must be one of {', '.join(BACKENDS)}, got {self.backend!r}.")
 
     @property
     def copies_buffers_at_start(self) -> bool:
         """Whether all ranks start with the buffers of the first."""
         return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
-
-    @property
-    def own_strategy(self) -> Strategy | None:
-        """The user's strategy, if one was given."""
-        return None if self.strategy is None or isinstance(self.strategy, str) else self.strategy
 
     def _check_averaging(self) -> None:
         for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
@@ -340,12 +223,13 @@ class ReplicateConfig:
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATING):
                 allowed = ", ".join(map(str, FLOATING))
                 raise ConfigError(f"{name} must be one of {allowed}, or None, got {dtype!r}.")
-        for name in ("gradient_divide_factor", "gradient_predivide_factor"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_positive(name, value, "Gradients are divided by it.")
-                if math.isinf(value):
-                    raise ConfigError(f"{name} must be finite, got {value!r}. Gradients are divided by it.")
+        factor = self.gradient_divide_factor
+        if factor is not None:
+            _check_positive("gradient_divide_factor", factor, "Gradients are divided by it.")
+            if math.isinf(factor):
+                raise ConfigError(
+                    f"gradient_divide_factor must be finite, got {factor!r}. Gradients are divided by it."
+                )
 
     def _check_reduce_dtypes(self) -> None:
         given = self.reduce_dtypes
@@ -386,44 +270,29 @@ class ReplicateConfig:
         return self.reduce_dtypes
 
     @property
-    def unused(self) -> str:
-        """What a parameter without a gradient means: `error`, `zeros` or `find`."""
-        return self.unused_parameters or ("find" if self.find_unused_parameters or self.static_graph else "error")
+    def may_be_unused(self) -> bool:
+        """Whether parameters may have no gradient."""
+        return self.find_unused_parameters or self.static_graph
 
-    def caps_mb(self) -> tuple[float, float]:
-        """The caps of `fixed` in MiB: of any bucket, and of the first of its key."""
-        cap_mb = DEFAULT_CAP_MB if self.bucket_cap_mb is None else self.bucket_cap_mb
-        first_cap_mb = DEFAULT_FIRST_CAP_MB if self.first_bucket_cap_mb is None else self.first_bucket_cap_mb
-        return cap_mb, min(first_cap_mb, cap_mb)
-
-    def chosen_strategy(self, *, has_policy: bool, has_plan: bool) -> str:
-        """The strategy that the options ask for.
+    def chosen_strategy(self, *, has_policy: bool) -> str:
+        """Where buckets end: `optimal`, or as `bucket_cap_mb` or `bucket_policy` says.
 
         Raises:
-            ConfigError: options of different strategies are given, or one that the chosen strategy does not read.
+            ConfigError: options of different rules are given.
         """
         given = {
-            "bucket_cap_mb": ("ddp" if self.strategy == "ddp" else "fixed", self.bucket_cap_mb is not None),
-            "first_bucket_cap_mb": ("fixed", self.first_bucket_cap_mb is not None),
+            "bucket_cap_mb": ("fixed", self.bucket_cap_mb is not None),
             "bucket_policy": ("per_module", has_policy),
-            "plan": ("explicit", has_plan),
-            # Whatever the strategy is, levels are chosen by it.
-            "cost": (
-                "coalesced" if self.strategy == "coalesced" else "optimal",
-                self.cost is not None and self.two_levels != "auto",
-            ),
-            "replan_after": ("coalesced" if self.strategy == "coalesced" else "optimal", self.replan_after is not None),
+            "cost": ("optimal", self.cost is not None),
+            "replan_after": ("optimal", self.replan_after is not None),
         }
         asked = {option: strategy for option, (strategy, is_given) in given.items() if is_given}
-        own = self.own_strategy
-        chosen = own.name if own is not None else str(self.strategy or next(iter(asked.values()), "optimal"))
-        for option, strategy in asked.items():
-            if strategy != chosen:
-                raise ConfigError(f"{option} belongs to strategy '{strategy}', but the strategy is '{chosen}'.")
-        if chosen in ("per_module", "explicit") and chosen not in asked.values():
-            wanted = "bucket_policy" if chosen == "per_module" else "plan"
-            raise ConfigError(f"strategy '{chosen}' needs {wanted}. Pass it to replicate().")
-        return chosen
+        if len(set(asked.values())) > 1:
+            raise ConfigError(
+                f"{' and '.join(asked)} exclude each other: buckets end at a size (bucket_cap_mb), with modules "
+                "(bucket_policy), or where the predicted end of the step is earliest (cost, replan_after)."
+            )
+        return next(iter(asked.values()), "optimal")
 
     def uses_python_hook(self, environ: Mapping[str, str] | None = None) -> bool:
         """The value of `ddp_python_hook` after the environment variable was asked.
@@ -438,10 +307,6 @@ class ReplicateConfig:
             allowed = ", ".join(sorted(_TRUE | _FALSE))
             raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
         return text in _TRUE
-
-    def dump_directory(self, environ: Mapping[str, str] | None = None) -> str | None:
-        """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
-        return self.dump_dir or (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
 
 
 def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | None = None) -> bool:
@@ -463,6 +328,44 @@ def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | Non
         allowed = ", ".join(sorted(_TRUE | _FALSE | {"auto"}))
         raise ConfigError(f"environment variable {CACHE_VARIABLE} must be one of {allowed}, got {text!r}.")
     return text in _TRUE
+
+
+def dump_directory(environ: Mapping[str, str] | None = None) -> str | None:
+    """Where to write what becomes of each captured backward; the environment variable says, `None`: nowhere."""
+    return (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
+
+
+def check_parameters_every(environ: Mapping[str, str] | None = None) -> int | None:
+    """After how many synchronised backwards ranks compare their parameters; 0: never.
+
+    For debugging: the environment variable says. `None`: as often as it costs 0.1 % of the time.
+
+    Raises:
+        ConfigError: the variable holds something else than a number of backwards.
+    """
+    text = (os.environ if environ is None else environ).get(CHECK_VARIABLE, "").strip()
+    if text and not text.isdecimal():
+        raise ConfigError(f"environment variable {CHECK_VARIABLE} must be a number of backwards >= 0, got {text!r}.")
+    return int(text) if text else None
+
+
+def monitor_after_s(environ: Mapping[str, str] | None = None) -> float | None:
+    """After how many seconds in one backward a rank asks the others how far they are and logs whom it waits for.
+
+    Compilation is not counted; again each time the wait has doubled. The environment variable says, by default 30.
+    `None`, as `0` and `off` mean: no monitor, and errors say only what this rank knows.
+
+    Raises:
+        ConfigError: the variable holds no number of seconds.
+    """
+    text = (os.environ if environ is None else environ).get(MONITOR_VARIABLE, "").strip().lower() or "30"
+    try:
+        seconds = 0.0 if text in _FALSE else float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ConfigError(f"environment variable {MONITOR_VARIABLE} must be seconds >= 0 or off, got {text!r}.")
+    return seconds or None
 
 
 def has_address(value: object) -> bool:
@@ -487,23 +390,3 @@ def _check_means_modules(name: str, given: object) -> None:
             f"{name} must be of module classes, names or policies, got {type(given).__name__}. A module is given by "
             "its name in named_modules()."
         )
-
-
-def _check_every(name: str, value: object) -> None:
-    if value is not None and (type(value) is not int or value < 0):
-        raise ConfigError(f"{name} must be a number of backwards >= 0, or None, got {value!r}. 0 switches it off.")
-
-
-def _check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}.")
-
-
-def _check_path(name: str, value: object) -> None:
-    if value is not None and not (isinstance(value, str) and value):
-        raise ConfigError(f"{name} must be the path of a directory as text, got {value!r}.")
-
-
-def _check_power_of_two(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
-        raise ConfigError(f"{name} must be a power of two of bytes, got {value!r}. Use {name}=1 for no padding.")

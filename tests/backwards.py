@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +18,10 @@ from torch.fx.node import map_arg
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.passes.reduction import REDUCE_GRAD
-from dp_compile.plan.buckets import PLAN_VERSION, BucketKey, BucketPlan, GradientSpec, Layout, Rows, plan_buckets
+from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes
-from dp_compile.plan.strategies import plan_explicit, plan_optimal
+from dp_compile.plan.strategies import plan_optimal
 from dp_compile.plan.words import BYTES_PER_MB
 
 aten = torch.ops.aten
@@ -64,8 +62,6 @@ TRAITS = (
     "several buckets",
     "shared bucket",
     "members apart",
-    "pieces",
-    "a product in pieces",
     "gaps",
     "another order than the plan's",
 )
@@ -292,36 +288,16 @@ STEPS: dict[str, Callable[[Builder, fx.Node], fx.Node | None]] = {
 # --- plans --------------------------------------------------------------------------------------------------------
 
 
-def _random_pieces(draw: st.DrawFn, specs: Sequence[GradientSpec]) -> list[tuple[GradientSpec, Rows | None]]:
-    parts: list[tuple[GradientSpec, Rows | None]] = []
+def _random_buckets(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layout) -> BucketPlan:
+    """Buckets of any size in any order, none of which mixes keys."""
+    buckets: list[list[GradientSpec]] = []
     for spec in specs:
-        if spec.why_in_one_piece() or spec.shape[0] < 2 or draw(st.integers(0, 2)) == 0:
-            parts.append((spec, None))
-            continue
-        inner = draw(st.lists(st.integers(1, spec.shape[0] - 1), min_size=1, unique=True).map(sorted))
-        pieces = list(itertools.pairwise([0, *inner, spec.shape[0]]))
-        parts += [(spec, rows) for rows in draw(st.permutations(pieces))]
-    return draw(st.permutations(parts)) if draw(st.booleans()) else parts
-
-
-def _random_cuts(draw: st.DrawFn, specs: Sequence[GradientSpec], layout: Layout) -> BucketPlan:
-    """Buckets of any size in any order, some gradients in pieces, as a plan file may ask for."""
-    buckets: list[list[tuple[GradientSpec, Rows | None]]] = []
-    for spec, rows in _random_pieces(draw, specs):
-        same = [bucket for bucket in buckets if bucket[0][0].key == spec.key]
+        same = [bucket for bucket in buckets if bucket[0].key == spec.key]
         if same and draw(st.booleans()):
-            draw(st.sampled_from(same)).append((spec, rows))
+            draw(st.sampled_from(same)).append(spec)
         else:
-            buckets.append([(spec, rows)])
-    members = [
-        [
-            {"gradient": {"name": spec.name}, "offset": None if spec.name in layout.apart else 0, "rows": rows}
-            for spec, rows in bucket
-        ]
-        for bucket in buckets
-    ]
-    text = json.dumps({"version": PLAN_VERSION, "buckets": [{"members": each} for each in members]})
-    return plan_explicit(specs, text, layout).plan
+            buckets.append([spec])
+    return BucketPlan(tuple(layout.bucket(bucket[0].key, bucket, "drawn") for bucket in buckets))
 
 
 def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
@@ -330,7 +306,7 @@ def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
     apart = draw(st.sampled_from([0.0, 0.0, 0.3, 1.0]))
     names = [spec.name for spec in specs]
     layout = Layout(draw(st.sampled_from([1, 16, 64])), frozenset(names[: round(apart * len(names))]))
-    strategy = draw(st.sampled_from(["fixed", "optimal", "explicit", "explicit"]))
+    strategy = draw(st.sampled_from(["fixed", "optimal", "any", "any"]))
     if strategy == "fixed" or not grads:
         caps_mb = st.sampled_from([1 / BYTES_PER_MB, 16 / BYTES_PER_MB, 64 / BYTES_PER_MB, math.inf])
         return plan_buckets(specs, bucket_cap_mb=draw(caps_mb), first_bucket_cap_mb=draw(caps_mb), layout=layout)
@@ -338,7 +314,7 @@ def _plan(draw: st.DrawFn, grads: Sequence[Grad]) -> BucketPlan:
         shares = {spec.index: draw(st.sampled_from([0.0, 0.3, 0.5, 1.0])) for spec in specs}
         cost = AllReduceCost(draw(st.sampled_from([1e-9, 1e-7, 1e-5])), 1e-9)
         return plan_optimal(specs, cost, ReadyTimes(shares, None, "drawn"), layout).plan
-    return _random_cuts(draw, specs, layout)
+    return _random_buckets(draw, specs, layout)
 
 
 # --- the strategy -------------------------------------------------------------------------------------------------
@@ -368,26 +344,10 @@ def random_backwards(draw: st.DrawFn, groups: Sequence[str]) -> RandomBackward:
             builder.store(node)
     builder.graph.output([*(node for _, node in reduced), *others])
     plans = tuple(_plan(draw, each) for each in grads)
-    products = {(grad.replica, grad.index) for grad, node in reduced if _is_own_product(node)}
-    if any((replica, index) in products for replica, plan in enumerate(plans) for index in _in_pieces(plan)):
-        builder.traits.add("a product in pieces")
-        exact = False  # a block of a product may add up in another order
     traits = builder.traits | _traits_of_plans(plans, [grad for grad, _ in reduced])
     return RandomBackward(
         builder.graph, tuple(builder.inputs), tuple(grad for grad, _ in reduced), plans, exact, frozenset(traits)
     )
-
-
-def _in_pieces(plan: BucketPlan) -> set[int]:
-    members = (member for bucket in plan.buckets for member in bucket.members)
-    return {member.gradient.index for member in members if member.rows is not None}
-
-
-def _is_own_product(reduced: fx.Node) -> bool:
-    source = reduced.all_input_nodes[0]
-    while source.target in (aten.permute.default, aten.reshape.default) and len(source.users) == 1:
-        source = source.all_input_nodes[0]
-    return source.target is aten.mm.default and len(source.users) == 1
 
 
 def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[str]:
@@ -401,7 +361,6 @@ def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[
         "several dtypes": len({key.dtype for key in keys}) > 1,
         "several buckets": any(len(plan.buckets) > 1 for plan in plans),
         "members apart": any(member.offset is None for member in members),
-        "pieces": any(map(_in_pieces, plans)),
         "gaps": any(bucket.padding_nbytes for plan in plans for bucket in plan.buckets),
         "shared bucket": any(len(bucket.members) > 1 for plan in plans for bucket in plan.buckets),
         "another order than the plan's": any(a != b for a, b in zip(by_replica, orders, strict=True)),

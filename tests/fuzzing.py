@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.modules.replicated_module import set_gradient_divide_factor
-from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
 VOCABULARY = 7
@@ -107,8 +106,6 @@ class FuzzCase:
     """The dtype to which a policy casts the parameters."""
     divides: tuple[float, ...] = ()
     """What sums are divided by, one step after the other, in turns."""
-    predivide: float | None = None
-    """The part of it by which ranks divide before the sum."""
     comm_hook: str = ""
     """A functional hook with error feedback reduces: `rounded` to bfloat16, or `int8`."""
     per_scale: int = 4
@@ -120,7 +117,7 @@ class FuzzCase:
     apart_by: str = ""
     """`hook`, or the dtype in which they travel."""
     levels: str = ""
-    """Two nodes with two ranks each, for buckets on both levels `always`, or where that costs less (`auto`)."""
+    """`always`: two nodes with two ranks each, buckets are reduced on both levels."""
     seed: int = 0
 
     @property
@@ -477,10 +474,6 @@ BUCKETS: dict[str, dict[str, Any]] = {
     "no passes": {"passes": ()},
 }
 
-# By hand: 1 ms + 10 us/B on one level, 2 ms + 5 us/B on two.
-# Up to 200 bytes the first is sooner; of the buckets here some have less, some more.
-LEVELS_COST = AllReduceCost(1e-3, 1e-5, AllReduceCost(1.5e-3, 0.0), AllReduceCost(0.5e-3, 1e-5))
-
 WIRES = ("bfloat16", "float16")
 TORCH_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
 
@@ -595,10 +588,9 @@ class EightBits:
 def _reduced_by_torch(case: FuzzCase, divisor: list[float], bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """What a case says of dtype and factors, as a hook of torch's DDP."""
     whole, wire = bucket.buffer(), getattr(torch, case.wire) if case.wire else bucket.buffer().dtype
-    before = case.predivide or divisor[0]
     wide = torch.promote_types(whole.dtype, wire)
-    work = dist.all_reduce((whole.to(wide) / before).to(wire), async_op=True)
-    return work.get_future().then(lambda done: (done.value()[0].to(wide) * (before / divisor[0])).to(whole.dtype))
+    work = dist.all_reduce((whole.to(wide) / divisor[0]).to(wire), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0].to(whole.dtype))
 
 
 def _reduced_by_name(
@@ -616,11 +608,11 @@ def _reduced_by_name(
             gradient.copy_(sent.to(gradient.dtype) / dist.get_world_size())
         else:
             said = case.apart_by if is_apart else case.wire
-            wire, before = getattr(torch, said) if said else whole.dtype, case.predivide or divisor[0]
+            wire = getattr(torch, said) if said else whole.dtype
             wide = torch.promote_types(whole.dtype, wire)
-            sent = (gradient.to(wide) / before).to(wire)
+            sent = (gradient.to(wide) / divisor[0]).to(wire)
             dist.all_reduce(sent)
-            gradient.copy_((sent.to(wide) * (before / divisor[0])).to(whole.dtype))
+            gradient.copy_(sent.to(whole.dtype))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(whole)
     return done
@@ -650,7 +642,7 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     elif case.apart:
         names = {id(parameter): name for name, parameter in twin.named_parameters()}
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_name, case, names, {}))
-    elif case.wire or case.divides or case.predivide:
+    elif case.wire or case.divides:
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_torch, case))
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
@@ -692,9 +684,6 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         else None,
         param_dtype=getattr(torch, case.compute) if case.compute else None,
         reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
-        gradient_predivide_factor=case.predivide,
-        two_levels=case.levels or "always",
-        cost=LEVELS_COST if case.levels == "auto" else None,
     )
     options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
     if case.levels:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +18,8 @@ from dp_compile.bench.workloads import cross_entropy
 from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.passes import DEFAULT_PASSES, lowering
 from dp_compile.passes.result import PassResult
-from dp_compile.plan import strategies
-from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.strategies import Planned, plan_explicit, plan_to_json
+from dp_compile.plan.buckets import BucketPlan, Layout
+from dp_compile.plan.strategies import Planned
 from dp_compile.train.gpt import GPT, GPTConfig
 
 
@@ -47,23 +45,24 @@ def wait_early() -> None:
 
 def one_bucket_more() -> None:
     """The largest bucket of the default plan comes in two halves."""
-    made = strategies.plan_optimal
+    planning = importlib.import_module("dp_compile.modules.planning")
+    made = planning.plan_optimal
 
     def plan(gradients: Any, cost: Any, times: Any, layout: Any, **options: Any) -> Planned:
-        planned = made(gradients, cost, times, layout, **options)
-        return replace(plan_explicit(gradients, halved(planned.plan), layout), certificate=planned.certificate)
+        planned: Planned = made(gradients, cost, times, layout, **options)
+        return replace(planned, plan=halved(planned.plan, layout))
 
-    strategies.plan_optimal = plan
+    planning.plan_optimal = plan  # type: ignore[attr-defined]
 
 
-def halved(plan: BucketPlan) -> str:
-    data = json.loads(plan_to_json(plan))
-    buckets = data["buckets"]
-    largest = max(range(len(buckets)), key=lambda number: len(buckets[number]["members"]))
-    members = buckets[largest]["members"]
-    half = len(members) // 2
-    parts = [buckets[largest] | {"members": part} for part in (members[:half], members[half:])]
-    return json.dumps(data | {"buckets": [*buckets[:largest], *parts, *buckets[largest + 1 :]]})
+def halved(plan: BucketPlan, layout: Layout) -> BucketPlan:
+    buckets = list(plan.buckets)
+    largest = max(buckets, key=lambda bucket: len(bucket.members))
+    gradients = [member.gradient for member in largest.members]
+    half, at = len(gradients) // 2, buckets.index(largest)
+    parts = (gradients[:half], gradients[half:])
+    buckets[at : at + 1] = [layout.bucket(largest.key, part, largest.reason) for part in parts]
+    return replace(plan, buckets=tuple(buckets))
 
 
 def copy_put_back() -> None:

@@ -46,7 +46,6 @@ with named():
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
-    _assign_by_size: Callable[..., tuple[list[list[int]], list[int]]] = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
     _broadcast_coalesced: Callable[..., None] = dist._broadcast_coalesced  # type: ignore[attr-defined]
     _register_comm_hook: Callable[..., None] = dist._register_comm_hook  # type: ignore[attr-defined]
 
@@ -243,17 +242,6 @@ def join_is_on(joinable: Joinable) -> bool:
 def is_first_in_join(joinable: Joinable) -> bool:
     """Whether a joinable is the one of its `Join` context that meets ranks without inputs."""
     return bool(joinable._join_config.enable and joinable._join_config.is_first_joinable)
-
-
-def ddp_buckets(parameters: Sequence[torch.Tensor], caps_bytes: Sequence[int], order: Sequence[int]) -> list[list[int]]:
-    """torch's own rule for the buckets of its DDP, as lists of indices.
-
-    Args:
-        parameters: in the order in which the buckets are filled.
-        caps_bytes: the cap of the first bucket, of the second and so on; the last one counts from there on.
-        order: the indices of `parameters`, or nothing for the rule before the first backward.
-    """
-    return _assign_by_size(list(parameters), list(caps_bytes), [], list(order))[0]
 
 
 def active_ddp() -> nn.Module | None:

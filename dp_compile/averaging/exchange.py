@@ -265,10 +265,9 @@ class Exchange:
     ) -> None:
         self._meetings += 1
         group = group_on(process_group, tensors[0].device.type)
-        timeout_s = distributed.timeout_of(process_group, tensors[0].device)
         topic = f"{self._topic}/{group.name}/{self._meetings}"
         parameters = [" ".join(map(str, _described(tensor))) for tensor in tensors]
-        if (table := table_of(group, timeout_s)) is not None:
+        if (table := table_of(group, tensors[0].device)) is not None:
             agree(table, topic, {**more, "step": step, "parameters": parameters}, call=CALL)
 
     def who_is_missing(self, process_group: dist.ProcessGroup, step: int) -> str:

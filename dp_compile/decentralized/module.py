@@ -41,9 +41,9 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 CALL: Final = "decentralize()"
 _NOT_REDUCED: Final = (
-    "strategy", "bucket_cap_mb", "first_bucket_cap_mb", "cost", "two_levels", "reduce_dtype", "reduce_dtypes",
-    "gradient_divide_factor", "gradient_predivide_factor", "replan_after", "unused_parameters",
-    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan", "compare_parameters_every",
+    "bucket_cap_mb", "cost", "reduce_dtype", "reduce_dtypes",
+    "gradient_divide_factor", "replan_after",
+    "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan",
 )  # fmt: skip
 """Options about gradients that are reduced, and parameters that are the same on all ranks."""
 

@@ -317,8 +317,8 @@ def _texts_of_unused(replicas: Sequence[Replica], wanted: ToReduce) -> Iterator[
 
 
 def _options_of(replica: Replica) -> str:
-    # The divisor is in the plan, as far as code depends on it; where dumps go changes no code.
-    options = repr(replace(replica.config, gradient_divide_factor=None, dump_dir=None))
+    # The divisor is in the plan, as far as code depends on it.
+    options = repr(replace(replica.config, gradient_divide_factor=None))
     if has_address(options):
         raise NotKept("an option has an address in its repr")
     return options

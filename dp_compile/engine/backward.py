@@ -53,7 +53,7 @@ from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
-from dp_compile.engine.replica import Arrivals, Replica, Revision
+from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
@@ -62,7 +62,6 @@ from dp_compile.plan.buckets import plan_single
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
-FIRST_AS_DDP: Final = "strategy 'ddp' looks at the order of the gradients in the first backward, as torch's DDP does"
 AT_ONCE: Final = 4
 COMES_AGAIN: Final = 64
 """So many graphs of a module, by its plan, are compiled when they come for the first time; another one pays for its
@@ -275,7 +274,7 @@ def _expect_more(replica: Replica) -> None:
     arrivals = replica.arrivals_in
     if isinstance(arrivals, ReductionRound):
         arrivals.is_held = True
-    if isinstance(arrivals, NotedArrivals) and replica.config.unused == "find" and not replica.config.static_graph:
+    if isinstance(arrivals, NotedArrivals) and replica.config.may_be_unused and not replica.config.static_graph:
         raise ReductionError(
             f"a backward inside a backward, as of reentrant checkpointing, reaches the module of {replica.names[0]}, "
             "which torch's C++ reducer reduces with find_unused_parameters=True: it takes what only the inner one uses "
@@ -438,7 +437,7 @@ def _check_alone(replicas: Sequence[Replica]) -> None:
 
 def _check_inputs(replica: Replica, call: _Call) -> None:
     """`backward(inputs=...)` with some of the parameters is no way to leave the others out."""
-    if not call.inputs or replica.config.unused != "error":
+    if not call.inputs or replica.config.may_be_unused:
         return
     given = {id(each) for each in map(_leaf_of, call.inputs)}
     left_out = [index for index, parameter in enumerate(replica.parameters) if id(parameter) not in given]
@@ -532,7 +531,7 @@ def _complete_reducer(replica: Replica, call: _Call) -> None:
     missing = set(range(len(replica.parameters))) - noted.seen
     reached = missing & set(_reached(call.tensors, replica)) if missing else missing  # a function gave no gradient
     unused = sorted(missing - reached)
-    if unused and replica.config.unused != "find":
+    if unused and not replica.config.may_be_unused:
         parameters = [replica.parameters[index] for index in unused]
         frozen = [each for each in parameters if not each.requires_grad]  # after `replicate`: the reducer waits for it
         for each in frozen:
@@ -761,8 +760,6 @@ def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | No
         return "modules in it have different passes or backends"
     if any(len(replica.history.captures) >= MOST_CAPTURES for replica in by_hooks):
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
-    if any(replica.sync and replica.awaits(Revision.FROM_ARRIVALS) for replica in found.replicas):
-        return FIRST_AS_DDP
     if any(replica.sparse for replica in found.replicas):
         return "gradients in it are sparse"
     if any(replica.beside_shards for replica in found.replicas):
@@ -886,8 +883,7 @@ def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:
     for replica in replicas:
         replica.history.backwards["eager hooks" if replica.sync else "without sync"] += 1
     synced = [replica for replica in replicas if replica.reduces]
-    if obstacle is not FIRST_AS_DDP:
-        warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
+    warn_once(logger, synced, "a backward is not captured, its hooks run eagerly: %s", obstacle, key=obstacle)
 
 
 @dataclass(eq=False, slots=True)

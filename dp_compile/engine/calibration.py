@@ -42,7 +42,6 @@ def calibrate(
     process_group: dist.ProcessGroup | None = None,
     *,
     device: torch.device | str | None = None,
-    timeout_s: float = 300.0,
     device_mesh: DeviceMesh | None = None,
     levels: Levels | None = None,
 ) -> CostFit:
@@ -58,12 +57,11 @@ def calibrate(
     Args:
         process_group: whose all-reduce to measure; the default group if not given.
         device: where the data is; the current accelerator if the group has a backend for it, else the CPU.
-        timeout_s: how long to wait until every rank has called it.
         device_mesh: in the place of `process_group`, as `replicate` takes it; with two dimensions there are two levels.
         levels: those of `process_group`, if they are known already.
 
     Raises:
-        DesyncError: some rank of the group has not called it in time; the text names it.
+        DesyncError: some rank of the group has not called it within the time-out of the group; the text names it.
         ConfigError: no process group is initialised, the group has one rank, or the times do not grow with the size in
             any of three sweeps.
     """
@@ -80,7 +78,7 @@ def calibrate(
     device = torch.device(distributed.working_device(group) if device is None else device)
     backend = distributed.backend_of(group, device.type)
     if not backend.simulated:
-        _meet(group, timeout_s)
+        _meet(group, device)
     on_link = partial(_fit, group=group, device=device)
     fits = [on_link([Stage(ALL_REDUCE, distributed.group_name(group), "sum")])]
     if levels is not None:
@@ -120,10 +118,11 @@ def _fit(stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device
     )
 
 
-def _meet(group: dist.ProcessGroup, timeout_s: float) -> None:
+def _meet(group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait until all are there: a collective with a rank that never comes ends with an error that names nobody."""
     name = distributed.group_name(group)
     _calls[name] += 1
+    timeout_s = distributed.timeout_of(group, device)
     table = Table(distributed.default_store(), dist.get_rank(group), dist.get_world_size(group), timeout_s)
     agree(table, f"dp_compile.calibrate/{name}/{_calls[name]}", {}, call="calibrate()")
 

@@ -24,11 +24,11 @@ from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import settle
 from dp_compile.engine.shapes import estimates_of
 from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.plan.ready_times import ASSUMED, Estimate, ModelCollective, estimated_times
+from dp_compile.plan.ready_times import ASSUMED, ModelCollective, estimated_times
 
 logger = logging.getLogger("dp_compile.capture")
 
-_Estimates = tuple[dict[Place, Estimate], tuple[ModelCollective, ...]]
+_Estimates = tuple[dict[Place, float], tuple[ModelCollective, ...]]
 
 
 def capture() -> dynamo.CaptureBackward:
@@ -98,9 +98,9 @@ class CapturedBackward:
         if not awaited and (not assumed or binding in self._compiled):
             return False
         estimates, collectives = self._estimates(binding, inputs, rest)
-        shares: dict[Replica, dict[int, Estimate]] = {}
-        for (ordinal, index), estimate in estimates.items():
-            shares.setdefault(replicas[ordinal], {})[index] = estimate
+        shares: dict[Replica, dict[int, float]] = {}
+        for (ordinal, index), share in estimates.items():
+            shares.setdefault(replicas[ordinal], {})[index] = share
         times = {replica: estimated_times(found, collectives) for replica, found in shares.items()}
         settle(synced, times)
         for replica in assumed:

@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo, inductor
 from dp_compile._torch.dtensors import own_part
-from dp_compile.config import keeps_compiled
+from dp_compile.config import dump_directory, keeps_compiled
 from dp_compile.engine import observers
 from dp_compile.engine.artifact_files import Key
 from dp_compile.engine.binding import Place
@@ -127,7 +127,7 @@ class CompiledBackward:
         self._plans_now = self._plans
         """With the factors that are given in the backward that runs."""
         self._passes = replicas[0].passes
-        self._backend, self._dump_dir = replicas[0].config.backend, replicas[0].config.dump_directory()
+        self._backend, self._dump_dir = replicas[0].config.backend, dump_directory()
         self._world_size = max(replica.group.world_size for replica in replicas)
         self._synced = tuple(ordinal for ordinal, replica in enumerate(replicas) if replica.reduces)
         got = {place for place in self._binding.hooked if place is not None}

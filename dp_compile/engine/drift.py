@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch.dtensors import own_part
+from dp_compile.config import CHECK_VARIABLE, check_parameters_every
 from dp_compile.engine.agreement import collect, decide
 from dp_compile.engine.gradients import dense_strides, own_view
 from dp_compile.engine.replica import Replica
@@ -73,20 +74,18 @@ def check(replica: Replica) -> None:
     if not _is_wanted(replica):
         return
     if (comparisons := _comparisons.get(replica)) is None:
-        comparisons = _comparisons[replica] = _Comparisons(replica.config.compare_parameters_every)
+        comparisons = _comparisons[replica] = _Comparisons(check_parameters_every())
     comparisons.after_backward(replica)
 
 
 def _is_wanted(replica: Replica) -> bool:
     """Not where ranks have run out of inputs: those do not step. Unasked only where nothing else may be meant."""
-    every = replica.config.compare_parameters_every
-    if every == 0 or replica.uneven is not None or not replica.group.has_others:
+    every = check_parameters_every()
+    checks = replica.config.check_reductions and replica.group.has_others
+    if every == 0 or replica.uneven is not None or not checks:
         return False
     return every is not None or (
-        replica.config.check_reductions
-        and replica.called_hook is None
-        and replica.group.averaging.subgroup is None
-        and replica.group.backend.equal_bits
+        replica.called_hook is None and replica.group.averaging.subgroup is None and replica.group.backend.equal_bits
     )
 
 
@@ -142,11 +141,11 @@ class _Comparisons:
     def _read(self, flight: _Flight, replica: Replica) -> None:
         differing, cost_s = flight.read()
         self.costs_s.append(cost_s)
-        if differing[:1] == [0] and replica.config.compare_parameters_every is None:
+        if differing[:1] == [0] and check_parameters_every() is None:
             self.every = 0
             logger.warning(
                 "parameters are not compared between ranks: machines, numbers of threads or builds of torch differ, so "
-                "optimizers may round differently. compare_parameters_every=100 compares them nevertheless."
+                f"optimizers may round differently. {CHECK_VARIABLE}=100 compares them nevertheless."
             )
         elif parameters := [place - 1 for place in differing if place]:
             raise DesyncError(_describe(replica, flight, parameters))
@@ -192,7 +191,7 @@ def _first_step_in_words(replica: Replica) -> str:
 
 def _no_equal_bits(replica: Replica) -> str:
     reasons = {
-        "compare_parameters_every is 0": replica.config.compare_parameters_every == 0,
+        f"{CHECK_VARIABLE} is 0": check_parameters_every() == 0,
         "there is one rank": not replica.group.has_others,
         "inputs may be uneven": replica.uneven is not None,
         "ranks average within subgroups": replica.group.averaging.subgroup is not None,
@@ -299,7 +298,7 @@ def _describe(replica: Replica, flight: _Flight, places: Sequence[int]) -> str:
         f"{_ranks(others)} is not what it is on {_ranks(same)}{more}. Something changed parameters on some ranks only, "
         "or differently: weights that one rank loaded or edited alone, gradients that were set by hand "
         "(torch.autograd.grad) and so not reduced, a step that some ranks skipped. Load on every rank, reduce such "
-        "gradients with torch.distributed.all_reduce, or pass compare_parameters_every=0 if that is meant."
+        f"gradients with torch.distributed.all_reduce, or set {CHECK_VARIABLE}=0 if that is meant."
     )
 
 

@@ -34,10 +34,9 @@ def flags_to_send(replica: Replica, unused: Sequence[int], used: Sequence[int]) 
     """What this rank tells the others, as the flags' gradient of the plan.
 
     To find unused parameters a one says "used here", so that nothing but zeros means that no rank used it; if they are
-    errors a one says "unused here", so that nothing but zeros means that all is well. If they take part as zeros there
-    is nothing to tell.
+    errors a one says "unused here", so that nothing but zeros means that all is well.
     """
-    told = tuple({"find": used, "error": unused, "zeros": ()}[replica.config.unused])
+    told = tuple(used if replica.config.may_be_unused else unused)
     stepped, moved = bool(replica.local.stepped), replica.local.moved or bool(replica.local.missed)
     key = (told, stepped, moved)
     if replica.unused.flags_told is None or replica.unused.flags_told[0] != key:
@@ -114,7 +113,7 @@ def read_flags(replica: Replica, flags: torch.Tensor, unused: Sequence[int]) -> 
     stepped, moved, missed = sorted(local.stepped), local.moved, local.missed
     local.stepped.clear()
     local.moved, local.missed, local.reduced = False, "", False
-    reported = tuple(unused) if checks and replica.config.unused == "error" else ()
+    reported = tuple(unused) if checks and not replica.config.may_be_unused else ()
     stepped = stepped if checks else []
     is_read = (checks or replica.group.has_others) and not (flags.is_cpu and _are_fine(replica, flags))
     if reported or stepped or is_read:
@@ -153,7 +152,7 @@ def _judge(replica: Replica, unread: UnreadFlags) -> None:
             raise ReductionError(stepped_message(replica, unread.stepped))
         if is_moved_by_some(more):
             raise ReductionError(_who_missed_a_step(replica, unread) or _moved_message(replica, here=unread.moved))
-        if replica.config.unused == "error" and (unread.unused or any_unused):
+        if not replica.config.may_be_unused and (unread.unused or any_unused):
             raise ReductionError(_unused_message(replica, unread.unused, _unused_elsewhere(replica, unread, flags)))
     except (VoidBackwardError, DesyncError, ReductionError):
         replica.unused.flags_unread.clear()
@@ -245,9 +244,8 @@ def _unused_message(replica: Replica, here: Sequence[int], elsewhere: Mapping[st
         )
     return (
         f"parameters {'; '.join(parts)}. Every parameter has to take part in the loss on every rank. "
-        "If some may be left out, pass find_unused_parameters=True, or "
-        "config=ReplicateConfig(unused_parameters='zeros'); if they never train, call requires_grad_(False) on them "
-        "before replicate(); if they were frozen since, call unreplicate() and replicate() again."
+        "If some may be left out, pass find_unused_parameters=True; if they never train, call requires_grad_(False) on "
+        "them before replicate(); if they were frozen since, call unreplicate() and replicate() again."
     )
 
 

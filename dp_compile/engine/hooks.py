@@ -30,7 +30,7 @@ from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
-from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, Member, Rows, plan_single
+from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, plan_single
 from dp_compile.plan.reduction import is_handed_back_at_the_end, launch_order
 
 ResultT = TypeVar("ResultT")
@@ -266,8 +266,6 @@ class ReductionRound:
             for index in self.arrived:
                 self._set_grad(index)
             replica.local.used.clear()
-            # Of the first one: the plan is made anew from it once, as torch's DDP rebuilds its buckets.
-            replica.revisions.arrivals = replica.revisions.arrivals or tuple(self.arrived)
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
             self._reduce_sparse(left_alone)
             read_flags(replica, flags, unused)
@@ -301,16 +299,16 @@ class ReductionRound:
 
     def _wait(self) -> dict[int, torch.Tensor]:
         """For all buckets; of which each rank has a part, that is handed on."""
-        reduced: list[tuple[Member, torch.Tensor]] = []
+        reduced: dict[int, torch.Tensor] = {}
         for number, flight in enumerate(self.flights):
             tensors = finished(flight.reducing)
             if flight.bucket.key.reduction.is_scattered:
                 assert self.replica.after.parts_to is not None
                 self.replica.after.parts_to.take(number, *tensors)
                 continue
-            places = zip(flight.bucket.members, flight.bucket.places(), strict=True)
-            reduced += [(member, view_of(member, tensors[place.tensor], place.offset)) for member, place in places]
-        return _whole(reduced)
+            for member, place in zip(flight.bucket.members, flight.bucket.places(), strict=True):
+                reduced[member.gradient.index] = view_of(member, tensors[place.tensor], place.offset)
+        return reduced
 
     def _set_grad(self, index: int) -> None:
         # In place if the gradient is still there: a hook of the user's may have dropped it.
@@ -559,15 +557,3 @@ def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumula
     foreign = [tensor for tensor in accumulated if id(tensor) not in index_of]
     if foreign:
         refuse_unreduced(replica, foreign)
-
-
-def _whole(reduced: Sequence[tuple[Member, torch.Tensor]]) -> dict[int, torch.Tensor]:
-    """Each reduced gradient by its index; those in pieces are put together, which copies them."""
-    whole: dict[int, torch.Tensor] = {}
-    pieces: dict[int, dict[Rows, torch.Tensor]] = {}
-    for member, view in reduced:
-        if member.rows is None:
-            whole[member.gradient.index] = view
-        else:
-            pieces.setdefault(member.gradient.index, {})[member.rows] = view
-    return whole | {index: torch.cat([views[rows] for rows in sorted(views)]) for index, views in pieces.items()}

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import compiler, distributed, pairs
+from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
 from dp_compile.engine import agreement
 from dp_compile.engine.flags import in_one_line
 from dp_compile.engine.progress import AGREEING, COMPILING, Answers, Standing, View, Word, bucket_labels, explain
@@ -153,9 +154,8 @@ class Watched:
         """Called by the monitor's thread: log who is waited for, again each time the wait has doubled."""
         if _occupation(self.thread)[1] == COMPILING:
             self._since_s = time.monotonic()
-        limits_s = [each.config.monitor_after_s for each in self._replicas if each.config.monitor_after_s is not None]
-        waited_s = time.monotonic() - self._since_s
-        if not limits_s or waited_s < min(limits_s) * 2**self._warnings:
+        limit_s, waited_s = monitor_after_s(), time.monotonic() - self._since_s
+        if limit_s is None or waited_s < limit_s * 2**self._warnings:
             return
         self._warnings += 1
         text = self.describe(_monitor.ask_now(self.others()))
@@ -251,7 +251,7 @@ class Monitor:
 
     def watch(self, replica: Replica) -> None:
         """Answer for a replica until it is gone, and warn when it is stuck."""
-        if not replica.group.has_others or replica.config.monitor_after_s is None:
+        if not replica.group.has_others or monitor_after_s() is None:
             return
         with self._lock:
             self._watched = (*(ref for ref in self._watched if ref() is not None), weakref.ref(replica))
@@ -283,7 +283,7 @@ class Monitor:
     def ask(self, ranks: Sequence[int]) -> Answers:
         """How far those ranks are. Called by any thread; takes some 4 s if one does not answer, or longer."""
         if self._thread is None or not self._thread.is_alive():
-            return Answers(trouble="no rank could be asked, the monitor is off (monitor_after_s=None)")
+            return Answers(trouble=f"no rank could be asked, the monitor is off ({MONITOR_VARIABLE})")
         question = _Question(tuple(ranks))
         self._questions.append(question)
         self._wake.set()

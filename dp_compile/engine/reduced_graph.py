@@ -244,7 +244,7 @@ def _add_completion(
                 ]
             position += len(names)
             if names:
-                may_be_unused = replica.config.unused == "find"
+                may_be_unused = replica.config.may_be_unused
                 flags = done[len(replica.parameters)], len(replica.parameters)
                 graph.call_function(remember, (state, names, index, ordinal, *flags, may_be_unused))
     return results

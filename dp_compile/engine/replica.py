@@ -46,7 +46,6 @@ class Revision(enum.Enum):
     """An occasion on which a plan is made anew, at the same backward on every rank."""
 
     FROM_GRAPH = "before the first synchronised backward, from the graph of it"
-    FROM_ARRIVALS = "after the first synchronised backward, from the order in which gradients arrived"
     FROM_LAUNCHES = "after some synchronised backwards, from measured launches"
 
 
@@ -58,8 +57,6 @@ class Revisions:
         revise: makes a plan from ready times and, if it was measured, what a collective costs.
         due: the next occasion first.
         settled_after: how many synchronised backwards there were before the one in which the plan was settled.
-        arrivals: the parameters in the order in which their gradients arrived in the first backward, if it was not
-            captured.
         launches: what this rank has measured.
         average_by: lets gradients be averaged in another way from now on. Only between backwards, on every rank.
         scatter: lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`.
@@ -68,7 +65,6 @@ class Revisions:
     revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
     due: tuple[Revision, ...] = ()
     settled_after: int = 0
-    arrivals: tuple[int, ...] = ()
     launches: list[Launches] = field(default_factory=list)
     average_by: Callable[[Averaging], None] | None = None
     scatter: Callable[[frozenset[str]], None] | None = None
@@ -409,7 +405,7 @@ class Replica:
             left_alone: those that no rank used, see `used_by_nobody`.
         """
         self.unused.untouched = tuple(index for index in unused if index in left_alone)
-        if self.config.unused == "error":
+        if not self.config.may_be_unused:
             return
         for index, average in zip(unused, averages, strict=True):
             if index not in left_alone and average is not None:
@@ -422,7 +418,7 @@ class Replica:
             candidates: their indices.
             flags: the reduced flags.
         """
-        if self.config.unused != "find" or not candidates:
+        if not self.config.may_be_unused or not candidates:
             return ()
         said = flags.tolist()
         return tuple(index for index in candidates if not said[index])

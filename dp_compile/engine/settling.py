@@ -4,7 +4,6 @@
 |-----------------|----------------------------------------|------------------------------------------------|
 | `FROM_GRAPH`    | in the first synchronised backward,    | the first rank's captured graph, if it has one |
 |                 | before anything of it is traced        |                                                |
-| `FROM_ARRIVALS` | before the second                      | the first rank's hooks, as torch's DDP         |
 | `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
 
 Synchronised backwards are counted: they are the same ones on every rank. What one rank knows the others read from the
@@ -20,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
@@ -45,21 +45,24 @@ logger = logging.getLogger("dp_compile.settling")
 _meetings: Final[Counter[str]] = Counter()
 
 
-def table_of(group: Group, timeout_s: float) -> Table | None:
-    """Where the ranks of a group meet; `None` if there is nobody to meet."""
+def table_of(group: Group, device: torch.device | None = None) -> Table | None:
+    """Where the ranks of a group meet, with the time-out of its collectives; `None` if there are no others.
+
+    `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
+    """
     if not group.has_others:
         return None
+    device = device or torch.device(distributed.working_device(group.process_group))
+    timeout_s = distributed.timeout_of(group.process_group, device)
     return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
 
 
 def table_in_backward(replica: Replica) -> Table | None:
-    """As `table_of`, for ranks that meet inside a backward.
+    """Where the ranks of a module meet: they wait for each other as long as for a collective.
 
-    They wait as long as for a collective, which they would wait for otherwise: a rank that compiles or writes a
-    checkpoint is late in the one as in the other, and `timeout_s` is about the start.
+    A rank that compiles or writes a checkpoint is late in the one as in the other.
     """
-    group = replica.group
-    return table_of(group, distributed.timeout_of(group.process_group, replica.device)) if group.has_others else None
+    return table_of(replica.group, replica.device)
 
 
 def meeting(replica: Replica, about: str) -> str:
@@ -79,7 +82,7 @@ def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
     Raises:
         DesyncError: ranks differ, one reports an error, or one is missing.
     """
-    table = table_of(replica.group, replica.config.timeout_s)
+    table = table_in_backward(replica)
     if table is not None:
         agree(table, meeting(replica, call), statement, call=call)
 
@@ -139,9 +142,7 @@ def revise_if_due(replica: Replica) -> None:
     if memory is not None and (averaging := memory.begin()) is not None:
         assert replica.revisions.average_by is not None
         replica.revisions.average_by(averaging)
-    if replica.awaits(Revision.FROM_ARRIVALS) and replica.history.synced_backwards == 1:
-        _revise(replica, _in_order_of_arrival(replica), None)
-    elif replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
+    if replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
         times = _measured(replica)
         _revise(replica, times, None if times is None else _measured_cost(replica))
 
@@ -162,7 +163,7 @@ def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
     Raises:
         DesyncError: a rank has not come to this backward within the group's time-out.
     """
-    own = (compiled, bool(replica.local.used) and replica.config.unused != "error")
+    own = (compiled, bool(replica.local.used) and replica.config.may_be_unused)
     said, table, topic = [own], table_in_backward(replica), meeting(replica, "hooks")
     if table is not None:
         said = decide(table, topic, collect(table, topic, own))
@@ -209,16 +210,6 @@ def describe_plan(replica: Replica) -> str:
     return f"{replica.strategy}, {size}, predicted end{end} {above} the best any plan could do ({replica.ready.basis})"
 
 
-def _in_order_of_arrival(replica: Replica) -> ReadyTimes | None:
-    arrivals, table, topic = list(replica.revisions.arrivals), table_in_backward(replica), meeting(replica, "arrivals")
-    if table is not None:
-        arrivals = decide(table, topic, arrivals)
-    if not arrivals:
-        return None
-    shares = {index: place / len(arrivals) for place, index in enumerate(arrivals, start=1)}
-    return ReadyTimes(shares, None, "in the order in which gradients arrived in the first backward")
-
-
 def _measured(replica: Replica) -> ReadyTimes | None:
     """What the slowest rank saw; `None` if some rank could not measure."""
     own = asdict(typical(replica.revisions.launches)) if replica.revisions.launches else None
@@ -238,8 +229,8 @@ def _measured_cost(replica: Replica) -> AllReduceCost | None:
     if replica.config.cost is not None or replica.group.backend == FAKE:
         return None
     try:
-        group, timeout_s = replica.group, replica.config.timeout_s
-        return calibrate(group.process_group, device=replica.device, timeout_s=timeout_s, levels=group.levels).cost
+        group = replica.group
+        return calibrate(group.process_group, device=replica.device, levels=group.levels).cost
     except ConfigError as error:  # The same on every rank: all fit the same numbers.
         logger.warning("the nominal cost of the link stays: %s", error)
         return None

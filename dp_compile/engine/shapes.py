@@ -17,7 +17,7 @@ from torch import fx
 from dp_compile._torch import dynamo
 from dp_compile.engine.binding import Binding, Place, Sites
 from dp_compile.passes.estimates import Accumulation, ready_shares
-from dp_compile.plan.ready_times import Estimate, ModelCollective
+from dp_compile.plan.ready_times import ModelCollective
 
 logger = logging.getLogger("dp_compile.capture")
 
@@ -30,7 +30,7 @@ def estimates_of(
     sizes: Any,
     scalars: Any,
     hooks: Any,
-) -> tuple[dict[Place, Estimate], tuple[ModelCollective, ...]]:
+) -> tuple[dict[Place, float], tuple[ModelCollective, ...]]:
     """When the gradients of a backward are ready, and what its model sends, from its graph; nothing if it does not say.
 
     It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.

@@ -449,7 +449,7 @@ def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
     for bucket in step.plan.buckets:
         if bucket.key.reduction.is_scattered or (whole and not _is_of_flags(bucket)):
             nbytes = sum(member.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
-            read = 1 - max(step.ready.of_member(member) for member in bucket.members)
+            read = 1 - max(step.ready.of(member.gradient) for member in bucket.members)
             needed_s = from_s + step.forward_s * read
             jobs.append(CrossingJob(bucket, from_s, needed_s, step.cost.seconds(nbytes) / 2))
     return arrivals(in_order_of_need(jobs))

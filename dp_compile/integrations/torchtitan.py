@@ -147,10 +147,10 @@ def _config(given: ReplicateConfig | None, compile_config: Any) -> ReplicateConf
     if given is None:
         backend = compile_config.backend
         given = ReplicateConfig(backend=backend) if backend in BACKENDS else ReplicateConfig()
-    if given.gradient_divide_factor not in (None, 1.0) or given.gradient_predivide_factor is not None:
+    if given.gradient_divide_factor not in (None, 1.0):
         raise ConfigError(
             "replicate_config says what gradients are divided by, but torchtitan divides the loss by the tokens of "
-            "all ranks. Leave gradient_divide_factor and gradient_predivide_factor out."
+            "all ranks. Leave gradient_divide_factor out."
         )
     return dataclasses.replace(given, gradient_divide_factor=1.0)
 

@@ -75,7 +75,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             `False`: neither.
         init_sync: only `True`: ranks compare and copy their state at the start.
         process_group: whom to average with.
-        bucket_cap_mb: MiB at which a bucket is closed; without it, `config.strategy` decides where buckets end.
+        bucket_cap_mb: MiB at which a bucket is closed; without it, `config` says where buckets end.
         find_unused_parameters: see `ReplicateConfig`.
         gradient_as_bucket_view: `True` as in `ReplicateConfig`; `False` leaves it to `config`.
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
@@ -156,7 +156,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.is_multi_device_module = False
         self.dim, self.gradient_as_bucket_view = dim, bool(config.gradient_as_bucket_view)
         self.static_graph = config.static_graph
-        self.find_unused_parameters = config.unused != "error" and not config.static_graph
+        self.find_unused_parameters = config.find_unused_parameters and not config.static_graph
         self.broadcast_buffers = self.forward_sync_buffers = config.broadcast_buffers
         total = sum(each.numel() * each.element_size() for each in self.module.parameters())
         cap_mb = config.bucket_cap_mb or DEFAULT_CAP_MB

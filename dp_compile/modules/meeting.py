@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
-from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.group import Group, group_of_mesh
 from dp_compile.engine.settling import table_of
@@ -41,7 +40,7 @@ class Meeting:
         _calls[self.group.name] += 1
         self.number = _calls[self.group.name]
 
-    def compare(self, statement: Statement, *, timeout_s: float, own_error: Exception | None = None) -> str:
+    def compare(self, statement: Statement, *, own_error: Exception | None = None) -> str:
         """Compare with the other ranks; a rank with an error of its own only tells the others and raises nothing.
 
         Returns the topic.
@@ -53,7 +52,7 @@ class Meeting:
             self._count()
         self.held += 1
         topic = f"dp_compile.replicate/{self.group.name}/{self.number}" + (f"/{self.held}" if self.held > 1 else "")
-        table = table_of(self.group, timeout_s)
+        table = table_of(self.group)
         if table is None:
             return topic
         try:
@@ -70,7 +69,7 @@ class Meeting:
             yield
         except Exception as error:
             text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
-            self.compare({"error": text}, timeout_s=ReplicateConfig().timeout_s, own_error=error)
+            self.compare({"error": text}, own_error=error)
             raise
 
 

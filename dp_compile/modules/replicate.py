@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import compiler, distributed, optim
 from dp_compile._torch.dtensors import is_dtensor, layout_of
-from dp_compile.config import ReplicateConfig, has_address
+from dp_compile.config import (
+    CHECK_VARIABLE,
+    DEFAULT_CAP_MB,
+    ReplicateConfig,
+    check_parameters_every,
+    has_address,
+)
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.comm_hook import CommHook
@@ -43,7 +48,7 @@ from dp_compile.modules.forward_hooks import (
 )
 from dp_compile.modules.kinds import options_by_module, options_of_policy, wires_of, with_names
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
-from dp_compile.modules.planning import PlanRequest, make_plan, on_its_levels
+from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
 from dp_compile.modules.replicated_module import (
     behind,
@@ -111,7 +116,6 @@ def replicate(
     mp_policy: MixedPrecisionPolicy | CustomPolicy | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
-    plan: BucketPlan | str | os.PathLike[str] | None = None,
     config: ReplicateConfig | None = None,
 ) -> ModuleT:
     """Average the gradients of `module` over a process group in every backward. Returns the same object.
@@ -136,7 +140,7 @@ def replicate(
         device_id: the number of a GPU, or a device: tensors among the inputs of `module` are moved there. The module
             has to be there already. A CPU is allowed and moves nothing, as in torch.
         ignored_modules: submodules whose parameters and buffers are left alone, with all below them.
-        bucket_cap_mb: asks for buckets of a fixed size: MiB at which a bucket is closed.
+        bucket_cap_mb: asks for buckets by size: MiB at which a bucket is closed.
         find_unused_parameters: what a parameter without a gradient means; see `ReplicateConfig`.
         broadcast_buffers: copy the first rank's buffers to all ranks at the start and after each synchronised backward;
             `False`: neither, each rank keeps its own.
@@ -155,7 +159,6 @@ def replicate(
         bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
             fully qualified name and the module that returns whether it is a unit, or a policy of
             `torch.distributed.fsdp.wrap`.
-        plan: asks for exactly these buckets: a plan (`report(model).plan`), or the path of a plan file.
         config: all options in one value; an argument given here wins over its field.
 
     Raises:
@@ -185,7 +188,6 @@ def replicate(
         mp_policy=mp_policy,
         passes=passes,
         bucket_policy=bucket_policy,
-        plan=plan,
         config=config,
     )
 
@@ -203,7 +205,6 @@ def replicate_module(
     device_ids: Sequence[int | torch.device] | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
-    plan: BucketPlan | str | os.PathLike[str] | None = None,
     keeps_class: bool = False,
 ) -> ModuleT:
     """As `replicate`.
@@ -231,7 +232,7 @@ def replicate_module(
                 "reducer knows one level of network. Pass a device_mesh with one dimension."
             )
         ignored = check_ignored(ignored_modules)
-        chosen, request = _requested(options, bucket_policy, plan, passes)
+        chosen, request = _requested(options, bucket_policy, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
         order = _Order(meeting, request, chosen, ignored, device, keeps_class=keeps_class)
         check_not_managed(inner, ignored)
@@ -252,7 +253,6 @@ def replicate_without_values(
     device_mesh: DeviceMesh | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
-    plan: BucketPlan | str | os.PathLike[str] | None = None,
 ) -> ModuleT:
     """As `replicate`, for a module that stays on the meta device, or of fake tensors: its backwards compute nothing.
 
@@ -262,7 +262,7 @@ def replicate_without_values(
     Raises:
         ConfigError, ModuleError: as in `replicate`.
     """
-    chosen, request = _requested(config, bucket_policy, plan, passes)
+    chosen, request = _requested(config, bucket_policy, passes)
     meeting = Meeting.of_this_call(resolve_group(None, device_mesh))
     order = _Order(meeting, request, chosen, frozenset(), None, needs_values=False)
     check_not_managed(module, order.ignored)
@@ -297,7 +297,7 @@ def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None
         ConfigError: no process group is initialised.
     """
     config = with_names(config, module, ())
-    passes, request = _requested(config, None, None, None)
+    passes, request = _requested(config, None, None)
     group = resolve_group(None, None)
     install_precision(module, make_precision(select(module, frozenset()), config))
     order = _Order(Meeting(group), request, passes, frozenset(), None, keeps_class=True, is_copy=True)
@@ -378,12 +378,11 @@ def _check_not_pending(module: nn.Module) -> None:
 def _requested(
     config: ReplicateConfig,
     bucket_policy: BucketPolicy | None,
-    plan: BucketPlan | str | os.PathLike[str] | None,
     passes: Iterable[GraphPass] | None,
 ) -> tuple[tuple[GraphPass, ...], PlanRequest]:
     """The passes that run, and what is asked of the plan that they may realise."""
     chosen = _check_passes(DEFAULT_PASSES if passes is None else passes)
-    return chosen, PlanRequest(config, bucket_policy, plan, any(each.realises_plan for each in chosen))
+    return chosen, PlanRequest(config, bucket_policy, any(each.realises_plan for each in chosen))
 
 
 def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
@@ -426,7 +425,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         statement = _statement(target, replica)
         bind_memory(replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
-    replica.topic = order.meeting.compare(statement, timeout_s=replica.config.timeout_s)
+    replica.topic = order.meeting.compare(statement)
     _broadcast(replica)
     if pending is None:
         _move_inputs(module, order.device)
@@ -467,7 +466,7 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
     always_hooks = levels is not None or bool(wires) or bool(sparse) or any(map(is_dtensor, parameters))
     gradients = gradient_specs(parameters, names, group, sparse)
-    planning = make_plan(target.module, parameters, gradients, group, request)
+    planning = make_plan(target.module, gradients, group, request)
     replica = Replica(
         parameters=parameters,
         names=names,
@@ -530,25 +529,18 @@ def _scatter(
     assert replica is not None
     assert module is not None
     _reduce_by(replica, dataclasses.replace(replica.group, scattered=names), module, request)
-    if replica.awaits(Revision.FROM_ARRIVALS) and replica.history.synced_backwards:
-        # Gradients have arrived: torch's DDP would not look at them once more.
-        assert replica.revisions.revise is not None
-        replica.revisions.due = ()
-        replica.adopt(replica.revisions.revise(replica.ready, None), replica.ready)
     replica.after.scattered = frozenset(index for index, name in enumerate(replica.names) if name in names)
 
 
 def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanRequest | None) -> None:
     """Reduce as the group says from now on. `request`: how a plan is made for it; `None`: as it was."""
     gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
-    planning = None if request is None else make_plan(module, replica.parameters, gradients, group, request)
+    planning = None if request is None else make_plan(module, gradients, group, request)
     replica.group = group
     if planning is not None:
         replica.revisions.revise = planning.revise
     if planning is None or _keep_together(replica.plan, gradients):
-        planned = Planned(replica.plan.with_keys_of(gradients), replica.certificate)
-        cost = None if replica.certificate is None else replica.certificate.cost
-        replica.adopt(on_its_levels(group, replica.config, planned, replica.ready, cost), replica.ready)
+        replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:
         replica.revisions.due = planning.revisions
         replica.adopt(planning.planned, planning.ready)
@@ -562,10 +554,8 @@ def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
         return False
     if any(keys[each.index].reduction.is_scattered != each.key.reduction.is_scattered for each in plan.gradients):
         return False  # members lie in another way
-    in_one_piece = all(member.rows is None for bucket in plan.buckets for member in bucket.members)
-    by_hook = any(key.reduction.hook is not None for key in keys.values())
     together = ({keys[member.gradient.index] for member in bucket.members} for bucket in plan.buckets)
-    return all(len(found) == 1 for found in together) and (in_one_piece or not by_hook)
+    return all(len(found) == 1 for found in together)
 
 
 def _with_hook(averaging: Averaging, hook: CommHook, by_hook: Averaging) -> Averaging:
@@ -577,22 +567,19 @@ def _with_hook(averaging: Averaging, hook: CommHook, by_hook: Averaging) -> Aver
 
 def _averaging(config: ReplicateConfig) -> Averaging:
     wire = None if config.wire_dtype is None else str(config.wire_dtype).removeprefix("torch.")
-    # torch's DDP multiplies before it adds up, whatever the backend could do, and by all of it
-    as_ddp = config.strategy == "ddp"
-    factors = config.gradient_divide_factor, config.gradient_predivide_factor
-    return Averaging(wire, *factors, in_collective=not as_ddp, all_before=as_ddp)
+    return Averaging(wire, config.gradient_divide_factor)
 
 
 def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
     """torch's reducer for a replica, which must not hold its replica alive."""
     replica = of()
     assert replica is not None
+    largest_mb = sum(each.nbytes for each in replica.parameters) / BYTES_PER_MB  # torch's DDP takes no math.inf
     reducer = distributed.TorchReducer(
         dict(zip(replica.names, replica.parameters, strict=True)),
         process_group=replica.group.process_group,
-        # torch's DDP takes no math.inf
-        bucket_cap_mb=min(replica.config.caps_mb()[0], sum(each.nbytes for each in replica.parameters) / BYTES_PER_MB),
-        find_unused_parameters=replica.config.unused == "find" and not replica.config.static_graph,
+        bucket_cap_mb=min(replica.config.bucket_cap_mb or DEFAULT_CAP_MB, largest_mb),
+        find_unused_parameters=replica.config.may_be_unused and not replica.config.static_graph,
         static_graph=replica.config.static_graph,
     )
     if replica.called_hook is not None:
@@ -618,6 +605,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "frozen parameters": describe(target.frozen),
         "buffers": describe(target.buffers) if replica.config.copies_buffers_at_start else [],
         "options": _compared_options(replica.config),
+        CHECK_VARIABLE: check_parameters_every(),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
@@ -631,9 +619,8 @@ def _statement(target: Selection, replica: Replica) -> Statement:
 
 
 def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
-    """All options but those that are a rank's own affair."""
+    """All options, as plain data."""
     options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
-    del options["dump_dir"]
     kept_full = config.full_precision_modules
     for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
         options[name] = str(options[name])
@@ -643,7 +630,6 @@ def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
         f"{each if isinstance(each, str) else f'{each.__module__}.{each.__qualname__}'}: {dtype}"
         for each, dtype in config.wire_exceptions
     )
-    options["strategy"] = config.strategy if isinstance(config.strategy, str | None) else repr(config.strategy)
     return options
 
 

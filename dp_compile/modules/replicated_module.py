@@ -324,7 +324,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 def _averaging_options(config: ReplicateConfig, module: nn.Module) -> list[str]:
     """The options by which gradients would be averaged otherwise than a comm hook does."""
-    names = ["gradient_divide_factor", "gradient_predivide_factor", "reduce_dtype", "reduce_dtypes"]
+    names = ["gradient_divide_factor", "reduce_dtype", "reduce_dtypes"]
     if {each.dtype for each in module.parameters() if each.requires_grad} == {config.reduce_dtype}:
         names.remove("reduce_dtype")  # their own; with torch 2.15 a policy without one gives it
     return [name for name in names if getattr(config, name) not in (None, ())]

@@ -25,7 +25,7 @@ from torch import nn
 from dp_compile._torch import autograd, compiler
 from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import table_of
+from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import ConfigError
 from dp_compile.modules.replicated_module import no_sync, replica_of, unwrap
 from dp_compile.plan.words import count
@@ -170,7 +170,7 @@ def _meet(replica: Replica, statement: Statement) -> Callable[[], None]:
     """Wait until all ranks say the same; returns what waits until all ranks are through."""
     _calls[replica.topic] += 1
     topic = f"{replica.topic}/warmup/{_calls[replica.topic]}"
-    table = table_of(replica.group, replica.config.timeout_s)
+    table = table_in_backward(replica)
     if table is None:
         return lambda: None
     agree(table, topic, statement, call="warmup()")

@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Final
@@ -45,11 +44,11 @@ from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
-from dp_compile.plan.buckets import Bucket, Layout, Rows
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, Bucket, Layout
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.ready_times import ReadyTimes
-from dp_compile.plan.strategies import Coalesced, Optimal, Planned, nominal_cost
+from dp_compile.plan.strategies import Planned, nominal_cost
 
 BACKEND: Final = "dp_compile"
 POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
@@ -338,7 +337,7 @@ class _LeftUpdate(Left):
     steps: PartialSteps
     options: tuple[dict[str, Any], ...]
     on_its_way: tuple[tuple[int, Bucket, torch.Tensor], ...]
-    """Buckets with their numbers in the plan, and what each was launched with; a gradient in pieces lies in several."""
+    """Buckets with their numbers in the plan, and what each was launched with."""
     before: list[torch.Tensor] = field(default_factory=list)
     """The parameters, if they are poisoned."""
     what = "update"
@@ -378,7 +377,7 @@ class _LeftUpdate(Left):
 
     def _reduced(self) -> dict[int, torch.Tensor]:
         """The gradients by index in the module, once they are here."""
-        whole, pieces = dict[int, torch.Tensor](), defaultdict[int, list[tuple[Rows, torch.Tensor]]](list)
+        gradients: dict[int, torch.Tensor] = {}
         for number, bucket, launched in self.on_its_way:
             with self.told.waiting(number):
                 tensor: torch.Tensor = torch.ops._c10d_functional.wait_tensor.default(launched)
@@ -386,15 +385,8 @@ class _LeftUpdate(Left):
             _, post_scale = ops.factors(bucket.key.reduction)
             (tensor,) = restored(bucket, [tensor], post_scale, ops)
             for member, place in zip(bucket.members, bucket.places(), strict=True):
-                view = view_of(member, tensor, place.offset)
-                if member.rows is None:
-                    whole[member.gradient.index] = view
-                else:
-                    pieces[member.gradient.index].append((member.rows, view))
-        return whole | {
-            index: torch.cat([view for _, view in sorted(found, key=operator.itemgetter(0))])
-            for index, found in pieces.items()
-        }
+                gradients[member.gradient.index] = view_of(member, tensor, place.offset)
+        return gradients
 
 
 # --- who reads --------------------------------------------------------------------------------------------------------
@@ -521,7 +513,7 @@ def plan_for(replica: Replica) -> None:
     if replica.strategy == "single":
         return
     revise, group, config = replica.revisions.revise, replica.group, replica.config
-    layout = Layout(config.alignment_bytes) if replica.strategy in (Optimal.name, Coalesced.name) else None
+    layout = Layout(ALIGNMENT_BYTES) if replica.strategy == "optimal" else None
 
     def crossing(planned: Planned, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
         nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
 from dp_compile.passes.result import Refusal
-from dp_compile.plan.buckets import Rows, covers
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,46 +38,18 @@ def is_reduction(node: fx.Node) -> bool:
 def accounted(graph: fx.Graph) -> Counter[tuple[int, int]]:
     """How often each gradient is reduced in a graph, by an op of its own or as a member of a bucket.
 
-    By replica and index. All pieces of a gradient together count as one reduction.
-
-    Raises:
-        InvalidGraphError: the pieces of a gradient overlap or miss rows.
+    By replica and index.
     """
     found = Counter((each.replica, each.index) for each in analyse(graph).reductions)
-    pieces: dict[tuple[tuple[int, int], int], list[Rows]] = {}
     for node in graph.nodes:
         provenance = provenance_of(node)
         if is_collective(node) and provenance is not None:
-            for mark in map(MemberMark.read, provenance.members):
-                which = mark.replica, mark.index
-                if mark.rows is None:
-                    found[which] += 1
-                else:
-                    pieces.setdefault((which, mark.n_rows), []).append(mark.rows)
-    for (which, n_rows), blocks in pieces.items():
-        if not covers(blocks, n_rows):
-            raise InvalidGraphError(
-                f"the pieces {sorted(blocks)} of gradient {which[1]} overlap or miss some of its {n_rows} rows"
-            )
-        found[which] += 1
+            for mark in provenance.members:
+                index, replica = map(int, mark.split("/"))
+                found[replica, index] += 1
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class MemberMark:
-    """What the launch of a bucket notes of each member; a piece has `rows` of the gradient's `n_rows`."""
-
-    index: int
-    replica: int
-    rows: Rows | None
-    n_rows: int
-
-    def write(self) -> str:
-        piece = "" if self.rows is None else f"/{self.rows[0]}:{self.rows[1]}:{self.n_rows}"
-        return f"{self.index}/{self.replica}{piece}"
-
-    @staticmethod
-    def read(text: str) -> MemberMark:
-        index, replica, *piece = text.split("/")
-        first, last, n_rows = map(int, piece[0].split(":")) if piece else (0, 0, 0)
-        return MemberMark(int(index), int(replica), (first, last) if piece else None, n_rows)
+def member_mark(index: int, replica: int) -> str:
+    """What the launch of a bucket notes of each member."""
+    return f"{index}/{replica}"

@@ -22,8 +22,6 @@ import torch
 from torch import fx
 
 from dp_compile._torch import pairs, storages
-from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.passes.bucket_ops import ASSEMBLE
 from dp_compile.passes.running import running
 
 KEPT_FROM_NBYTES: Final = 32 * 2**20
@@ -63,12 +61,9 @@ def place_of(bucket: fx.Node) -> MemoryPlace | None:
 
 
 def is_kept(bucket: fx.Node) -> bool:
-    """Whether code lets a bucket have memory that is used again in the next backward.
-
-    A bucket is a `flat_bucket` of a graph, or an `assemble`, which has the memory of its pieces.
-    """
+    """Whether code lets a bucket have memory that is used again in the next backward."""
     place = place_of(bucket)
-    if place is None or place.wish is False or _is_a_piece(bucket) or not storages.shows_holders():
+    if place is None or place.wish is False or not storages.shows_holders():
         return False
     value = bucket.meta["val"]
     if place.wish is None:
@@ -77,14 +72,6 @@ def is_kept(bucket: fx.Node) -> bool:
 
     # What CUDA graphs replay asks nobody for memory.
     return bool(value.device.type == "cpu" or not inductor.uses_cuda_graphs({}))
-
-
-def _is_a_piece(bucket: fx.Node) -> bool:
-    """Whether it has a part of one gradient: what it becomes lies in the memory of the whole."""
-    launches = [user for user in bucket.users if is_collective(user)]
-    launched = [each for launch in launches for each in (launch, *launch.users)]  # of a grouped one, its items
-    waits = [wait for each in launched for wait in each.users if is_wait(wait)]
-    return any(user.target is ASSEMBLE for wait in waits for user in wait.users)
 
 
 class _Kept(NamedTuple):

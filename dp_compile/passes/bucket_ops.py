@@ -1,11 +1,10 @@
-"""The ops that make buckets: what they are in a graph, and what they do where nothing is compiled.
+"""The op that makes buckets: what it is in a graph, and what it does where nothing is compiled.
 
     flat_bucket([a, b], scales, strides, offsets, numel)  ->  one flat tensor with a * scale and b * scale at their
                                                               offsets, each in its memory order; between them
                                                               zeros if `zero_gaps`, else whatever was there;
                                                               `dtype`: rounded to it, once; `factor`: a number in
                                                               a tensor, by which all are multiplied instead
-    assemble([a, b])                                      ->  one flat tensor, a and then b
 
 `lowering.py` says what compiled code makes of them.
 """
@@ -23,8 +22,6 @@ _library.define(
     "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
     " ScalarType? dtype=None, Tensor? factor=None) -> Tensor"
 )
-
-_library.define("assemble(Tensor[] pieces) -> Tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +119,3 @@ _library.impl("flat_bucket", _fill, "CompositeExplicitAutograd")
 torch.library.register_fake("dp_compile::flat_bucket", _shape_of_bucket, lib=_library)
 
 FLAT_BUCKET = torch.ops.dp_compile.flat_bucket.default
-
-_library.impl("assemble", torch.cat, "CompositeExplicitAutograd")
-torch.library.register_fake("dp_compile::assemble", torch.cat, lib=_library)
-
-ASSEMBLE = torch.ops.dp_compile.assemble.default

@@ -12,12 +12,6 @@ or, with gloo, an all-to-all and a sum behind its wait in the place of the first
 
 Where ranks keep parts, there is the first of these only. An update is then given the part in place of each member.
 
-A gradient in pieces is computed in pieces where it can be (`passes/pieces.py`), and each is a member of its bucket.
-Compiled code allocates pieces that have a bucket for themselves side by side, else they are copied into one tensor.
-
-    reduce_grad(mm(a, b))   ->   flat_bucket(mm(a[:k], b)) -> all_reduce -> wait  -.
-                                 flat_bucket(mm(a[k:], b)) -> all_reduce -> wait  -> assemble -> as_strided: reduced
-
 A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
 memory. One grouped all-reduce then carries them all, and each is waited for by itself.
 
@@ -32,7 +26,7 @@ import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, NamedTuple
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import fx
@@ -40,15 +34,14 @@ from torch import fx
 from dp_compile._torch import pairs
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
-from dp_compile.passes.analysis import MemberMark, analyse
+from dp_compile.passes.analysis import analyse, member_mark
 from dp_compile.passes.bucket_memory import MemoryPlaces
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, dtype_of_product
+from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.functional_hook import HOOK_STEP
-from dp_compile.passes.pieces import is_left_over, rows_of
 from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_view, without_views
 from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, states_in
 from dp_compile.passes.result import PassResult
-from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place, Rows, covers
+from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -78,7 +71,6 @@ class BucketReductions:
         # Once for all buckets: each takes as long as the graph is large.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
-        pieces: dict[fx.Node, dict[Rows, fx.Node]] = {}
         states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
         for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
             staged: list[list[fx.Node]] = []
@@ -87,7 +79,7 @@ class BucketReductions:
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
-                site = _Site(graph, last, f"{replica}.{number}", plans[replica].folds_scale, self.zero_gaps, places)
+                site = _Site(graph, last, f"{replica}.{number}", self.zero_gaps, places)
                 ops = _GraphOps(site, _parts_of(bucket, members), states, remembered)
                 tensors = finished(reduce_bucket(bucket, ops))
                 staged.append(ops.launches)
@@ -97,10 +89,8 @@ class BucketReductions:
                     continue
                 for part in ops.parts:
                     reduced = tensors[part.place.tensor]
-                    where = _put_together(site, part, reduced, pieces)
-                    if where is not None:
-                        node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
-                        views[node] = site.view_back(where.node, part.member.gradient, promised, where.offset)
+                    node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
+                    views[node] = site.view_back(reduced, part.member.gradient, promised, part.place.offset)
             launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
         edit.replace_uses(views | remembered)
         for node in remembered:
@@ -163,26 +153,6 @@ def _parts_of(bucket: Bucket, reductions: Sequence[GradReduction]) -> list[_Part
     return [_Part(number, *each) for number, each in enumerate(together)]
 
 
-class _Where(NamedTuple):
-    """A tensor and the element at which a whole reduced gradient starts in it."""
-
-    node: fx.Node
-    offset: int
-
-
-def _put_together(
-    site: _Site, part: _Part, reduced: fx.Node, pieces: dict[fx.Node, dict[Rows, fx.Node]]
-) -> _Where | None:
-    """Where the gradient of a part lies; `None` as long as pieces of it are missing. `pieces` collects them."""
-    if part.member.rows is None:
-        return _Where(reduced, part.place.offset)
-    found = pieces.setdefault(part.reduction.node, {})
-    found[part.member.rows] = site.flat_piece(reduced, part)
-    if not covers(list(found), part.member.gradient.shape[0]):
-        return None
-    return _Where(site.make_bucket(ASSEMBLE, [found[rows] for rows in sorted(found)]), 0)
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
@@ -195,12 +165,11 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _Site:
-    """Where in a graph the nodes of a bucket are made, and whether factors may go into what computes a gradient."""
+    """Where in a graph the nodes of a bucket are made."""
 
     graph: fx.Graph
     before: fx.Node
     unit: str
-    folds: bool
     zero_gaps: bool
     places: MemoryPlaces
 
@@ -211,12 +180,6 @@ class _Site:
     def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         """A call whose result is flat memory."""
         return self.places.given_to(self.make(target, *arguments, members=members))
-
-    def flat_piece(self, reduced: fx.Node, part: _Part) -> fx.Node:
-        """What comes back of a piece, in one dimension: the tensor itself, if there is nothing else in it."""
-        if list(reduced.meta["val"].shape) == [part.member.numel]:
-            return reduced
-        return self.make(aten.as_strided.default, reduced, [part.member.numel], [1], part.place.offset)
 
     def view_back(self, reduced: fx.Node, gradient: GradientSpec, promised: tuple[int, ...], offset: int) -> fx.Node:
         """A reduced gradient as a view of what it lies in, with the strides that were promised when it was traced."""
@@ -284,20 +247,18 @@ class _GraphOps:
         parts = [self.parts[number] for number in members]
         provenance = edit.Provenance(BucketReductions.name, self.site.unit)
         for position, part in enumerate(parts):
-            gradient, rows = part.member.gradient, part.member.rows
+            gradient = part.member.gradient
             if given is not None:
                 source, stride = given[position], gradient.stride
-            elif rows is None:
+            else:
                 source, stride = without_views(part.reduction.grad, gradient.stride)
                 if dtype is not None:
                     source, stride = without_views(before_cast(source, dtype), stride)
-            else:
-                source, stride = rows_of(part.reduction, gradient, rows, provenance)
             # What is narrower than the wire is widened first: the product would be rounded where it need not be.
             kind = source.meta["val"].dtype
             fits = dtype is None or torch.promote_types(kind, dtype) == kind
             constant = scale if isinstance(scale, float) else 1.0
-            folded = self.site.folds and fits and fold_factor(source, constant, provenance)
+            folded = fits and fold_factor(source, constant, provenance)
             sources.append(source)
             scales.append(1.0 if folded else constant)
             strides.extend(stride)
@@ -312,7 +273,11 @@ class _GraphOps:
 
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
         """One collective over all tensors; the first notes whose gradients it carries."""
-        names = () if self.launches else tuple(_mark(part).write() for part in self.parts)
+        names = (
+            ()
+            if self.launches
+            else tuple(member_mark(part.reduction.index, part.reduction.replica) for part in self.parts)
+        )
         how: tuple[Any, ...] = stage.reduce_op, stage.group
         paired = _PAIRED.get(stage.op)
         if stage.op == REDUCE_SCATTER:
@@ -354,17 +319,11 @@ class _GraphOps:
         return self.site.make(prims.convert_element_type.default, tensor, dtype)
 
 
-def _mark(part: _Part) -> MemberMark:
-    member = part.member
-    n_rows = 0 if member.rows is None else member.gradient.shape[0]
-    return MemberMark(part.reduction.index, part.reduction.replica, member.rows, n_rows)
-
-
 def _erase(node: fx.Node) -> None:
-    """Erase a reduction, and what nobody but it was made for: views, and a product that is computed in blocks."""
+    """Erase a reduction, and views and casts that only it read."""
     inputs = node.all_input_nodes[:1]
     node.graph.erase_node(node)
-    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_cast(inputs[0]) or is_left_over(inputs[0])):
+    if inputs and not inputs[0].users and (is_view(inputs[0]) or is_cast(inputs[0])):
         _erase(inputs[0])
 
 

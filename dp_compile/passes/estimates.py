@@ -21,7 +21,7 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.devices import device
 from dp_compile.plan.network import legs_of
-from dp_compile.plan.ready_times import Estimate, ModelCollective, Product
+from dp_compile.plan.ready_times import ModelCollective
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
 from dp_compile.plan.strategies import nominal_cost
 
@@ -33,9 +33,6 @@ FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 _NOMINAL: Final = {"cpu": (GLOO, "cpu-core"), "cuda": (NCCL, "h100-sxm")}
 """By type of device: the network of a simulated group, and the preset of `plan.devices`."""
 """By type of device: whose links carry the model's collectives, and whose memory moves bytes meanwhile."""
-
-# What comes between a product and its accumulation without changing a number.
-_HANDING_ON: Final = (aten.t.default, aten.permute.default, aten.transpose.int, operator.getitem)
 
 Values = Mapping[fx.Node, Any]
 """What nodes make: fake tensors of static sizes, alone or in lists. A node that is not there counts as no work."""
@@ -53,16 +50,14 @@ class Accumulation(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """What a graph says: of its gradients, in the order in which they were given, and of the model's collectives."""
+    """What a graph says: of each gradient the share of the work until it is ready; and of the model's collectives."""
 
-    gradients: list[Estimate]
+    gradients: list[float]
     collectives: tuple[ModelCollective, ...] = ()
 
 
 def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estimates:
     """For each accumulation of a graph the share of the graph's work that stands before it.
-
-    For a gradient that is a product also the share that is the product, and the one of a copy of its result.
 
     Work of a node is the larger of its bytes and its FLOPs over `FLOPS_PER_BYTE` (roofline: Williams, Waterman,
     Patterson, CACM 2009); FLOPs as torch's flop counter has them. Of a collective it is what memory moves while a
@@ -89,10 +84,7 @@ def ready_shares(accumulations: Sequence[Accumulation], values: Values) -> Estim
         behind[node] = done
     total = done
     return Estimates(
-        [
-            Estimate(before[each.node] / total if total else 1.0, _product(each, values, total))
-            for each in accumulations
-        ],
+        [before[each.node] / total if total else 1.0 for each in accumulations],
         tuple(each._replace(start=each.start / total, end=each.end / total) for each in sent),
     )
 
@@ -112,23 +104,6 @@ def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollectiv
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
     (leg,) = legs_of([[load]], nominal_cost(nominal if backend.simulated else backend, ranks))
     yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * device(computes_on).memory_bytes_per_s)
-
-
-def _product(accumulation: Accumulation, values: Values, total: float) -> Product | None:
-    node = None if accumulation.adds or not total else _product_behind(accumulation)
-    return None if node is None else Product(_work(node, values) / total, 2 * _nbytes(values[node]) / total)
-
-
-def _product_behind(accumulation: Accumulation) -> fx.Node | None:
-    """The 2-D product that is accumulated, if nobody else uses it."""
-    node = accumulation.gradient
-    while len(node.users) == 1:
-        if node.target is aten.mm.default:
-            return node
-        if node.target not in _HANDING_ON:
-            return None
-        node = node.all_input_nodes[0]
-    return None
 
 
 def _work_of_adding(accumulation: Accumulation, values: Values) -> float:

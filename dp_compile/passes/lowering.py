@@ -9,11 +9,6 @@ for gradients whose kernel insists on memory of its own. Those take one pass, an
 gradient has the whole bucket for itself, its own memory becomes the bucket. Memory of large buckets is that of the
 backward before (`bucket_memory.py`).
 
-    assemble([a, b])  ->  one flat tensor, a and then b
-
-puts the reduced pieces of a gradient together. Compiled, buckets that hold one piece each are allocated side by side in
-that tensor: the collectives run there, and nothing is copied.
-
 What lies in the gaps between members is not defined unless the op says zeros: the collective adds it up, but nobody
 looks at it, except for NCCL's own check for NaN.
 """
@@ -35,7 +30,7 @@ from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
 from dp_compile.passes.bucket_memory import BUCKET_MEMORY, is_kept, place_of
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
+from dp_compile.passes.bucket_ops import FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
 from dp_compile.passes.updates import UPDATE
 
@@ -147,26 +142,6 @@ def _kept_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.de
 inductor.register_lowering(FLAT_BUCKET, type_promotion_kind=None)(_lower)
 
 
-def _lower_assembly(pieces: Sequence[Any]) -> Any:
-    node = inductor.graph_being_lowered().current_node
-    sizes = [int(piece.get_size()[0]) for piece in pieces]
-    device, dtype = pieces[0].get_device(), pieces[0].get_dtype()
-    whole, kept = _flat_memory(node, sum(sizes), dtype, device)
-    storage = ir.StorageBox(whole)
-    for number, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
-        layout = ir.FixedLayout(device, dtype, [size], [1], sum(sizes[:number]))
-        part = ir.ReinterpretView(data=storage, layout=layout)
-        fits = _is_a_bucket(piece, size) and set(node.args[0][number].users) == {node}
-        whole.inputs.append(
-            _move(piece, part) if fits else ir.ConcatKernel.realize_into(_scaled(piece, 1.0, dtype), part)
-        )
-    _register(whole, kept)
-    return ir.TensorBox(storage)
-
-
-inductor.register_lowering(ASSEMBLE, type_promotion_kind=None)(_lower_assembly)
-
-
 for _op in (PAIRED_ALL_TO_ALL, PAIRED_ALL_GATHER):
     inductor.register_lowering(_op, type_promotion_kind=None)(partial(inductor.lower_collective, _op))
 
@@ -191,14 +166,6 @@ def _lower_update(written: Sequence[Any], gradients: Sequence[Any], *who: Any) -
 
 
 inductor.register_lowering(UPDATE, type_promotion_kind=None)(_lower_update)
-
-
-def _is_a_bucket(piece: Any, numel: int) -> bool:
-    """Whether a piece is all of a bucket that was allocated by `_lower`, and not moved anywhere yet."""
-    if not isinstance(piece.data, ir.StorageBox) or not isinstance(piece.data.data, ir.ConcatKernel):
-        return False
-    bucket = piece.data.data
-    return type(bucket.layout) is ir.FixedLayout and [int(size) for size in bucket.get_size()] == [numel]
 
 
 def _own_memory(bucket: fx.Node, gradient: Any, place: MemberPlace) -> Any:

@@ -218,8 +218,10 @@ class EagerOps:
     def _given(self, number: int) -> torch.Tensor:
         member, source = self.bucket.members[number], self.sources[number]
         if source is None:
-            return torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device).expand(member.shape)
-        return source if member.rows is None else source[slice(*member.rows)]
+            return torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device).expand(
+                member.gradient.shape
+            )
+        return source
 
     def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
         if self.is_silent:
@@ -303,8 +305,8 @@ def launch_stage(stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
 
 
 def view_of(member: Member, tensor: torch.Tensor, offset: int) -> torch.Tensor:
-    """A member in a tensor of its bucket, shaped as its parameter, or its rows."""
-    return tensor.as_strided(member.shape, member.gradient.stride, offset)
+    """A member in a tensor of its bucket, shaped as its parameter."""
+    return tensor.as_strided(member.gradient.shape, member.gradient.stride, offset)
 
 
 # --- in a graph ---------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from dp_compile.fx import collectives, elements
 from dp_compile.fx.elements import Elements, Run
 from dp_compile.fx.printer import op_name
 from dp_compile.fx.storages import Storage, storages_of, written_by
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET, places_of
+from dp_compile.passes.bucket_ops import FLAT_BUCKET, places_of
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, dtype_of, match
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, Update, read_update
@@ -305,7 +305,7 @@ class _Walk:
                 yield self.of(gradient)
             else:
                 member = planned[0]
-                yield elements.strided(together, member.shape, member.gradient.stride, member.offset or 0)
+                yield elements.strided(together, member.gradient.shape, member.gradient.stride, member.offset or 0)
 
     def _together(self, given: Elements, stage: Stage) -> Elements | None:
         """The whole of which a rank has this part, cut by a stage; with all that was done to the part."""
@@ -750,10 +750,10 @@ class _Walk:
         _, first, last = where
         return elements.joined([elements.between(base, 0, first), rows, elements.between(base, last, shape[0])])
 
-    # --- what computes gradients: passes give it a factor, or compute rows of it
+    # --- what computes gradients: passes give it a factor
 
     def matrix_product(self, node: fx.Node) -> Elements | None:
-        """`factor * (a @ b)`, of which slices of rows of `a` or columns of `b` make a part."""
+        """`factor * (a @ b)`."""
         added, left, right = (None, *node.args) if len(node.args) == 2 else node.args
         beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
         if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)) or (not beta and not alpha):
@@ -776,18 +776,7 @@ class _Walk:
         return tuple(run.times(alpha) for run in found) if floating else None
 
     def _product(self, left: fx.Node, right: fx.Node) -> Elements | None:
-        """Of two matrices. A slice's product is a slice of the product: passes compute gradients in such pieces."""
-        for dimension, node in enumerate((left, right)):
-            if node.target is aten.slice.Tensor and _rows(node, None) is not None:
-                source = _node(node.args[0])
-                where = _rows(node, source.meta["val"].shape)
-                if where is not None and where[0] == dimension:
-                    factors = (source, right) if dimension == 0 else (left, source)
-                    shape = _static_sizes([factors[0].meta["val"].shape[0], factors[1].meta["val"].shape[1]])
-                    given = self._product(*factors)
-                    if shape is None or given is None:
-                        return None
-                    return elements.sliced(given, shape, *where)
+        """Of two matrices."""
         shape = _static_sizes([left.meta["val"].shape[0], right.meta["val"].shape[1]])
         if shape is None:
             return None
@@ -876,7 +865,6 @@ _RULES: Final[Mapping[Any, Callable[[_Walk, fx.Node], Any]]] = {
     HOOK_STATE: _Walk.state_of_hook,
     HOOK_STEP: _Walk.step_of_hook,
     FLAT_BUCKET: _Walk.bucket,
-    ASSEMBLE: _Walk.concatenation,
     collectives.ALL_REDUCE: _Walk.all_reduce,
     collectives.GROUPED_ALL_REDUCE: _Walk.all_reduce,
     collectives.REDUCE_SCATTER: _Walk.reduce_scatter,

@@ -20,8 +20,7 @@ class Backend:
         device: the type of device on which it reduces.
         averages: reduces with `ReduceOp.AVG`.
         scatters: its reduce-scatter sends half of what its all-reduce sends.
-        coalesces: reduces several tensors in one launch.
-        coalesces_in_place: and does not copy them into one.
+        coalesces_in_place: reduces several tensors in one launch, and does not copy them into one.
         lanes: how many collectives of a group it carries at a time, which share the network.
         equal_bits: every rank gets the same bits of a sum.
         on_stream: collectives run on a stream of the device, so the host does not wait and events time them.
@@ -35,7 +34,6 @@ class Backend:
     device: str = "cpu"
     averages: bool = False
     scatters: bool = False
-    coalesces: bool = False
     coalesces_in_place: bool = False
     lanes: int = 1
     equal_bits: bool = False
@@ -54,7 +52,7 @@ class Backend:
         return self.name
 
 
-GLOO: Final = Backend("gloo", coalesces=True, lanes=2, equal_bits=True)
+GLOO: Final = Backend("gloo", lanes=2, equal_bits=True)
 """Two lanes: the threads of a group (`ProcessGroupGloo::Options::threads`, torch 2.13). Its reduce-scatter sends as
 much as an all-reduce (measured with torch 2.13)."""
 
@@ -63,7 +61,6 @@ NCCL: Final = Backend(
     "cuda",
     averages=True,
     scatters=True,
-    coalesces=True,
     coalesces_in_place=True,
     equal_bits=True,
     on_stream=True,
@@ -77,7 +74,7 @@ NCCL2: Final = replace(NCCL, name="nccl2", coalesces_in_place=False)
 """torch's `ProcessGroupNCCL2`: `nccl2` in torch 2.14, `nccl` in 2.15. Its `allreduce_coalesced` launches one
 collective for each tensor where no coalescing window is open (`ProcessGroupNCCL.cpp`, read at 02327c9)."""
 
-FAKE: Final = Backend("fake", coalesces=True, simulated=True)
+FAKE: Final = Backend("fake", simulated=True)
 """torch's `FakeProcessGroup`, which reduces nothing."""
 
 FABRIC: Final = replace(NCCL, name="fabric", simulated=True)

@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.reduction import Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 UNUSED_FLAGS: Final = "<unused-parameter flags>"
 """The one member of a plan that is not a gradient: which parameters each rank did not use."""
-
-
-Rows = tuple[int, int]
-"""The first row of a piece along dimension 0, and the one behind its last."""
 
 
 class BucketKey(NamedTuple):
@@ -77,50 +71,29 @@ class GradientSpec:
     def nbytes(self) -> int:
         return self.numel * self.itemsize
 
-    def why_in_one_piece(self) -> str | None:
-        """Why it cannot be cut into rows that lie one after the other in memory; `None` if it can."""
-        if self.key.reduction.hook is not None:
-            return "a comm hook reduces it, which needs all of it"
-        if self.key.reduction.is_scattered:
-            return "each rank keeps a part of it"
-        if len(self.shape) < 2:
-            return f"it has {count(len(self.shape), 'dimension')}, only matrices and more are cut"
-        step = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and stride != step:
-                return f"it has strides {self.stride}, only contiguous gradients are cut"
-            step *= size
-        return None if self.numel else "it is empty"
-
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A gradient of a bucket, or a piece of one.
+    """A gradient of a bucket.
 
-    `offset`: where it starts in the bucket's flat memory, in elements. `None`: apart, it is reduced in the memory
-    that it was computed in. `rows`: which rows along dimension 0 it has; `None`: the whole gradient.
+    `offset`: where it starts in the bucket's flat memory, in elements. `None`: uncoalesced, it is reduced in the memory
+    that it was computed in.
     """
 
     gradient: GradientSpec
     offset: int | None
-    rows: Rows | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.gradient.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.gradient.shape[1:])
 
     @property
     def numel(self) -> int:
-        return math.prod(self.shape)
+        return self.gradient.numel
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.gradient.itemsize
+        return self.gradient.nbytes
 
     @property
     def label(self) -> str:
-        """The gradient's name; with its rows, for a piece: `head.weight[0:64]`."""
-        return self.gradient.name if self.rows is None else f"{self.gradient.name}[{self.rows[0]}:{self.rows[1]}]"
+        return self.gradient.name
 
     @property
     def loads(self) -> tuple[Load, ...]:
@@ -184,21 +157,17 @@ class Bucket:
 class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
-    `folds_scale`: the factor before the reduction may be applied inside of what computes a gradient. That can round
-    in another place than a multiplication of its own. `keeps_memory`: whether the memory of buckets is used again in
-    the next backward; `None`: where it pays, see `passes/bucket_memory.py`. No two ranks have to agree on that, and a
-    plan file does not say it.
+    `keeps_memory`: whether the memory of buckets is used again in the next backward; `None`: where it pays, see
+    `passes/bucket_memory.py`. No two ranks have to agree on that, and `to_dict` does not say it.
     """
 
     buckets: tuple[Bucket, ...]
-    folds_scale: bool = True
     keeps_memory: bool | None = None
 
     @property
     def gradients(self) -> tuple[GradientSpec, ...]:
-        """Every gradient once, in launch order; one in pieces stands where its first piece does."""
-        members = (member for bucket in self.buckets for member in bucket.members)
-        return tuple({member.gradient.index: member.gradient for member in members}.values())
+        """Every gradient once, in launch order."""
+        return tuple(member.gradient for bucket in self.buckets for member in bucket.members)
 
     @property
     def nbytes(self) -> int:
@@ -212,9 +181,7 @@ class BucketPlan:
                 del member["gradient"]["key"]
                 if not member["gradient"]["sent"]:
                     del member["gradient"]["sent"]
-                if member["rows"] is None:
-                    del member["rows"]
-        return {"version": PLAN_VERSION, "folds_scale": self.folds_scale, "buckets": buckets}
+        return {"version": PLAN_VERSION, "buckets": buckets}
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> BucketPlan:
@@ -226,7 +193,7 @@ class BucketPlan:
         """
         if data["version"] != PLAN_VERSION:
             raise ConfigError(f"the plan is of version {data['version']!r}, readable is {PLAN_VERSION}. Save it anew.")
-        return BucketPlan(tuple(_bucket(each) for each in data["buckets"]), bool(data["folds_scale"]))
+        return BucketPlan(tuple(_bucket(each) for each in data["buckets"]))
 
     @property
     def flags(self) -> GradientSpec:
@@ -289,7 +256,6 @@ class Layout:
         key: BucketKey,
         gradients: Sequence[GradientSpec],
         reason: str,
-        rows: Mapping[int, Rows] = MappingProxyType({}),
     ) -> Bucket:
         """A bucket with its members one after the other, in the given order.
 
@@ -297,12 +263,11 @@ class Layout:
             key: what all members have in common.
             gradients: one for each member.
             reason: why the bucket ends here.
-            rows: by position in `gradients`, which rows a member has that is a piece.
         """
         members: list[Member] = []
         end = 0
-        for position, gradient in enumerate(gradients):
-            member = Member(gradient, None, rows.get(position))
+        for gradient in gradients:
+            member = Member(gradient, None)
             if gradient.name not in self.apart or key.reduction.is_scattered:
                 step = self._step(member)
                 member = replace(member, offset=-(-end // step) * step)
@@ -315,6 +280,9 @@ class Layout:
         own_size = 1 << max(0, member.nbytes - 1).bit_length()
         return max(1, min(self.alignment_bytes, own_size) // member.gradient.itemsize)
 
+
+ALIGNMENT_BYTES: Final = 64
+"""Of members in the buckets of a module: a cache line, and more than the 16 that vectorised loads want."""
 
 PACKED: Final = Layout(alignment_bytes=1)
 """One after the other without gaps."""
@@ -385,24 +353,9 @@ def _bucket(data: Mapping[str, Any]) -> Bucket:
     for each in data["members"]:
         given = dict(each["gradient"])
         shape, stride = tuple(given.pop("shape")), tuple(given.pop("stride"))
-        rows = None if each.get("rows") is None else (int(each["rows"][0]), int(each["rows"][1]))
         sent = tuple(map(int, given.pop("sent", ())))
-        members.append(
-            Member(GradientSpec(shape=shape, stride=stride, key=key, sent=sent, **given), each["offset"], rows)
-        )
+        members.append(Member(GradientSpec(shape=shape, stride=stride, key=key, sent=sent, **given), each["offset"]))
     return Bucket(key, tuple(members), data["reason"])
-
-
-def row_blocks(n_rows: int, count: int) -> tuple[Rows, ...]:
-    """As many blocks of rows, as equal as can be."""
-    return tuple((n_rows * number // count, n_rows * (number + 1) // count) for number in range(count))
-
-
-def covers(blocks: Sequence[Rows], n_rows: int) -> bool:
-    """Whether each row is in exactly one block, and no block is empty."""
-    ends = [0, *(last for _, last in sorted(blocks))]
-    starts = [first for first, _ in sorted(blocks)]
-    return starts == ends[:-1] and ends[-1] == n_rows and all(first < last for first, last in blocks)
 
 
 def _describe(bucket: Bucket) -> str:

@@ -28,9 +28,6 @@ ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 MEASURED_BAND: Final = (1.0, 0.9, 1.1)
 """The same for speeds that were measured: what is left is noise."""
 
-PIECES_GAIN: Final = 0.005
-"""Pieces are taken if they make the latest end earlier by more than this share. The model is not more exact."""
-
 LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 """Candidates are also made as if latencies were so many times as long: fewer buckets, spread over the backward."""
 
@@ -88,33 +85,15 @@ class Certificate:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A partition of `gradients` (pieces, where a large gradient was cut) with its certificate.
+    """A partition with its certificate."""
 
-    `assembly_s`: how long it takes to put pieces together at the end.
-    """
-
-    gradients: tuple[ReadyGradient, ...]
     buckets: Buckets
     certificate: Certificate
-    assembly_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """All gradients in launch order, some of them in pieces.
-
-    `copy_s_per_byte`: pieces that share a bucket are copied to be put together, at this speed. That is counted as if
-    it were done at the very end. A piece that has a bucket for itself is where it has to be.
-    """
-
-    gradients: tuple[ReadyGradient, ...]
-    copy_s_per_byte: float
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     strategy: str
-    gradients: tuple[ReadyGradient, ...]
     buckets: Buckets
     jobs: tuple[Job, ...]
 
@@ -127,17 +106,16 @@ def certify(
     backward_s: float,
     strategy: str,
     band: tuple[float, ...] = ERROR_BAND,
-    assembly_s: float = 0.0,
 ) -> Certificate:
-    """What given buckets promise. `assembly_s`: how long it takes at the end to put pieces together."""
+    """What given buckets promise."""
     jobs = jobs_of(gradients, buckets, cost)
     return Certificate(
         strategy,
         cost,
         backward_s,
-        _ends(jobs, backward_s, (1.0,))[0] + assembly_s,
+        _ends(jobs, backward_s, (1.0,))[0],
         release_time_bound(gradients, cost=cost, backward_s=backward_s),
-        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band, assembly_s),
+        worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band),
         band,
         tuple(_reasons(gradients, buckets, jobs, backward_s)),
         _one_stage_each(gradients),
@@ -173,68 +151,13 @@ def robust_partition(
     equal = [candidate for candidate, ratio in zip(candidates, ratios, strict=True) if ratio <= least]
     best = min(equal, key=lambda candidate: len(candidate.buckets))
     certificate = certify(
-        best.gradients, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})", band=band
+        whole, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})", band=band
     )
-    return Choice(best.gradients, best.buckets, certificate)
-
-
-def robust_with_pieces(
-    gradients: Sequence[ReadyGradient],
-    cuts: Sequence[Cut],
-    *,
-    cost: AllReduceCost,
-    backward_s: float,
-    band: tuple[float, ...] = ERROR_BAND,
-) -> Choice:
-    """As `robust_partition`; with one of `cuts` instead, if the model says that this pays.
-
-    It pays if the latest end of all speeds in `band` is earlier by more than `PIECES_GAIN`, and no other end is later
-    by more than that. Of those that do, the one whose ends are earliest on average. The copies of `Cut` are counted.
-
-    Args:
-        gradients: in launch order.
-        cuts: the same gradients, some in pieces; later ones have to gain more than earlier ones.
-        cost: of the collective that carries a bucket.
-        backward_s: how long the backward takes without communication.
-        band: how much slower the network may be, compared with the backward, than was believed.
-    """
-    best = robust_partition(gradients, cost=cost, backward_s=backward_s, band=band)
-    whole_ends, best_share = _ends(jobs_of(best.gradients, best.buckets, cost), backward_s, band), 1.0
-    for cut in cuts:
-        for candidate in _candidates(cut.gradients, cost, backward_s, band):
-            assembly_s = _assembly_s(candidate, cut)
-            ends = [end + assembly_s for end in _ends(candidate.jobs, backward_s, band)]
-            shares = [end / whole for end, whole in zip(ends, whole_ends, strict=True) if whole]
-            share = sum(shares) / max(1, len(shares))
-            pays = max(ends) < max(whole_ends) * (1 - PIECES_GAIN) and max(shares) <= 1 + PIECES_GAIN
-            if pays and share < best_share * (1 - PIECES_GAIN / len(band)):
-                best, best_share = _chosen(candidate, assembly_s, cost, backward_s, band), share
-    return best
+    return Choice(best.buckets, certificate)
 
 
 def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:
     return [max(backward_s, finish_time(jobs, slower=slower, backward_s=backward_s)) for slower in band]
-
-
-def _assembly_s(candidate: _Candidate, cut: Cut) -> float:
-    """How long it takes to copy the pieces that share a bucket with something else."""
-    shared = [candidate.gradients[position] for bucket in candidate.buckets if len(bucket) > 1 for position in bucket]
-    return cut.copy_s_per_byte * sum(each.nbytes for each in shared if each.pieces > 1)
-
-
-def _chosen(
-    candidate: _Candidate, assembly_s: float, cost: AllReduceCost, backward_s: float, band: tuple[float, ...]
-) -> Choice:
-    certificate = certify(
-        candidate.gradients,
-        candidate.buckets,
-        cost=cost,
-        backward_s=backward_s,
-        strategy=f"robust ({candidate.strategy}, one gradient in pieces)",
-        band=band,
-        assembly_s=assembly_s,
-    )
-    return Choice(candidate.gradients, candidate.buckets, certificate, assembly_s)
 
 
 def worst_ratio(
@@ -242,7 +165,6 @@ def worst_ratio(
     bounds: Sequence[float],
     backward_s: float,
     band: Sequence[float] = ERROR_BAND,
-    assembly_s: float = 0.0,
 ) -> float:
     """The largest makespan over bound when the network is slower or faster than the jobs say.
 
@@ -251,9 +173,8 @@ def worst_ratio(
         bounds: the bound for each speed in `band`.
         backward_s: how long the backward takes.
         band: the speeds.
-        assembly_s: how long it takes at the end to put pieces together.
     """
-    makespans = [end + assembly_s for end in _ends(jobs, backward_s, band)]
+    makespans = _ends(jobs, backward_s, band)
     return max(makespan / bound if bound else 1.0 for makespan, bound in zip(makespans, bounds, strict=True))
 
 
@@ -273,7 +194,7 @@ def _candidates(
         buckets = fixed_partition(gradients, cap_nbytes=cap_mb * BYTES_PER_MB, first_cap_nbytes=first)
         found.setdefault(buckets, f"fixed cap of {cap_mb:g} MiB")
     for buckets, strategy in found.items():
-        yield _Candidate(strategy, gradients, buckets, tuple(jobs_of(gradients, buckets, cost)))
+        yield _Candidate(strategy, buckets, tuple(jobs_of(gradients, buckets, cost)))
 
 
 def _one_stage_each(gradients: Sequence[ReadyGradient]) -> bool:

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
-from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, GradientSpec, Layout, plan_buckets, row_blocks
+from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, Bucket, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds
@@ -31,9 +31,6 @@ FORWARD_SHARE: Final = 0.5
 
 PARTS: Final = (4, 6, 8, 12, 16, 24, 32)
 """Into how many buckets of about one size gradients are divided, each tried."""
-
-PIECE_NBYTES: Final = 256 * 2**10
-"""No piece is smaller: it would cost latency, and what it shares the network with is over soon."""
 
 SPEEDS: Final = (1.0, 0.5, 0.7, 1.4, 2.0)
 """How many times as long as believed the network may take, beside the backward."""
@@ -54,8 +51,7 @@ def plan_crossing(
         times: when gradients are ready.
         cost: what a collective costs.
         layout: how gradients lie in their buckets; `None`: buckets stay as they are, only their order changes.
-        lanes: how many collectives share the network at a time. Then the largest gradients are cut into as many pieces:
-            else what is needed next shares it with what is needed later.
+        lanes: how many collectives share the network at a time.
     """
     flags = planned.plan.flags
     gradients = [each for each in planned.plan.gradients if each.name != UNUSED_FLAGS]
@@ -66,7 +62,7 @@ def plan_crossing(
     candidates = [tuple(without_flags(planned.plan.buckets))]
     total = sum(each.nbytes for each in gradients)
     for parts in PARTS if layout is not None and total else ():
-        candidates.append(_of_size(gradients, total / parts, layout or PACKED, lanes))
+        candidates.append(_of_size(gradients, total / parts, layout or PACKED))
     orders = [
         in_order_of_need(jobs, slower, lanes)
         for jobs in (tuple(Job.of(bucket, times, cost, backward_s) for bucket in each) for each in candidates)
@@ -126,7 +122,7 @@ class Job(NamedTuple):
         crosses: bool = True,
     ) -> Job:
         """`forward_s`: how long the forward takes, if that is known. One that does not cross is needed before it."""
-        last = max(times.of_member(member) for member in bucket.members)
+        last = max(times.of(member.gradient) for member in bucket.members)
         seconds = sum(leg.seconds for leg in legs_of([member.loads for member in bucket.members], cost))
         forward_s = backward_s * FORWARD_SHARE if forward_s is None else forward_s
         return Job(bucket, backward_s * last, backward_s + forward_s * (1 - last) * crosses, seconds)
@@ -222,18 +218,10 @@ def _carried(jobs: Sequence[Job], slower: float, lanes: int, *, by_need: bool = 
     return [Carried(job, starts[place], finish_s[place]) for place, job in enumerate(started)]
 
 
-def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout, lanes: int) -> tuple[Bucket, ...]:
-    """Buckets of about one size. What is larger has one for itself, or for each piece."""
-    least = max(nbytes, lanes * PIECE_NBYTES)
-    large = {each.index for each in gradients if lanes > 1 and each.nbytes > least and not each.why_in_one_piece()}
+def _of_size(gradients: Sequence[GradientSpec], nbytes: float, layout: Layout) -> tuple[Bucket, ...]:
+    """Buckets of about one size. A gradient that is larger has one for itself."""
     cap_mb = nbytes / BYTES_PER_MB
-    small = [each for each in gradients if each.index not in large]
-    found = list(plan_buckets(small, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout).buckets)
-    for each in gradients:
-        if each.index in large:
-            for rows in row_blocks(each.shape[0], min(lanes, each.shape[0])):
-                found.append(layout.bucket(each.key, [each], "a piece of a large gradient", {0: rows}))
-    return tuple(found)
+    return plan_buckets(gradients, bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb, layout=layout).buckets
 
 
 def without_flags(buckets: Sequence[Bucket]) -> Iterator[Bucket]:

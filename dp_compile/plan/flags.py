@@ -2,7 +2,7 @@
 
 | elements                | a one says                                                                        |
 |-------------------------|-----------------------------------------------------------------------------------|
-| one for each parameter  | unused here; with `unused_parameters="find"`: used here                           |
+| one for each parameter  | unused here; with `find_unused_parameters`: used here                             |
 | `2 * NUMBER_BITS`       | each bit of a number for the module, and each bit of its complement               |
 | one                     | parameters were changed here that had gradients which were not reduced            |
 | two                     | they were changed behind a local backward whose gradients were dropped; were not  |

@@ -1,4 +1,4 @@
-"""What the network does with given buckets: stages, finish, buckets of a fixed size, pieces. Pure numbers.
+"""What the network does with given buckets: stages, finish, buckets of a fixed size. Pure numbers.
 
 The model: a link carries one stage at a time, in the order in which they are launched (`reduction.launch_order`). A
 bucket's first stage is launched where its last member stands; who launches one that follows waits for the one before,
@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost, check_number
 from dp_compile.plan.reduction import BETWEEN, INSIDE, WHOLE, Load, is_handed_back_at_the_end, launch_order
 
@@ -27,10 +26,9 @@ Buckets = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class ReadyGradient:
-    """A gradient, or a piece of one, at its place in launch order.
+    """A gradient at its place in launch order.
 
-    `ready_s` is when it is ready on the compute stream without communication. `produced_s` is how long its producer
-    takes, if that could hand out pieces one after the other; zero: it appears as a whole. Piece `piece` of `pieces`.
+    `ready_s` is when it is ready on the compute stream without communication.
     `loads`: what each stage of its reduction carries of it; without them an all-reduce of all its bytes.
 
     Raises:
@@ -40,13 +38,10 @@ class ReadyGradient:
     nbytes: int
     ready_s: float
     key: Hashable = None
-    produced_s: float = 0.0
-    piece: int = 0
-    pieces: int = 1
     loads: tuple[Load, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("nbytes", "ready_s", "produced_s"):
+        for name in ("nbytes", "ready_s"):
             check_number(name, getattr(self, name), zero_allowed=True)
 
     @property
@@ -251,31 +246,3 @@ def fixed_partition(gradients: Sequence[ReadyGradient], *, cap_nbytes: float, fi
 def in_launch_order(buckets: Sequence[tuple[int, ...]]) -> Buckets:
     """By the position of the last member."""
     return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
-
-
-def in_pieces(gradient: ReadyGradient, sizes: Sequence[int]) -> tuple[ReadyGradient, ...]:
-    """A gradient cut into pieces of these bytes, made one after the other by its producer.
-
-    A piece is ready when its share of `produced_s` is over. With `produced_s == 0` all pieces are ready together, and
-    then pieces never finish earlier than the whole: moving them all into the bucket of the first one delays nothing
-    and saves latencies. So this helps only where the producer itself can be cut.
-
-    Raises:
-        ConfigError: the sizes do not add up to the gradient's.
-    """
-    if sum(sizes) != gradient.nbytes:
-        raise ConfigError(f"pieces of {sum(sizes)} bytes do not make up a gradient of {gradient.nbytes} bytes.")
-    later = [gradient.nbytes - made for made in accumulate(sizes)]
-    return tuple(
-        replace(
-            gradient,
-            nbytes=nbytes,
-            ready_s=max(0.0, gradient.ready_s - gradient.produced_s * after / max(1, gradient.nbytes)),
-            piece=piece,
-            pieces=len(sizes),
-            loads=tuple(
-                load._replace(nbytes=load.nbytes * nbytes / max(1, gradient.nbytes)) for load in gradient.loads
-            ),
-        )
-        for piece, (nbytes, after) in enumerate(zip(sizes, later, strict=True))
-    )

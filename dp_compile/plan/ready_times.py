@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
@@ -18,23 +18,6 @@ from dp_compile.plan.network import ReadyGradient, weights_of
 ASSUMED: Final = "assumed, not measured: the backward takes as long as the communication, work is as the elements"
 ESTIMATED: Final = "assumed: the backward takes as long as the communication; work is estimated from the captured graph"
 MEASURED: Final = "ready times are measured, the slowest rank's count"
-
-
-class Product(NamedTuple):
-    """A gradient that is one matrix product and nothing else, so that it can be computed in blocks of rows.
-
-    Both are shares of the backward: how long the product takes, and how long it takes to copy the gradient.
-    """
-
-    produced: float
-    copied: float
-
-
-class Estimate(NamedTuple):
-    """What a graph says of one gradient: the share of the backward after which it is ready, and how it is made."""
-
-    share: float
-    product: Product | None = None
 
 
 class ModelCollective(NamedTuple):
@@ -59,39 +42,29 @@ class ReadyTimes:
     """When each gradient is ready, as a share of the backward without the reductions of gradients.
 
     `shares` by the gradient's index; one that is not listed is ready at the end. `backward_s` is the length of that
-    backward in seconds, `None` if nobody has measured it. `products`: gradients that can be computed in pieces.
+    backward in seconds, `None` if it was not measured.
     `collectives`: what the model sends in it, which is part of these times.
     """
 
     shares: Mapping[int, float]
     backward_s: float | None
     basis: str
-    products: Mapping[int, Product] = field(default_factory=dict)
     collectives: tuple[ModelCollective, ...] = ()
 
     def of(self, gradient: GradientSpec) -> float:
         return self.shares.get(gradient.index, 1.0)
 
-    def of_member(self, member: Member) -> float:
-        """When a member is ready: a piece of a product before the pieces behind it."""
-        share, product = self.of(member.gradient), self.products.get(member.gradient.index)
-        if member.rows is None or product is None:
-            return share
-        return max(0.0, share - product.produced * (1 - member.rows[1] / member.gradient.shape[0]))
-
     def to_json(self) -> str:
-        shares, products = list(self.shares.items()), list(self.products.items())
-        data = {"shares": shares, "backward_s": self.backward_s, "basis": self.basis, "products": products}
+        data = {"shares": list(self.shares.items()), "backward_s": self.backward_s, "basis": self.basis}
         return json.dumps(data | {"collectives": self.collectives})
 
     @staticmethod
     def from_json(text: str) -> ReadyTimes:
         """What `to_json` wrote; the same floats on every machine."""
         data = json.loads(text)
-        products = {int(index): Product(*map(float, product)) for index, product in data["products"]}
         collectives = tuple(ModelCollective(*each) for each in data.get("collectives", ()))
         shares = {int(index): float(share) for index, share in data["shares"]}
-        return ReadyTimes(shares, *_rest(data), products, collectives)
+        return ReadyTimes(shares, *_rest(data), collectives)
 
 
 def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
@@ -99,11 +72,9 @@ def _rest(data: Mapping[str, Any]) -> tuple[float | None, str]:
     return None if backward_s is None else float(backward_s), str(data["basis"])
 
 
-def estimated_times(estimates: Mapping[int, Estimate], collectives: tuple[ModelCollective, ...] = ()) -> ReadyTimes:
-    """From what a graph says, by the gradient's index."""
-    shares = {index: estimate.share for index, estimate in estimates.items()}
-    products = {index: estimate.product for index, estimate in estimates.items() if estimate.product is not None}
-    return ReadyTimes(shares, None, ESTIMATED, products, collectives)
+def estimated_times(shares: Mapping[int, float], collectives: tuple[ModelCollective, ...] = ()) -> ReadyTimes:
+    """From what a graph says: by the gradient's index, the share of the backward after which it is ready."""
+    return ReadyTimes(shares, None, ESTIMATED, collectives)
 
 
 def assumed_times(gradients: Sequence[GradientSpec]) -> ReadyTimes:
@@ -145,18 +116,17 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
     """Ready times that fit what was seen under `plan`.
 
     Only launches were seen. Between the launches of two buckets, gradients and the model's collectives are spread as in
-    `before`. A gradient in pieces is ready with the last of them.
+    `before`.
     """
     shares: dict[int, float] = {}
     start, start_before = 0.0, 0.0
     launched = [(0.0, 0.0)]
     for bucket, launch_s in zip(plan.buckets, launches.launch_s, strict=True):
-        believed = [before.of_member(member) for member in bucket.members]
+        believed = [before.of(member.gradient) for member in bucket.members]
         end, end_before = max(start, min(1.0, launch_s / launches.backward_s)), max(start_before, *believed)
         for member, share in zip(bucket.members, believed, strict=True):
             passed = (max(share, start_before) - start_before) / (end_before - start_before or 1.0)
-            seen = start + (end - start) * passed if end_before > start_before else end
-            shares[member.gradient.index] = max(seen, shares.get(member.gradient.index, 0.0))
+            shares[member.gradient.index] = start + (end - start) * passed if end_before > start_before else end
         start, start_before = end, end_before
         launched.append((end_before, end))
     believed_at, seen_at = zip(*launched, (1.0, 1.0), strict=True)
@@ -165,7 +135,7 @@ def measured_times(plan: BucketPlan, launches: Launches, before: ReadyTimes) -> 
         return float(np.interp(share, believed_at, seen_at))
 
     collectives = tuple(each._replace(start=moved(each.start), end=moved(each.end)) for each in before.collectives)
-    return ReadyTimes(shares, launches.backward_s, MEASURED, before.products, collectives)
+    return ReadyTimes(shares, launches.backward_s, MEASURED, collectives)
 
 
 def in_ready_order(gradients: Sequence[GradientSpec], times: ReadyTimes) -> list[GradientSpec]:
@@ -183,6 +153,6 @@ def backward_seconds(members: Iterable[Member], times: ReadyTimes, cost: AllRedu
 def ready_gradients(members: Iterable[Member], times: ReadyTimes, backward_s: float) -> list[ReadyGradient]:
     """What a network is given of some members."""
     return [
-        ReadyGradient(each.nbytes, backward_s * times.of_member(each), each.gradient.key, loads=each.loads)
+        ReadyGradient(each.nbytes, backward_s * times.of(each.gradient), each.gradient.key, loads=each.loads)
         for each in members
     ]

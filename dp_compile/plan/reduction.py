@@ -209,9 +209,8 @@ class Averaging:
 
     Args:
         wire: dtype in which they are added up; `None`: their own.
-        divide_by: what the sum is divided by; `None`: the number of ranks.
-        predivide_by: the part of it by which each contribution is divided before it is added, the rest follows behind.
-            `None`: everything before, or in a collective that averages; for float16 see `before_the_sum`.
+        divide_by: what the sum is divided by; `None`: the number of ranks. Each contribution is divided by all of it
+            before it is added, or in a collective that averages; in float16 by a part of it, see `before_the_sum`.
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
         given: it changes often: compiled code is given the factors that follow from it.
@@ -222,7 +221,6 @@ class Averaging:
 
     wire: str | None = None
     divide_by: float | None = None
-    predivide_by: float | None = None
     in_collective: bool = True
     all_before: bool = False
     given: bool = False
@@ -234,7 +232,7 @@ class Averaging:
     @property
     def is_plain(self) -> bool:
         """Whether this is what torch's reducer does: the average, in the gradients' own dtype."""
-        said = self.wire, self.divide_by, self.predivide_by, self.subgroup, self.hook
+        said = self.wire, self.divide_by, self.subgroup, self.hook
         return all(each is None for each in said)
 
     def reduction(
@@ -256,21 +254,17 @@ class Averaging:
             return Reduction(tuple(rounds), 1.0, hook=self.hook)
         wire = None if self.wire == dtype else self.wire
         divisor = float(world_size) if self.divide_by is None else self.divide_by
-        predivisor = self.predivide_by
-        # Without a part of its own nothing is left to be divided behind the sum, whatever the factor.
-        given = 2 if predivisor is not None else 1
-        if predivisor is None and (wire or dtype) == "float16" and not self.all_before:
+        predivisor, given = divisor, 1  # nothing is left to be divided after the sum
+        if (wire or dtype) == "float16" and not self.all_before:
             predivisor, given = before_the_sum(divisor), 2
-        elif predivisor is None:
-            # NCCL may return wrong results with AVG and one rank (FSDP2's `_get_gradient_divide_factors`).
-            if self.in_collective and self.divide_by is None and backend.averages and world_size > 1:
-                return Reduction(self._stages(group, backend, world_size, levels, "avg"), 1.0, wire=wire)
-            predivisor = divisor
+        # NCCL may return wrong results with AVG and one rank (FSDP2's `_get_gradient_divide_factors`).
+        elif self.in_collective and self.divide_by is None and backend.averages and world_size > 1:
+            return Reduction(self._stages(group, backend, world_size, levels, "avg"), 1.0, wire=wire)
         for factor in (divisor, predivisor):
             if not LEAST_FACTOR <= factor <= MOST_FACTOR:
                 raise ConfigError(
                     f"gradients can be divided by {LEAST_FACTOR:g} to {MOST_FACTOR:g}, got {factor:g} as "
-                    "gradient_divide_factor or gradient_predivide_factor: float32 has no room for what comes of it."
+                    "gradient_divide_factor: float32 has no room for what comes of it."
                 )
         if "float16" in (wire, dtype) and max(divisor, predivisor) > MOST_IN_FLOAT16:
             largest = max(divisor, predivisor)

@@ -127,7 +127,7 @@ def _train_both(
         model, config = training.model(), training.config
         # torch 2.13 warns if `broadcast_buffers` is given, and has no other name for leaving them alone at the start.
         buffers: dict[str, Any] = {} if config.broadcast_buffers else {"broadcast_buffers": False}
-        ddp = DistributedDataParallel(model, find_unused_parameters=config.unused == "find", **buffers)
+        ddp = DistributedDataParallel(model, find_unused_parameters=config.may_be_unused, **buffers)
         theirs = _train(training, steps, model, ddp)
         model = training.model()
         replicate(model, config=config if backend is None else replace(config, backend=backend), **training.options)

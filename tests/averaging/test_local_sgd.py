@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +18,15 @@ from torch.distributed.algorithms.model_averaging import averagers as theirs
 import dp_compile
 from dp_compile import averaging
 from dp_compile.averaging import exchange
+from dp_compile.config import CHECK_VARIABLE
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.optim.crossing import POISON_VARIABLE
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
-CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=1)
+CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
+compared = mock.patch.dict(os.environ, {CHECK_VARIABLE: "1"})
+"""Parameters, after each synchronised backward."""
 LOCAL_FROM, LOCAL_TO, STEPS = 3, 9, 12
 PERIOD = 3
 
@@ -60,6 +65,7 @@ def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [state["momentum_buffer"] for state in optimizer.state.values()]
 
 
+@compared
 def train(how: str, zero_first: bool, momenta_too: bool = True) -> list[torch.Tensor]:
     """Reduced, then local with averages, then reduced again. The drift check looks at every reduced backward."""
     torch._dynamo.reset()
@@ -131,6 +137,7 @@ def crossing_model(
     return model, torch.compile(model, backend="dp_compile"), optimizer
 
 
+@compared
 def train_crossing(breaks: bool, bucket_mb: float) -> list[int]:
     """As `train`. How many buckets are in flight behind each local step; whoever reads from them reads NaN."""
     exchange.BUCKET_MB = bucket_mb  # type: ignore[misc]
@@ -161,6 +168,7 @@ def test_averages_that_the_next_forward_waits_for(ranks2: Ranks, breaks: bool, b
         assert counts == [0, 0, buckets] * 2
 
 
+@compared
 def read_too_early(fault: str) -> list[str]:
     """Something happens while averages are in flight; then two forwards."""
     exchange.ASK_S = 1.0  # type: ignore[misc]
@@ -232,6 +240,7 @@ def test_what_comes_between(ranks2: Ranks, fault: str, said: tuple[str, ...]) ->
         assert all(text in error for text, error in zip(said, errors, strict=True)), errors
 
 
+@compared
 def without_the_optimizer() -> torch.Tensor:
     """The optimizer that crosses the step is gone, and a backward reaches parameters past the forward."""
     model, run, optimizer = crossing_model()
@@ -253,6 +262,7 @@ def test_an_average_arrives_without_its_optimizer(ranks2: Ranks) -> None:
     assert torch.equal(here, there)
 
 
+@compared
 def with_one_memory() -> torch.Tensor:
     """Two parameters in one memory, averaged in two buckets: one that arrives is no change of the other."""
     model, run, optimizer = crossing_model(activation=nn.Linear(5, 5))
@@ -281,6 +291,7 @@ def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
         assert "DesyncError: parameters differ between ranks after 5 synchronised backwards" in said
 
 
+@compared
 def without_an_average(averaged: str) -> list[str]:
     """Local steps, then reductions; `averaged`: which parameters, over this rank alone, or by torch's averager."""
     torch._dynamo.reset()
@@ -309,6 +320,7 @@ def test_no_average_before_reductions_is_an_error(ranks2: Ranks, averaged: str) 
         assert not errors or "changed before the gradient was reduced" in errors[0]
 
 
+@compared
 def outer() -> list[torch.Tensor]:
     """An outer optimizer around a replicated module; two steps are reduced behind it."""
     torch._dynamo.reset()

@@ -107,7 +107,7 @@ def test_the_way_of_one_gradient_is_short() -> None:
 def test_the_way_and_where_to_add_name_what_is_there() -> None:
     steps = re.split(r"^\d+\. ", section("The way of one gradient"), flags=re.MULTILINE)[1:]
     answers = section("Where to add").split("### ")[1:]
-    assert [answer.split("\n")[0] for answer in answers] == ["A strategy", "A pass", "A wire dtype", "An observer"]
+    assert [answer.split("\n")[0] for answer in answers] == ["A pass", "A wire dtype", "An observer"]
     for part in (*steps, *answers):
         assert [name for name in named_files(part) if not is_there(name)] == []
         assert names_that_are_gone(part) == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_compile
+from dp_compile.config import CHECK_VARIABLE, check_parameters_every
 from dp_compile.engine import drift
 from dp_compile.engine.drift import fingerprints, how_often
 from dp_compile.testing.ranks import Ranks
@@ -105,7 +108,13 @@ def nothing(model: Net) -> None:
 def train(fault: Any, every: int | None, steps: int, options: dict[str, Any] | None = None) -> list[str]:
     """The error of each step; the fault comes before the first optimizer step."""
     torch.manual_seed(0)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=every, **(options or {}))
+    with pytest.MonkeyPatch.context() as patch:
+        if every is not None:
+            patch.setenv(CHECK_VARIABLE, str(every))
+        return errors_of_steps(fault, steps, dp_compile.ReplicateConfig(backend="aot_eager", **(options or {})))
+
+
+def errors_of_steps(fault: Any, steps: int, config: dp_compile.ReplicateConfig) -> list[str]:
     model, errors = dp_compile.replicate(Net(), config=config), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for number in range(steps):
@@ -174,12 +183,12 @@ def test_comm_hooks_may_keep_gradients_apart(ranks2: Ranks) -> None:
     ranks2.run(with_local_hook)
 
 
+@mock.patch.dict(os.environ, {CHECK_VARIABLE: "1"})
 def uneven() -> list[torch.Tensor]:
     """Rank 1 has a fourth of the inputs; it does not step on without them."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=1)
-    model = dp_compile.replicate(nn.Linear(4, 4), config=config)
+    model = dp_compile.replicate(nn.Linear(4, 4), config=dp_compile.ReplicateConfig(backend="aot_eager"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         with dp_compile.join(model):
@@ -252,7 +261,13 @@ def test_one_rank_alone_compares_nothing(fake_group: dist.ProcessGroup) -> None:
     assert len(drift._comparisons) == before
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "10"])
-def test_values_that_are_refused(value: Any) -> None:
-    with pytest.raises(dp_compile.ConfigError, match="compare_parameters_every must be a number of backwards >= 0"):
-        dp_compile.ReplicateConfig(compare_parameters_every=value)
+@pytest.mark.parametrize("value", ["-1", "1.5", "yes"])
+def test_values_that_are_refused(value: str) -> None:
+    with pytest.raises(dp_compile.ConfigError, match=f"{CHECK_VARIABLE} must be a number of backwards >= 0, got"):
+        check_parameters_every({CHECK_VARIABLE: value})
+
+
+def test_what_the_variable_says() -> None:
+    said = [check_parameters_every({CHECK_VARIABLE: text}) for text in ("", "0", " 10 ")]
+    assert said == [None, 0, 10]
+    assert check_parameters_every({}) is None

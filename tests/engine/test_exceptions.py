@@ -128,11 +128,9 @@ def replicated(kind: str, group: Any, *, ticks: bool) -> tuple[nn.Module, torch.
     torch.manual_seed(0)
     options: dict[str, Any] = {"backend": "aot_eager"}
     if kind != "plain":
-        options |= {"bucket_cap_mb": LAYER_MB, "first_bucket_cap_mb": LAYER_MB}
+        options["bucket_cap_mb"] = LAYER_MB
     if kind == "bf16":
         options["reduce_dtype"] = torch.bfloat16
-    if kind == "two_levels":
-        options["two_levels"] = "always"
     where: dict[str, Any] = {"device_mesh": group} if kind == "two_levels" else {"process_group": group}
     model: nn.Module = Net(ticks, kind == "buffers")
     for each in model.layers if kind == "modules" else [model]:  # type: ignore[union-attr]

@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import resumable_run
@@ -30,6 +31,7 @@ from torch.distributed.distributed_c10d import _get_default_store as default_sto
 
 import dp_compile
 from dp_compile._torch import distributed
+from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.engine import monitor
 from dp_compile.engine.monitor import _occupation
 from dp_compile.engine.progress import COMPILING, Answers, Standing, View, Word, explain
@@ -239,6 +241,7 @@ def test_a_rank_leaves_out_a_step_of_an_optimizer_in_the_backward(survivors: Ran
     assert "; rank 1 left backward 4 with an error: ReductionError: a second backward of a module" in waiting
 
 
+@mock.patch.dict(os.environ, {MONITOR_VARIABLE: "1"})
 def logged_while_waiting() -> tuple[str, list[tuple[float, str]]]:
     """The error as text; seconds and text of each warning until the other rank came."""
     warnings: list[tuple[float, str]] = []
@@ -253,14 +256,14 @@ def logged_while_waiting() -> tuple[str, list[tuple[float, str]]]:
     handler.emit = heard  # type: ignore[method-assign]
     logger = logging.getLogger("dp_compile.monitor")
     logger.addHandler(handler)
-    text = train(pause, dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S)), HANGS_AFTER_S, monitor_after_s=1.0)
+    text = train(pause, dist.new_group(timeout=timedelta(seconds=HANGS_AFTER_S)), HANGS_AFTER_S)
     dist.barrier()
     logger.removeHandler(handler)
     return text, warnings
 
 
 def test_the_monitor_names_who_is_waited_for(survivors: Ranks) -> None:
-    """After the time that the option says, and each time that the wait has doubled."""
+    """After the time that the variable says, and each time that the wait has doubled."""
     (waiting, warnings), (late, nothing) = survivors.run(logged_while_waiting, timeout_s=HANGS_AFTER_S)
     assert waiting == late == "no error"
     assert len(warnings) >= 3
@@ -277,7 +280,7 @@ def test_a_warning_each_time_the_wait_has_doubled(
 ) -> None:
     """By another clock than the machine's, which may be late."""
     watched, now_s = monitor.Watched([]), 0.0
-    watched._replicas = (SimpleNamespace(config=SimpleNamespace(monitor_after_s=1.0)),)  # type: ignore[assignment]
+    monkeypatch.setenv(MONITOR_VARIABLE, "1")
     watched._since_s = 0.0
     monkeypatch.setitem(monitor._backwards, watched.thread, watched)
     monkeypatch.setattr(monitor, "time", SimpleNamespace(monotonic=lambda: now_s))

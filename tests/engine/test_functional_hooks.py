@@ -103,9 +103,6 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[int], bool], dict[st
     "one rank by hooks": (compile_whole, lambda step: step % 2 == 1 and dist.get_rank() == 1, {}),
     "not compiled": (not_compiled, NEVER, {}),
     "blocks": (compile_blocks, NEVER, {}),
-    "as torch's buckets": (
-        compile_whole, NEVER, {"config": replace(AOT, strategy="ddp")},
-    ),
 }  # fmt: skip
 
 

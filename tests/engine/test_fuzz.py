@@ -77,7 +77,7 @@ def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world
     """Dtypes, divisors, levels of network and hooks that go together."""
     is_cast = not {block.kind for block in blocks} & NOT_CAST
     computes = st.sampled_from(["", "bfloat16"] if is_cast else [""])
-    levels = draw(st.sampled_from(["", "", "always", "auto"])) if world_size == 4 else ""
+    levels = draw(st.sampled_from(["", "always"])) if world_size == 4 else ""
     # Hooks reduce the buckets of a plan, in one dtype, and say what is divided by. Few cases are run on four ranks.
     has_hook = st.sampled_from([False] * (1 if world_size == 4 else 3) + [True])
     if buckets != "no passes" and not levels and draw(has_hook):
@@ -99,7 +99,6 @@ def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world
         "wire": draw(st.sampled_from(["", "", "", *WIRES])),
         "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if is_cast else "",
         "divides": draw(st.sampled_from([()] * 4 + [(3.0,), (0.7, 5.0), (2.0, 3.0, 0.3)])),
-        "predivide": draw(st.sampled_from([None] * 5 + [3.0])),
         # torch's reducer knows neither hooks of ours nor levels.
         "python_hook": bool(levels) or draw(st.sampled_from([True] * 15 + [False])),
     }
@@ -167,10 +166,7 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         kinds: dict[str, Any] = {"compute": case.compute, **hooks}
         kinds |= {f"{kind} beside a policy": is_there and case.compute for kind, is_there in hooks.items()}
         kinds |= {f"levels {case.levels}": case.levels}
-        if case.levels == "auto":
-            one, two = 1 in outcomes[0].stages, 3 in outcomes[0].stages
-            kinds |= {"auto: one level": one, "auto: two levels": two, "auto: both": one and two}
-        kinds |= {"predivide": case.predivide, "divides": case.divides, "other factors": len(case.divides) > 1}
+        kinds |= {"divides": case.divides, "other factors": len(case.divides) > 1}
         met.update(kind for kind, is_there in kinds.items() if is_there)
         if next(numbers) % CASES_PER_POOL == 0:
             ranks.stop()  # the next case starts new processes
@@ -186,7 +182,7 @@ def test_random_training_runs(ranks2: Ranks) -> None:
     if EXAMPLES >= 300:
         assert met["captured"] > EXAMPLES / 3
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
-        reduced = {"compute", "predivide", "divides", "other factors"}
+        reduced = {"compute", "divides", "other factors"}
         hooks = {"rounded hook", "int8 hook", "hook of torch", "apart by hook"}
         assert set(met) >= {*reduced, *hooks, *WIRES}
         if EXAMPLES >= 1000:
@@ -199,9 +195,9 @@ def test_random_training_runs_on_4_ranks(ranks4: Ranks) -> None:
     met = run_cases(ranks4, max(2, EXAMPLES // 10))
     assert met["captured"]
     if EXAMPLES >= 300:
-        assert set(met) >= {"levels always", "levels auto"}
+        assert set(met) >= {"levels always"}
     if EXAMPLES >= 1000:
-        assert set(met) >= {"auto: one level", "auto: two levels", "auto: both", "rounded hook", "int8 hook"}
+        assert set(met) >= {"rounded hook", "int8 hook"}
 
 
 PLAIN = FuzzCase(

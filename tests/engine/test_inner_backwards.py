@@ -54,22 +54,20 @@ WAYS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def run_inner(way: str, everything: bool, unused: str, reentrant: bool) -> dict[str, int]:
+def run_inner(way: str, everything: bool, reentrant: bool) -> dict[str, int]:
     compile_model, step = WAYS[way]
-    options = {"config": dp_compile.ReplicateConfig(backend="aot_eager", unused_parameters=unused)}
-    return dict(beside(lambda: Model(everything, reentrant), step, compile_model=compile_model, **options).backwards)
+    return dict(beside(lambda: Model(everything, reentrant), step, compile_model=compile_model, config=AOT).backwards)
 
 
-@pytest.mark.parametrize(("everything", "unused"), [(False, "error"), (True, "zeros")])
+@pytest.mark.parametrize("everything", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_inner_backwards_are_parts_of_the_outermost(ranks: Ranks, way: str, everything: bool, unused: str) -> None:
-    """With `zeros` the inner ones' gradients were zeros on every rank, once: the module never trained."""
-    ranks.run(run_inner, way, everything, unused, False)
+def test_inner_backwards_are_parts_of_the_outermost(ranks: Ranks, way: str, everything: bool) -> None:
+    ranks.run(run_inner, way, everything, False)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_reentrant_checkpoints(ranks: Ranks, way: str) -> None:
-    ranks.run(run_inner, way, False, "error", True)
+    ranks.run(run_inner, way, False, True)
 
 
 def run_refused() -> str:

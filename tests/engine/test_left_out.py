@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -29,14 +28,12 @@ class Branches(nn.Module):
         return self.often(x) if often else x
 
 
-def run_left_out(way: str, by: str, option: str) -> tuple[str, float, torch.Tensor | None]:
+def run_left_out(way: str, by: str) -> str:
     """In the second step all ranks, or the last one, leave a part out."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", unused_parameters=option)
-    model = dp_compile.replicate(Branches(), config=config)
+    model = dp_compile.replicate(Branches(), config=dp_compile.ReplicateConfig(backend="aot_eager"))
     run, error = WAYS[way](model), ""
-    started = time.monotonic()
     try:
         for number in range(2):
             model.zero_grad()
@@ -44,29 +41,18 @@ def run_left_out(way: str, by: str, option: str) -> tuple[str, float, torch.Tens
             run(batch(number), not leaves_out).square().mean().backward()
     except ReductionError as found:
         error = str(found)
-    grad = model.often.weight.grad
     dp_compile.unreplicate(model)
-    return error, time.monotonic() - started, None if grad is None else grad.clone()
+    return error
 
 
 @pytest.mark.parametrize("by", ["all", "one"])
 @pytest.mark.parametrize("way", WAYS)
 def test_it_is_named_on_every_rank(ranks: Ranks, way: str, by: str) -> None:
-    found = ranks.run(run_left_out, way, by, "error")
-    for rank, (error, _, _) in enumerate(found):
+    found = ranks.run(run_left_out, way, by)
+    for rank, error in enumerate(found):
         here = by == "all" or rank == len(found) - 1
         where = "this rank" if here else f"rank {len(found) - 1}"
         assert f"without a gradient on {where}: often.weight, often.bias" in error
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_it_takes_part_as_zeros(ranks: Ranks, way: str) -> None:
-    first, *others = ranks.run(run_left_out, way, "one", "zeros")
-    assert first[0] == ""
-    assert first[2] is not None
-    assert first[2].any()
-    for _, _, grad in others:
-        torch.testing.assert_close(grad, first[2], rtol=0, atol=0)
 
 
 # --- static graphs ------------------------------------------------------------------------------------------------

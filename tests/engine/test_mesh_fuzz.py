@@ -200,9 +200,8 @@ def run(case: MeshCase) -> list[Orders]:
     model = copy.deepcopy(alone)
     spread(model, case, mesh["tp"])
     finds = any(each is not None for each in case.skipped)
-    strategy = None if case.bucket_cap_mb is None else "fixed"
     config = dp_compile.ReplicateConfig(
-        backend="aot_eager", strategy=strategy, bucket_cap_mb=case.bucket_cap_mb, find_unused_parameters=finds
+        backend="aot_eager", bucket_cap_mb=case.bucket_cap_mb, find_unused_parameters=finds
     )
     dp_compile.replicate(model, device_mesh=dp, config=config, passes=(*DEFAULT_PASSES, Reads()))
     runs = torch.compile(model, backend="aot_eager") if case.captured else model

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
-import json
 import logging
 import re
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parity import Case, compare, train_both
+from plans import uncoalesced
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -27,7 +26,6 @@ from dp_compile.engine import flags
 from dp_compile.insight.report import Report
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.reduction import EagerOps, Launched
-from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.plan.reduction import Stage
 from dp_compile.testing.ranks import Ranks
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -119,7 +117,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bf16 autocast": {"autocast": True, "rtol": 2e-2, "atol": 2e-3},
     "no passes": {"options": {"passes": ()}},
     "small buckets": {"options": {"bucket_cap_mb": 0.001}},
-    "coalesced": {"config": dp_compile.ReplicateConfig(strategy="coalesced")},
     "not compiled": {"compile_model": "eager"},
     "not compiled, accumulation": {"compile_model": "eager", "micro_steps": 3},
     "torch's reducer": {"options": {"ddp_python_hook": False}},
@@ -267,19 +264,10 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
     assert launched == [bucket.tensor_numels[0] for plan in plans for bucket in plan.buckets]
 
 
-def half_apart(build: Callable[[], nn.Module]) -> Path:
-    """A plan file for one bucket with every second gradient, flags included, in memory of its own."""
-    names = [*reversed([name for name, _ in build().named_parameters()]), UNUSED_FLAGS]
-    members = [{"gradient": {"name": name}, "offset": None if number % 2 else 0} for number, name in enumerate(names)]
-    file = Path(tempfile.mkdtemp(), "plan.json")
-    file.write_text(json.dumps({"version": PLAN_VERSION, "buckets": [{"members": members}]}))
-    return file
-
-
-LAYOUTS: dict[str, Callable[[Callable[[], nn.Module]], dict[str, Any]]] = {
-    "flat": lambda build: {"options": {"bucket_cap_mb": 0.0005}},
-    "coalesced": lambda build: {"config": dp_compile.ReplicateConfig(strategy="coalesced")},
-    "half apart": lambda build: {"options": {"plan": half_apart(build)}},
+LAYOUTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    "flat": contextlib.nullcontext,
+    "grouped": uncoalesced,
+    "half apart": lambda: uncoalesced(2),
 }
 
 
@@ -288,8 +276,8 @@ def run_one_rank_eagerly(kind: str, layout: str) -> dict[str, int]:
     build, batch = KINDS[kind]
     torch._dynamo.reset()
     _calls[0] = 0
-    case = Case(build=build, batch=batch, loss=lambda out: _maybe_uncaptured(out), **LAYOUTS[layout](build))
-    return dict(train_both(case).backwards)
+    with LAYOUTS[layout]():
+        return dict(train_both(Case(build=build, batch=batch, loss=lambda out: _maybe_uncaptured(out))).backwards)
 
 
 def _maybe_uncaptured(output: torch.Tensor) -> torch.Tensor:

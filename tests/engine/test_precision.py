@@ -159,16 +159,12 @@ def run_factors(way: str, options: dict[str, float], then: float | None) -> floa
     ("options", "then", "expected"),
     [
         ({"gradient_divide_factor": 5.0}, None, 5.0),
-        ({"gradient_predivide_factor": 3.0}, None, None),
-        ({"gradient_divide_factor": 7.0, "gradient_predivide_factor": 2.0}, None, 7.0),
         ({}, 12.0, 12.0),
     ],
 )
-def test_divide_factors(
-    ranks: Ranks, way: str, options: dict[str, float], then: float | None, expected: float | None
-) -> None:
+def test_divide_factors(ranks: Ranks, way: str, options: dict[str, float], then: float | None, expected: float) -> None:
     for found in ranks.run(run_factors, way, options, then):
-        assert found == pytest.approx(expected or ranks.world_size, rel=1e-12)
+        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 12, 64, 1000])
@@ -186,7 +182,7 @@ def test_float16_is_divided_as_fsdp_does(world_size: int) -> None:
 def test_flags_are_not_divided_down_to_nothing() -> None:
     for averaging, dtype in [
         (Averaging(divide_by=1e7), "float16"),
-        (Averaging(wire="float16", predivide_by=1e7), "float32"),
+        (Averaging(wire="float16", divide_by=1e7), "float32"),
     ]:
         with pytest.raises(dp_compile.ConfigError, match=r"in float16 can be divided by 1e\+06 at most, got 1e\+07"):
             averaging.reduction("0", GLOO, 2, dtype)
@@ -232,12 +228,10 @@ def run_rounding(way: str, wire: torch.dtype, options: dict[str, float], value: 
 
 @pytest.mark.parametrize("way", ["captured", pytest.param("inductor", marks=pytest.mark.nightly), "torch's reducer"])
 def test_factors_are_applied_in_the_wider_dtype(ranks2: Ranks, way: str) -> None:
-    """What is sent in float32 neither vanishes in float16 before the sum nor leaves its range behind it."""
+    """What is sent in float32 does not vanish in float16 before the sum."""
     smallest = 2.0**-24
     for found in ranks2.run(run_rounding, way, F32, {"gradient_divide_factor": 64.0}, 32 * smallest):
         assert found == smallest
-    for found in ranks2.run(run_rounding, way, F32, {"gradient_predivide_factor": 1.0}, 40_000.0):
-        assert found == 40_000.0
 
 
 def run_overflow(way: str, checked: bool) -> tuple[str, float]:
@@ -278,7 +272,7 @@ def test_a_cast_that_overflows_is_found_on_every_rank(ranks2: Ranks, way: str) -
 def test_a_graph_with_factors_around_the_sum_passes_its_own_check(dtype: torch.dtype, wire: torch.dtype) -> None:
     torch._dynamo.reset()
     model = nn.Linear(4, 4).to(dtype)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", reduce_dtype=wire, gradient_predivide_factor=3.0)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", reduce_dtype=wire)
     dp_compile.replicate(model, config=config)
     compile_whole(model)(torch.ones(2, 4, dtype=dtype)).sum().backward()
     assert dp_compile.report(model).backwards["captured"] == 1
@@ -288,25 +282,14 @@ def test_a_graph_with_factors_around_the_sum_passes_its_own_check(dtype: torch.d
     dp_compile.unreplicate(model)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_strategy_ddp_divides_float16_as_torchs_ddp() -> None:
-    model = mlp().half()
-    config = dp_compile.ReplicateConfig(strategy="ddp", gradient_divide_factor=12.0)
-    dp_compile.replicate(model, config=config)
-    assert {
-        (each.key.reduction.scale, each.key.reduction.post_scale) for each in dp_compile.report(model).plan.buckets
-    } == {(1 / 12, 1.0)}
-    dp_compile.unreplicate(model)
-
-
 DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
     (F32, {}),
     (FP16, {}),
     (F32, {"reduce_dtype": FP16}),
     (F32, {"gradient_divide_factor": 5.0}),
-    (BF16, {"gradient_predivide_factor": 3.0}),
+    (BF16, {"gradient_divide_factor": 3.0}),
     (FP16, {"gradient_divide_factor": 12.0}),
-    (F32, {"reduce_dtype": FP16, "gradient_divide_factor": 7.0, "gradient_predivide_factor": 2.0}),
+    (F32, {"reduce_dtype": FP16, "gradient_divide_factor": 7.0}),
 ]
 
 
@@ -316,10 +299,10 @@ def numbers_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor([*smallest, 30_000.0, 1.5 - rank, 0.1 * (rank + 1)], dtype=dtype)
 
 
-def part_before(wire: torch.dtype, options: dict[str, Any], divisor: float, as_ddp: bool) -> float:
+def part_before(wire: torch.dtype, divisor: float, as_ddp: bool) -> float:
     """By what a contribution is divided before the sum, as FSDP does: in float16 near the square root."""
-    if "gradient_predivide_factor" in options or wire != FP16 or as_ddp:
-        return float(options.get("gradient_predivide_factor", divisor))
+    if wire != FP16 or as_ddp:
+        return divisor
     before = 1.0
     while divisor % before == 0 and divisor / before > before:
         before *= 2
@@ -341,7 +324,7 @@ def run_formula(way: str, alone: bool) -> list[dict[str, int]]:
             WAYS[way][0](model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
 
         wire, divisor = options.get("reduce_dtype", dtype), options.get("gradient_divide_factor", float(ranks))
-        before = part_before(wire, options, divisor, as_ddp=way == "torch's reducer" and not options)
+        before = part_before(wire, divisor, as_ddp=way == "torch's reducer" and not options)
         sent = torch.stack([(each.double() / before).to(wire).double() for each in numbers])
         expected = (sent.sum(0).to(wire).double() * before / divisor).to(dtype).double()
         # Whose numbers are added first is the backend's affair, and each sum rounds. Smallest units are exact.
@@ -361,26 +344,6 @@ def test_three_ranks_and_one_divide_as_the_formula_says(ranks3: Ranks, way: str,
 
 
 # --- a factor that changes ------------------------------------------------------------------------------------------
-
-
-def run_ddp_then_factor() -> dict[str, int]:
-    torch._dynamo.reset()
-    model = mlp()
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp"))
-    run = compile_whole(model)
-    for step in range(4):
-        if step == 2:
-            model.set_gradient_divide_factor(3.0)
-        run(batch(step)).sum().backward()
-    found = dict(dp_compile.report(model).backwards)
-    dp_compile.unreplicate(model)
-    return found
-
-
-def test_another_factor_does_not_bring_the_first_backward_back(ranks2: Ranks) -> None:
-    """strategy='ddp' would wait for the order of the gradients for ever, and capture nothing."""
-    for found in ranks2.run(run_ddp_then_factor):
-        assert found == {"eager hooks": 1, "captured": 3}
 
 
 def run_factor_of_each_step(
@@ -444,7 +407,7 @@ def reduced_by_hand(grad: torch.Tensor, reduction: Reduction) -> torch.Tensor:
     [
         ("captured", F32, {}),
         pytest.param("captured", FP16, {}, marks=pytest.mark.nightly),
-        ("captured", BF16, {"gradient_predivide_factor": 3.0}),
+        ("captured", BF16, {}),
         pytest.param("captured", F32, {"reduce_dtype": FP16}, marks=pytest.mark.nightly),
         pytest.param("inductor", F32, {"reduce_dtype": BF16}, marks=pytest.mark.nightly),
         pytest.param("inductor", torch.float64, {}, marks=pytest.mark.nightly),
@@ -509,7 +472,7 @@ def run_hook_over_a_group(everybody: bool, with_state: bool) -> tuple[float, dic
     dp_compile.replicate(
         model,
         process_group=dist.group.WORLD if everybody else alone,
-        config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=30),
+        config=AOT,
     )
     model.register_comm_hook(dist.group.WORLD if with_state else None, default_hooks.fp16_compress_hook)
     compile_whole(model)(torch.full((1, 1), 2.0 ** dist.get_rank())).sum().backward()
@@ -612,10 +575,7 @@ def test_a_collective_that_failed_behind_torchs_reducer_is_an_error(monkeypatch:
         ({"gradient_divide_factor": 0}, "gradient_divide_factor must be > 0, got 0"),
         ({"gradient_divide_factor": -2.0}, "gradient_divide_factor must be > 0, got -2.0"),
         ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor must be finite, got inf"),
-        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor must be > 0, got 0"),
-        ({"gradient_predivide_factor": -1}, "gradient_predivide_factor must be > 0, got -1"),
-        ({"gradient_predivide_factor": float("nan")}, "gradient_predivide_factor must be > 0, got nan"),
-        ({"gradient_predivide_factor": float("inf")}, "gradient_predivide_factor must be finite, got inf"),
+        ({"gradient_divide_factor": float("nan")}, "gradient_divide_factor must be > 0, got nan"),
     ],
 )
 def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
@@ -644,9 +604,8 @@ def test_factors_that_float32_has_no_room_for(factor: float) -> None:
     """Ranks tell each other beside the gradients what they did, divided as those: it became NaN, or nothing."""
     torch._dynamo.reset()
     said = re.escape(f"divided by 1e-30 to 1e+30, got {factor:g} as gradient_divide_factor")
-    for options in ({"gradient_divide_factor": factor}, {"gradient_predivide_factor": factor}):
-        with pytest.raises(dp_compile.ConfigError, match=said):
-            dp_compile.replicate(mlp(), config=replace(AOT, **options))
+    with pytest.raises(dp_compile.ConfigError, match=said):
+        dp_compile.replicate(mlp(), config=replace(AOT, gradient_divide_factor=factor))
     model = dp_compile.replicate(mlp(), config=AOT)
     with pytest.raises(dp_compile.ConfigError, match=said):
         model.set_gradient_divide_factor(factor)
@@ -664,7 +623,7 @@ WRONG_FACTORS = (0, -1.0, math.nan, math.inf, True, "2")
 
 def run_wrong_factors() -> tuple[list[str], float]:
     model = nn.Linear(1, 1, bias=False)
-    dp_compile.replicate(model, config=replace(AOT, timeout_s=10))
+    dp_compile.replicate(model, config=AOT)
     said = []
     for factor in WRONG_FACTORS:
         with pytest.raises(dp_compile.ConfigError) as error:
@@ -684,13 +643,12 @@ def test_factors_that_are_not_allowed_change_nothing_on_any_rank(ranks2: Ranks) 
 
 
 def run_different(what: str) -> str:
-    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=10)
     first, error = dist.get_rank() == 0, ""
     model = mlp()
     try:
         dp_compile.replicate(
             model,
-            config=config,
+            config=AOT,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16 if what == "policy" and first else None),
         )
         if what == "hook":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import tempfile
 import warnings
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -39,11 +41,12 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile._torch import compiler
+from dp_compile.config import CHECK_VARIABLE
 from dp_compile.insight.report import Report
 from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.testing.ranks import Ranks
 
-NOTHING_BESIDE = dp_compile.ReplicateConfig(backend="aot_eager", compare_parameters_every=0)
+nothing_beside = mock.patch.dict(os.environ, {CHECK_VARIABLE: "0"})
 """No collectives but those of a backward."""
 
 
@@ -57,10 +60,11 @@ def gloo_calls(work: Callable[[], None]) -> dict[str, int]:
     return {each.key: each.count for each in profile.key_averages() if each.key.startswith("gloo:")}
 
 
+@nothing_beside
 def accumulate() -> tuple[list[dict[str, int]], int, list[tuple[int, int]]]:
     """Three rounds of two local steps and one with a sync. Returns collectives, buckets, and compilations so far."""
     torch._dynamo.reset()
-    model = dp_compile.replicate(mlp(), config=NOTHING_BESIDE, bucket_cap_mb=1e-6)
+    model = dp_compile.replicate(mlp(), config=AOT, bucket_cap_mb=1e-6)
     compiled = torch.compile(model, backend="aot_eager")
     calls, compilations = [], []
 
@@ -500,6 +504,7 @@ class WithBuffers(nn.Module):
         return result
 
 
+@nothing_beside
 def run_buffers() -> tuple[list[dict[str, int]], str, dict[str, torch.Tensor]]:
     calls, state, report = [], {}, None
 
@@ -510,7 +515,7 @@ def run_buffers() -> tuple[list[dict[str, int]], str, dict[str, torch.Tensor]]:
         else:
             plain(side, number)
 
-    report = beside(WithBuffers, step, config=NOTHING_BESIDE)
+    report = beside(WithBuffers, step, config=AOT)
     return calls, str([record.passes for record in report.captures]), state
 
 

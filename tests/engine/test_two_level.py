@@ -24,13 +24,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile.engine import monitor
 from dp_compile.engine.calibration import calibrate
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import Step
 from dp_compile.modules.replicated_module import replica_of
-from dp_compile.plan.cost import AllReduceCost
 from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16
@@ -301,7 +299,7 @@ def run_bad(what: str) -> str:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
     turned = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=NODES)
-    options: dict[str, Any] = {"device_mesh": mesh, "config": dp_compile.ReplicateConfig(timeout_s=20)}
+    options: dict[str, Any] = {"device_mesh": mesh}
     if what == "dimensions":
         options["device_mesh"] = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     if what == "other nodes" and dist.get_rank() == 1:
@@ -310,8 +308,6 @@ def run_bad(what: str) -> str:
         options["device_mesh"] = None if dist.get_rank() == 2 else mesh
     if what == "reducer":
         options["ddp_python_hook"] = False
-    if what == "coalesced":
-        options["config"] = dp_compile.ReplicateConfig(strategy="coalesced")
     try:
         model = dp_compile.replicate(mlp(), **options)
         if what == "hook":
@@ -330,7 +326,6 @@ def run_bad(what: str) -> str:
         ("other nodes", "device_mesh"),
         ("one level", "rank 2 differs from rank 0"),
         ("reducer", "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False"),
-        ("coalesced", "not supported on two levels of network. Use another strategy than 'coalesced'"),
         ("hook", "comm hook .* is called by torch's C\\+\\+ reducer, which knows one level of network"),
         ("functional hook", "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions"),
     ],
@@ -495,50 +490,6 @@ def test_levels_are_measured_alike_on_every_rank(ranks4: Ranks) -> None:
 
 
 # --- generated code -------------------------------------------------------------------------------------------------
-
-
-def run_auto(way: str) -> tuple[list[list[str]], str, list[float]]:
-    """Costs by which small buckets are sooner on one level; a step beside torch's DDP."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Net()
-    theirs = DistributedDataParallel(copy.deepcopy(model))
-    plain = copy.deepcopy(theirs.module)
-    # By hand: 1 ms + 10 us/B on one level, 2.5 ms + 5 us/B on two. Up to 300 bytes the first is sooner.
-    cost = AllReduceCost(1e-3, 1e-5, AllReduceCost(2e-3, 0.0), AllReduceCost(0.5e-3, 1e-5))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", cost=cost, two_levels="auto", bucket_cap_mb=1e-4)
-    dp_compile.replicate(model, device_mesh=mesh, config=config)
-    run = WAYS[way](model)
-    by_hooks = way == "hooks" or (way == "hooks on some ranks" and dist.get_rank() in (0, 3))
-    for step in range(2):
-        for call, module in ((run, model), (theirs, theirs), (plain, plain)):
-            module.zero_grad()
-            with warnings.catch_warnings(), anomaly(by_hooks and call is run):
-                warnings.simplefilter("ignore")
-                call(batch(step)).square().mean().backward()
-        check_gradients(model, theirs.module, plain, None)
-    model.set_gradient_divide_factor(2.0)
-    model.zero_grad()
-    run(batch(1)).square().mean().backward()
-    for one, other in zip(model.parameters(), theirs.module.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, 2 * other.grad, rtol=1e-4, atol=1e-6)
-    report = dp_compile.report(model)
-    launched = [monitor._launched(replica_of(model))]
-    run(batch(1)).square().mean().backward()
-    launched.append(monitor._launched(replica_of(model)))
-    assert launched[1] - launched[0] >= len(report.plan.buckets)
-    return stages_of(report), str(report.plan), [float(bucket.nbytes) for bucket in report.plan.buckets]
-
-
-@pytest.mark.parametrize("way", [pytest.param("captured", marks=pytest.mark.nightly), "hooks on some ranks"])
-def test_each_bucket_on_one_level_or_two(ranks4: Ranks, way: str) -> None:
-    first, *others = ranks4.run(run_auto, way)
-    assert all(each == first for each in others)
-    stages, text, sizes = first
-    assert {len(each) for each in stages} == {1, 3}, text
-    assert [len(each) == 1 for each in stages] == [nbytes < 300 for nbytes in sizes], text
-    assert "ms on one level" in text
 
 
 def run_generated() -> tuple[tuple[str, ...], str, list[str]]:

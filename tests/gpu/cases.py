@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import functional as F
 
-from dp_compile.plan.cost import AllReduceCost
 from dp_compile.train.gpt import GPT, GPTConfig
 
 Subject = tuple[nn.Module, torch.Tensor]
@@ -143,7 +142,6 @@ class Case:
         flash: attention by the flash kernel, which no CPU has.
         nodes: on two levels of network, the ranks in so many nodes; 1: one level.
         hook: a communication hook of torch's, registered as with its DDP.
-        cut: a weight that is reduced in two pieces, each in a bucket of its own.
         every_day: or at night only, if it is small.
     """
 
@@ -160,16 +158,13 @@ class Case:
     flash: bool = False
     nodes: int = 1
     hook: Callable[..., Any] | None = None
-    cut: str = ""
     every_day: bool = True
 
 
 def _capped(nbytes: int) -> dict[str, Any]:
-    return {"bucket_cap_mb": nbytes / 2**20, "first_bucket_cap_mb": nbytes / 2**20}
+    return {"bucket_cap_mb": nbytes / 2**20}
 
 
-COALESCED = {"strategy": "coalesced", "cost": AllReduceCost(1.0, 1e-9)}
-AS_DDP = {"strategy": "ddp", "bucket_cap_mb": 0.03}
 PADDED = {"shape_padding": True, "force_shape_pad": True}
 
 SMALL = MappingProxyType(
@@ -181,18 +176,13 @@ SMALL = MappingProxyType(
         "tied": Case(tied, config=_capped(2_000), every_day=False),
         "embedding-bf16": Case(embedding, dtype=torch.bfloat16),
         "kept": Case(tied, config=_capped(2_000), backwards=2),
-        "unused": Case(unused, config={**_capped(2_000), "unused_parameters": "zeros"}),
-        "coalesced": Case(mlp, config=COALESCED, every_day=False),
-        "ddp": Case(
-            mlp, config={"strategy": "ddp", "bucket_cap_mb": 31_457 / 2**20}, backwards=2, keeps=False, runs=False
-        ),
+        "unused": Case(unused, config={**_capped(2_000), "find_unused_parameters": True}),
         "two-keys-bf16": Case(two_keys, every_day=False),
         "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
         "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}, every_day=False),
         "policy-bf16": Case(mlp, config={**_capped(15_000), "param_dtype": torch.bfloat16}, every_day=False),
         "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook, every_day=False),
         "lives-on": Case(tied, config={**_capped(2_000), "gradient_as_bucket_view": True}, backwards=2, keeps=False),
-        "pieces": Case(mlp, cut="6.weight", every_day=False),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2, plants=True),
         "two-level-hook-bf16": Case(
             odd, config=_capped(200), nodes=2, hook=default_hooks.bf16_compress_hook, every_day=False
@@ -212,6 +202,5 @@ LARGE = MappingProxyType(
         "gpt-two-level": Case(gpt, config=_capped(60_000), nodes=2),
         "residual": Case(residual),
         "residual-two-level": Case(residual, nodes=2),
-        "residual-coalesced": Case(residual, config=COALESCED),
     }
 )

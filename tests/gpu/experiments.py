@@ -250,11 +250,12 @@ def g3(task: Task) -> None:
     task.read(f"ready.{task.role}.{1 - task.rank}", of=f"{task.role}.{1 - task.rank}")
     device = open_group(task, task.role.split()[-1] if task.rehearse else "", timeout_s=timeout_s)
     logging.basicConfig(level=logging.WARNING)
+    os.environ[MONITOR_VARIABLE] = str(timeout_s / 3)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).to(device)
     dp_compile.replicate(
         model,
-        config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.01, monitor_after_s=timeout_s / 3),
+        config=dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.01),
     )
     compiled = torch.compile(model, backend="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -578,7 +579,7 @@ def g8(task: Task) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(*(each for _ in range(6) for each in (nn.Linear(256, 256), nn.GELU()))).to(device)
         # What waits for the host cannot be recorded.
-        config = dp_compile.ReplicateConfig(check_reductions=False, compare_parameters_every=0, monitor_after_s=None)
+        config = dp_compile.ReplicateConfig(check_reductions=False)
         dp_compile.replicate(model, config=config)
         compiled = torch.compile(model, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)

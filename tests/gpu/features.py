@@ -42,7 +42,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile import averaging
-from dp_compile.plan.cost import AllReduceCost
 
 STEPS: Final = 10
 WIDTH: Final = 16
@@ -426,13 +425,6 @@ def kept(place: Place) -> Difference:
 def views(place: Place) -> Difference:
     given = {"gradient_as_bucket_view": True}
     return Pair.made(place, ddp=given, **given).train().compared()
-
-
-@_feature("strategy coalesced")
-def coalesced(place: Place) -> Difference:
-    """Gradients stay where they are; one launch reduces several tensors."""
-    options = {"bucket_cap_mb": None, "strategy": "coalesced", "cost": AllReduceCost(1.0, 1e-9)}
-    return Pair.made(place, config=options).train().compared()
 
 
 @_feature("convolutions, apart from their bucket")

@@ -21,7 +21,6 @@ import json
 import math
 import re
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Iterator
@@ -44,7 +43,6 @@ from dp_compile._torch import distributed, inductor
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
 from dp_compile.plan.backends import CLASSES, FABRIC, GLOO, Backend
-from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS, row_blocks
 from dp_compile.plan.reduction import Averaging, mean
 
 RANKS = 8
@@ -208,20 +206,6 @@ def mesh_of(case: cases.Case) -> DeviceMesh | None:
     return None if case.nodes == 1 else init_device_mesh("cpu", (case.nodes, RANKS // case.nodes))
 
 
-def plan_of(case: cases.Case, model: nn.Module, folder: str) -> Path | None:
-    """A plan file."""
-    if not case.cut:
-        return None
-    rows = model.get_parameter(case.cut).shape[0]
-    pieces = [[{"gradient": {"name": case.cut}, "offset": 0, "rows": each}] for each in row_blocks(rows, 2)]
-    names = [UNUSED_FLAGS, *(name for name, _ in model.named_parameters() if name != case.cut)]
-    rest = [{"gradient": {"name": name}, "offset": 0} for name in reversed(names)]
-    plan = {"version": PLAN_VERSION, "buckets": [{"members": each} for each in (*pieces, rest)]}
-    path = Path(folder) / "plan.json"
-    path.write_text(json.dumps(plan))
-    return path
-
-
 @contextlib.contextmanager
 def flash_attention() -> Iterator[None]:
     """A CPU build has no chooser of attention kernels for CUDA: without this it is always the plain mathematics."""
@@ -247,10 +231,9 @@ def result_of(case: cases.Case) -> dict[str, Any]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         run.values.put(tensor, real_model.state_dict(keep_vars=True)[name].detach().clone())
     run.values.put(x, real_x)
-    options = {"check_reductions": False, "monitor_after_s": None, **case.config}
-    with settings_of(case), tempfile.TemporaryDirectory() as folder:
-        config, plan = dp_compile.ReplicateConfig(**options), plan_of(case, model, folder)
-        replicate_without_values(model, config, device_mesh=mesh_of(case), plan=plan)
+    options = {"check_reductions": False, **case.config}
+    with settings_of(case):
+        replicate_without_values(model, dp_compile.ReplicateConfig(**options), device_mesh=mesh_of(case))
         if case.hook is not None:
             model.register_comm_hook(None, case.hook)
         compiled = torch.compile(Squared(model))

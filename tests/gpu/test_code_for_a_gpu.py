@@ -38,7 +38,7 @@ RESULTS = [
 ]
 # Padded products, rows in half precision, a factor apart from the product as torch's DDP has it, cuDNN's own memory.
 # With a wire of another dtype also what was computed in the parameters': no product rounds to another dtype.
-COPYING = ("padded", "embedding-bf16", "gpt-flash-bf16", "ddp", "residual", "residual-coalesced", "residual-two-level")
+COPYING = ("padded", "embedding-bf16", "gpt-flash-bf16", "residual", "residual-two-level")
 COPYING += ("wire-bf16", "hook-float16", "two-level-hook-bf16")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "bool": 1}
 ALLOWED = {"bf16": 0.05, "float16": 2e-3}
@@ -159,7 +159,7 @@ def test_no_copy_but_those_that_the_report_names(result: dict[str, Any]) -> None
         assert not named
 
 
-@the("mlp", "sum", "bf16", "odd", "coalesced", "cast-bf16", "policy-bf16", "pieces", "two-level")
+@the("mlp", "sum", "bf16", "odd", "cast-bf16", "policy-bf16", "two-level")
 def test_every_weight_is_a_product_into_its_bucket(result: dict[str, Any]) -> None:
     """Also with a factor, which the product takes, `alpha`; and what was computed in the dtype of the wire."""
     code = read_code(result["codes"][0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,8 +23,8 @@ import dp_compile
 import dp_compile.plan.crossing
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.backends import GLOO, NCCL
+from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.reduction import Averaging, Levels
-from dp_compile.plan.strategies import plan_to_json
 from dp_compile.testing.ranks import Ranks
 
 BY_NAME = {feature.name: feature for feature in FEATURES}
@@ -49,7 +49,6 @@ def four() -> Iterator[Ranks]:
 
 BY_DAY = {
     "bucket_cap_mb",
-    "strategy coalesced",
     "convolutions, apart from their bucket",
     "bf16 on the wire",
     "QuantizedHook int8, error feedback",
@@ -63,7 +62,6 @@ BY_DAY = {
 FORMS: dict[str, set[str]] = {
     "default": {"all_reduce avg"},
     "bucket_cap_mb": {"all_reduce avg"},
-    "strategy coalesced": {"all_reduce avg x11"},
     "convolutions, apart from their bucket": {"all_reduce avg x3"},
     "bf16 on the wire": {"all_reduce avg"},
     "torch's post_localSGD_hook, each rank alone": {"all_reduce avg"},
@@ -129,13 +127,13 @@ def test_forms_are_of_features() -> None:
 # --- by whatever name ---------------------------------------------------------------------------------------------
 
 
-def plan_by(name: str, default: bool) -> tuple[list[Any], str, list[str], str]:
+def plan_by(name: str, default: bool) -> tuple[list[Any], dict[str, Any], list[str], str]:
     """The stages of each bucket, the plan, what a backward launches, and what torch calls the backend."""
     nccl_stand_in.use(name, default=default)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
-    config = dp_compile.ReplicateConfig(backend="aot_eager", strategy="coalesced")
+    config = dp_compile.ReplicateConfig(backend="aot_eager")
     dp_compile.replicate(model, config=config)
     before = Counter(nccl_stand_in.launched)
     torch.compile(model, backend="aot_eager")(torch.randn(3, 16)).square().mean().backward()
@@ -143,7 +141,7 @@ def plan_by(name: str, default: bool) -> tuple[list[Any], str, list[str], str]:
     plan = replica_of(model).plan
     stages = [bucket.key.reduction.without_groups().to_dict() for bucket in plan.buckets]
     dp_compile.unreplicate(model)
-    return stages, plan_to_json(plan), sorted(launched), dist.get_backend()
+    return stages, plan.to_dict(), sorted(launched), dist.get_backend()
 
 
 def test_one_plan_by_any_name(stand_in: Ranks) -> None:
@@ -156,7 +154,7 @@ def test_one_plan_by_any_name(stand_in: Ranks) -> None:
     for other in others:
         assert other[:3] == first[:3]
     assert found[3][0][3] == "undefined"
-    assert json.loads(first[1])["buckets"]
+    assert first[1]["buckets"]
 
 
 def test_one_rank_asks_for_no_average() -> None:
@@ -173,25 +171,24 @@ def test_one_rank_asks_for_no_average() -> None:
     ]  # fmt: skip
 
 
-def cut(backend: str) -> int:
-    """Buckets that hold rows of a gradient, of a module whose updates are left for the next forward."""
+def lanes(backend: str) -> int:
+    """How many collectives at a time updates that are left for the next forward are planned for."""
     if backend != "gloo":
         nccl_stand_in.use(backend)
-    torch._dynamo.reset()
-    torch.manual_seed(0)
     model = nn.Linear(64, 64)
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    with mock.patch.object(dp_compile.plan.crossing, "PIECE_NBYTES", 16):
+    crossing = sys.modules["dp_compile.optim.crossing"]
+    with mock.patch.object(crossing, "plan_crossing", wraps=plan_crossing) as planner:
         dp_compile.optim.in_backward(model, torch.optim.SGD(model.parameters()), overlap_forward=True)
-    members = [member for bucket in replica_of(model).plan.buckets for member in bucket.members]
     dp_compile.unreplicate(model)
-    return sum(member.rows is not None for member in members)
+    found: int = planner.call_args.kwargs["lanes"]
+    return found
 
 
-def test_one_lane_cuts_no_gradient(stand_in: Ranks, ranks2: Ranks) -> None:
-    """gloo carries two collectives of a group at a time, and gets a large gradient in two pieces; NCCL one."""
-    assert ranks2.run(cut, "gloo") == [2, 2]
-    assert stand_in.run(cut, "stand-in") == [0, 0]
+def test_lanes_of_a_backend(stand_in: Ranks, ranks2: Ranks) -> None:
+    """gloo carries two collectives of a group at a time; NCCL one."""
+    assert ranks2.run(lanes, "gloo") == [2, 2]
+    assert stand_in.run(lanes, "stand-in") == [1, 1]
 
 
 def calibrated() -> tuple[list[str], float]:

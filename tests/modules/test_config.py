@@ -11,31 +11,33 @@ from typing import Any
 
 import pytest
 
-from dp_compile.config import CACHE_VARIABLE, HOOK_VARIABLE, SWITCHES, ReplicateConfig, keeps_compiled
+from dp_compile.config import (
+    CACHE_VARIABLE,
+    HOOK_VARIABLE,
+    MONITOR_VARIABLE,
+    SWITCHES,
+    ReplicateConfig,
+    keeps_compiled,
+    monitor_after_s,
+)
 from dp_compile.errors import ConfigError, DPCompileError
 
 
 def test_defaults() -> None:
     assert dataclasses.asdict(ReplicateConfig()) == {
         "ddp_python_hook": None,
-        "strategy": None,
         "bucket_cap_mb": None,
-        "first_bucket_cap_mb": None,
         "cost": None,
         "replan_after": None,
-        "two_levels": "always",
         "reduce_dtype": None,
         "reduce_dtypes": (),
         "gradient_divide_factor": None,
-        "gradient_predivide_factor": None,
         "param_dtype": None,
         "output_dtype": None,
         "buffer_dtype": None,
         "cast_forward_inputs": True,
         "full_precision_modules": (),
         "full_precision_in_eval": False,
-        "alignment_bytes": 64,
-        "unused_parameters": None,
         "find_unused_parameters": False,
         "static_graph": False,
         "gradient_as_bucket_view": None,
@@ -43,41 +45,54 @@ def test_defaults() -> None:
         "init_sync_buffers": None,
         "check_reductions": True,
         "check_nan": False,
-        "compare_parameters_every": None,
         "backend": "inductor",
-        "timeout_s": 300.0,
-        "monitor_after_s": 30.0,
-        "dump_dir": None,
     }
 
 
-@pytest.mark.parametrize("name", ["bucket_cap_mb", "first_bucket_cap_mb", "timeout_s", "monitor_after_s"])
 @pytest.mark.parametrize("value", [0, -1, -0.5, math.nan, -math.inf, "25", True])
-def test_sizes_and_times_have_to_be_positive_numbers(name: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be .*got {value!r}"):
-        ReplicateConfig(**{name: value})
+def test_a_size_has_to_be_a_positive_number(value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"bucket_cap_mb must be .*got {value!r}"):
+        ReplicateConfig(bucket_cap_mb=value)
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning"), [("", 30.0), ("5", 5.0), ("0.5", 0.5), ("0", None), ("0.0", None), (" Off ", None)]
+)
+def test_when_the_monitor_warns(said: str, meaning: float | None) -> None:
+    assert monitor_after_s({MONITOR_VARIABLE: said}) == meaning
+    assert monitor_after_s({}) == 30.0
+
+
+@pytest.mark.parametrize("said", ["-1", "nan", "soon"])
+def test_a_time_of_the_monitor_that_is_none(said: str) -> None:
+    with pytest.raises(ConfigError, match=f"{MONITOR_VARIABLE} must be seconds >= 0 or off, got '{said}'"):
+        monitor_after_s({MONITOR_VARIABLE: said})
 
 
 @pytest.mark.parametrize("value", [1, 0.001, 25.0, math.inf])
 def test_allowed_sizes(value: float) -> None:
-    assert ReplicateConfig(bucket_cap_mb=value, first_bucket_cap_mb=value).bucket_cap_mb == value
+    assert ReplicateConfig(bucket_cap_mb=value).bucket_cap_mb == value
 
 
-@pytest.mark.parametrize("value", [0, -64, 3, 48, 64.0, "64", True, None])
-def test_an_alignment_is_a_power_of_two(value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"alignment_bytes must be a power of two of bytes, got {value!r}"):
-        ReplicateConfig(alignment_bytes=value)
+GONE = (
+    "strategy",
+    "first_bucket_cap_mb",
+    "two_levels",
+    "alignment_bytes",
+    "gradient_predivide_factor",
+    "unused_parameters",
+    "compare_parameters_every",
+    "timeout_s",
+    "monitor_after_s",
+    "dump_dir",
+)
 
 
-@pytest.mark.parametrize("value", [1, 2, 4096])
-def test_allowed_alignments(value: int) -> None:
-    assert ReplicateConfig(alignment_bytes=value).alignment_bytes == value
-
-
-@pytest.mark.parametrize("value", ["never", None, True, 2])
-def test_two_levels_always_or_as_predicted(value: Any) -> None:
-    with pytest.raises(ConfigError, match="two_levels must be one of always, auto, got"):
-        ReplicateConfig(two_levels=value)
+@pytest.mark.parametrize("name", GONE)
+def test_an_option_that_is_gone_is_an_unknown_keyword(name: str) -> None:
+    """`docs/removed.md` says what to use instead."""
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
+        ReplicateConfig(**{name: None})
 
 
 @pytest.mark.parametrize("backend", ["eager", "", None, "Inductor"])
@@ -127,30 +142,10 @@ def test_unclear_environment(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "meaning"),
-    [
-        ({}, "error"),
-        ({"find_unused_parameters": False}, "error"),
-        ({"find_unused_parameters": True}, "find"),
-        ({"unused_parameters": "error"}, "error"),
-        ({"unused_parameters": "zeros"}, "zeros"),
-        ({"unused_parameters": "find"}, "find"),
-        ({"unused_parameters": "find", "find_unused_parameters": True}, "find"),
-    ],
+    [({}, False), ({"find_unused_parameters": True}, True), ({"static_graph": True}, True)],
 )
-def test_what_unused_means(options: dict[str, Any], meaning: str) -> None:
-    assert ReplicateConfig(**options).unused == meaning
-
-
-@pytest.mark.parametrize("mode", ["error", "zeros"])
-def test_contradiction_about_unused_parameters(mode: str) -> None:
-    with pytest.raises(ConfigError, match=f"find_unused_parameters=True means .*'find', but that is '{mode}'"):
-        ReplicateConfig(unused_parameters=mode, find_unused_parameters=True)
-
-
-@pytest.mark.parametrize("value", ["", "none", True, 0])
-def test_unknown_meaning_of_unused(value: Any) -> None:
-    with pytest.raises(ConfigError, match="unused_parameters must be one of error, zeros, find, got"):
-        ReplicateConfig(unused_parameters=value)
+def test_whether_parameters_may_be_unused(options: dict[str, Any], meaning: bool) -> None:
+    assert ReplicateConfig(**options).may_be_unused == meaning
 
 
 @pytest.mark.parametrize("name", SWITCHES)

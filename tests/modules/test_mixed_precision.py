@@ -850,7 +850,7 @@ class Numbers(nn.Module):
 
 def run_nothing_to_cast(what: str, alone: bool) -> str:
     model = mlp() if alone and dist.get_rank() == 0 else Numbers(what)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=10)
+    config = dp_compile.ReplicateConfig(backend="aot_eager")
     with pytest.raises(dp_compile.DPCompileError) as error:
         dp_compile.replicate(model, config=config, mp_policy=MixedPrecisionPolicy(BF16))
     assert type(model) in (nn.Sequential, Numbers)
@@ -876,7 +876,7 @@ def test_a_policy_with_nothing_to_cast_is_an_error_on_every_rank(
 
 def run_different(options: list[dict[str, Any]]) -> str:
     try:
-        dp_compile.replicate(mlp(), config=dp_compile.ReplicateConfig(timeout_s=10, **options[dist.get_rank()]))
+        dp_compile.replicate(mlp(), config=dp_compile.ReplicateConfig(**options[dist.get_rank()]))
     except dp_compile.DesyncError as error:
         return str(error)
     return ""

@@ -7,6 +7,8 @@ import gc
 import math
 import time
 import weakref
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,7 +64,7 @@ class TestLocal:
             model, x, tangent = Net(), torch.randn(2, 4), torch.randn(2, 2)
         with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is a FakeTensor; only plain tensors"):
             dp_compile.replicate(model)
-        config = dp_compile.ReplicateConfig(check_reductions=False, compare_parameters_every=0, backend="aot_eager")
+        config = dp_compile.ReplicateConfig(check_reductions=False, backend="aot_eager")
         replicate_without_values(model, config)
         torch.compile(model, backend="aot_eager")(x).backward(tangent)
         assert dp_compile.report(model).backwards == {"captured": 1}
@@ -156,7 +158,7 @@ class TestLocal:
             ({"device_id": 0}, r"body\.0\.weight is on cpu, device_id says cuda:0. There is no such device"),
             ({"device_mesh": "dp"}, "device_mesh must be a DeviceMesh, got str"),
             ({"process_group": "0"}, "process_group must be a ProcessGroup, got str"),
-            ({"config": {"timeout_s": 3}}, "config must be a ReplicateConfig, got dict"),
+            ({"config": {"check_nan": True}}, "config must be a ReplicateConfig, got dict"),
             ({"find_unused_parameters": "yes"}, "find_unused_parameters must be True or False, got 'yes'"),
         ],
     )
@@ -415,10 +417,11 @@ def test_a_bug_on_one_rank_reaches_the_others_and_they_stay_in_step(ranks: Ranks
 
 
 def one_rank_only(call: str) -> str:
-    config = dp_compile.ReplicateConfig(timeout_s=2.0)
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    function: Any = partial(dp_compile.replicate, Net()) if call == "replicate" else dp_compile.calibrate
     try:
         if dist.get_rank() == 0:
-            dp_compile.replicate(Net(), config=config) if call == "replicate" else dp_compile.calibrate(timeout_s=2.0)
+            function(process_group=group)
     except dp_compile.DesyncError as error:
         return str(error)
     return "no error"

@@ -597,7 +597,7 @@ def refused_on_the_second_rank() -> list[tuple[str, str]]:
 
 
 def test_what_one_rank_is_refused_the_others_hear_at_once(ranks2: Ranks) -> None:
-    """They waited for it, as long as `timeout_s`."""
+    """They waited for it, as long as their group waits."""
     first, second = ranks2.run(refused_on_the_second_rank, timeout_s=60.0)
     assert [kind for kind, _ in first] == ["DesyncError"] * 2
     assert [kind for kind, _ in second] == ["ConfigError"] * 2

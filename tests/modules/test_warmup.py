@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -39,10 +40,10 @@ def tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, 32, (batch, length))
 
 
-def build(config: dp_compile.ReplicateConfig = CONFIG) -> tuple[nn.Module, Any]:
+def build(config: dp_compile.ReplicateConfig = CONFIG, group: dist.ProcessGroup | None = None) -> tuple[nn.Module, Any]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = dp_compile.replicate(Net(), config=config)
+    model = dp_compile.replicate(Net(), process_group=group, config=config)
     compiled = torch.compile(model, backend="aot_eager")
 
     def loss(x: torch.Tensor) -> torch.Tensor:
@@ -196,7 +197,7 @@ def test_two_ranks_with_shapes_of_their_own(ranks: Ranks) -> None:
 
 
 def run_differently(missing: bool) -> str:
-    model, loss = build(config=dp_compile.ReplicateConfig(backend="aot_eager", timeout_s=3.0))
+    model, loss = build(group=dist.new_group(timeout=timedelta(seconds=3)))
     rank = dist.get_rank()
     if missing and rank == 1:
         return ""

@@ -14,9 +14,9 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -164,7 +164,6 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
     "bf16 on the wire": ({"config": replace(SMALL, reduce_dtype=torch.bfloat16)}, (True, True)),
     "mixed precision": ({"config": SMALL, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, (True, True)),
     "a factor that is given": ({"config": replace(SMALL, gradient_divide_factor=3.0)}, (True, True)),
-    "strategy ddp": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp")}, (False, True)),
     "no passes": ({"config": BIG, "passes": ()}, (False, False)),
     "unused are found": ({"config": SMALL, "find_unused_parameters": True}, (True, True)),
 }
@@ -172,11 +171,10 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
 
 def kind(name: str) -> set[int]:
     options = dict(KINDS[name][0])
-    with mock.patch.object(dp_compile.plan.crossing, "PIECE_NBYTES", 16):  # buckets of its own: gradients are cut
-        return train(Tied, "adamw", options.pop("config"), **options)
+    return train(Tied, "adamw", options.pop("config"), **options)
 
 
-AT_NIGHT = ("strategy ddp", "a factor that is given", "no passes")
+AT_NIGHT = ("a factor that is given", "no passes")
 
 
 @pytest.mark.parametrize(
@@ -974,7 +972,8 @@ def test_what_does_not_go_together(options: dict[str, Any], text: str) -> None:
 
 
 def one_of_two(shard: bool) -> str:
-    model = dp_compile.replicate(Net(), config=replace(SMALL, timeout_s=1.0))
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = dp_compile.replicate(Net(), process_group=group, config=SMALL)
     text, overlaps = "", dist.get_rank() == 0
     if overlaps or shard:
         with pytest.raises(dp_compile.DPCompileError) as error:

@@ -258,9 +258,7 @@ FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     "reduced in bfloat16": ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 10),
     "mixed precision": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 10),
     "divided by 3": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", gradient_divide_factor=3.0)}, 10),
-    "optimal buckets": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", strategy="optimal")}, 10),
-    "as torch's DDP": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp")}, 10),
-    "grouped": ({"config": dp_compile.ReplicateConfig(backend="aot_eager", strategy="coalesced")}, 10),
+    "optimal buckets": ({"config": dp_compile.ReplicateConfig(backend="aot_eager")}, 10),
     "static graph": ({"static_graph": True}, 10),
     "unused are found": ({"find_unused_parameters": True}, 10),
     "compiled in parts": ({"build": lambda: nn.Sequential(Block(), Block()), "compile_model": compile_blocks}, 8),
@@ -582,7 +580,7 @@ def test_another_optimizer_and_another_group(ranks: Ranks, name: str) -> None:
 
 def planned_anew(max_norm: float | None = None) -> None:
     """The state goes with its elements."""
-    config = dp_compile.ReplicateConfig(backend="aot_eager", strategy="optimal", replan_after=2)
+    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
     both = sharded(make=ADAMW, config=config, max_norm=max_norm)
     plans = []
     for number in range(6):
@@ -592,7 +590,7 @@ def planned_anew(max_norm: float | None = None) -> None:
     for each in both.ours.parameters():
         each.data = each.data.clone()  # other memory
     both.train(6)
-    fixed = dp_compile.ReplicateConfig(backend="aot_eager", strategy="ddp")
+    fixed = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=25)
     other = sharded(make=ADAMW, config=fixed, max_norm=max_norm)
     for number in range(7):
         other.train(number)

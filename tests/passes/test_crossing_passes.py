@@ -14,7 +14,7 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.crossing import ARRIVE, LEAVE, ArriveBeforeUse, LeaveReductions
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates
-from dp_compile.plan.buckets import PACKED, BucketPlan
+from dp_compile.plan.buckets import BucketPlan
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 GRADS = [Grad(index=index, shape=(4, 4)) for index in range(4)]
@@ -78,12 +78,6 @@ def test_an_update_over_several_buckets() -> None:
     graph = left(ONE_EACH, ((0, 1), (2,), (3,)))
     assert counts(graph) == (4, 0, 0, 3)
     assert [node.args[1] for node in graph.find_nodes(op="call_function", target=LEAVE)] == [[0, 1], [2], [3]]
-
-
-def test_a_gradient_in_pieces() -> None:
-    first, *others = ONE_EACH.buckets
-    pieces = [PACKED.bucket(first.key, [GRADS[0].spec], "", {0: rows}) for rows in ((0, 2), (2, 4))]
-    assert counts(left(BucketPlan((*pieces, *others)), EACH)) == (5, 0, 0, 4)
 
 
 def forward(first: torch.Tensor, x: torch.Tensor, second: torch.Tensor, unread: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from generated import Backward
 from graphs import Grad, executed, plan_for, trace
+from plans import uncoalesced
 from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -85,10 +86,9 @@ def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: flo
     """Buckets of a fixed size, or without one, everything in one grouped collective."""
     torch._dynamo.reset()
     model, x = make()
-    config = dp_compile.ReplicateConfig(bucket_cap_mb=cap_mb, first_bucket_cap_mb=cap_mb)
-    if cap_mb is None:
-        config = dp_compile.ReplicateConfig(strategy="coalesced", cost=AllReduceCost(1.0, 1e-9))
-    dp_compile.replicate(model, config=config)
+    cost = AllReduceCost(1.0, 1e-9) if cap_mb is None else None
+    with uncoalesced() if cap_mb is None else nullcontext():
+        dp_compile.replicate(model, config=dp_compile.ReplicateConfig(bucket_cap_mb=cap_mb, cost=cost))
     run = torch.compile(model)
 
     def step(sync: bool) -> None:
@@ -96,7 +96,7 @@ def compile_both(make: Callable[[], tuple[nn.Module, torch.Tensor]], cap_mb: flo
         with nullcontext() if sync else dp_compile.no_sync(model):
             run(x).square().mean().backward()
 
-    with inductor_config.patch(fx_graph_cache=False):
+    with inductor_config.patch(fx_graph_cache=False), uncoalesced() if cap_mb is None else nullcontext():
         local, reduced = (run_and_get_code(step, sync)[1][-1] for sync in (False, True))
     report = dp_compile.report(model)
     dp_compile.unreplicate(model)

@@ -14,6 +14,7 @@ from generated import Backward as GeneratedBackward
 from graphs import Grad, Run, executed, launches, plan_for, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plans import planned_by_hand
 from torch import fx, nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -335,9 +336,9 @@ def compile_backward(schedule: ScheduleCollectives, plan: BucketPlan) -> Generat
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Chain()
-    dp_compile.replicate(model, passes=(BucketReductions(), schedule), plan=plan)
-    loss = torch.compile(model)(torch.randn(8, 48)).square().mean()
-    with inductor_config.patch(fx_graph_cache=False):
+    with planned_by_hand(plan), inductor_config.patch(fx_graph_cache=False):
+        dp_compile.replicate(model, passes=(BucketReductions(), schedule))
+        loss = torch.compile(model)(torch.randn(8, 48)).square().mean()
         _, codes = run_and_get_code(loss.backward)
     (code,) = (code for code in codes if "all_reduce" in code)
     return GeneratedBackward(code)

@@ -27,7 +27,7 @@ GRADS = [Grad(index=index, shape=shape) for index, shape in enumerate([(4,), (2,
 
 def plan(backend: Backend = GLOO, wire: str | None = None, divide_by: float | None = None) -> BucketPlan:
     """Two buckets."""
-    averaging = Averaging(scattered=True, wire=wire, divide_by=divide_by, predivide_by=divide_by and 2.0)
+    averaging = Averaging(scattered=True, wire=wire, divide_by=divide_by)
     reduction = averaging.reduction("0", backend, 2, "float32")
     specs = [replace(grad.spec, key=grad.spec.key._replace(reduction=reduction)) for grad in GRADS]
     layout = Layout(16)
@@ -54,7 +54,7 @@ def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
 
 
 @pytest.mark.parametrize("backend", [GLOO, NCCL])
-@pytest.mark.parametrize(("wire", "divide_by"), [(None, None), ("bfloat16", None), (None, 3.0), ("bfloat16", 3.0)])
+@pytest.mark.parametrize(("wire", "divide_by"), [(None, None), ("bfloat16", None), (None, 3.0), ("float16", 3.0)])
 def test_an_update_is_given_the_part_of_its_bucket(backend: Backend, wire: str | None, divide_by: float | None) -> None:
     graph = run(chosen=plan(backend, wire, divide_by))
     launches = [node for node in graph.nodes if is_collective(node)]

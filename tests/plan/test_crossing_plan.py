@@ -69,16 +69,6 @@ def test_buckets_are_cut_smaller_where_that_pays() -> None:
     assert sorted(index for bucket in members(cut) for index in bucket) == [*range(9)]
 
 
-def test_what_is_large_is_cut_where_the_network_is_shared() -> None:
-    """The first layer is needed first: else it would have half of the network, beside what is needed last."""
-    key, rows = KEY, 2**20
-    every = [GradientSpec(index, f"p{index}", (rows, 1), (1, 1), 4, key) for index in range(3)]
-    one = Planned(plan_buckets([*every, gradient(3, 4, UNUSED_FLAGS)], bucket_cap_mb=4, first_bucket_cap_mb=4))
-    for lanes, pieces in ((1, None), (2, (0, rows // 2))):
-        plan = plan_crossing(one, times([0.3, 0.6, 1.0], 2.0 * rows), SECOND_A_BYTE, PACKED, lanes=lanes).plan
-        assert {member.rows for bucket in plan.buckets for member in bucket.members} >= {pieces}
-
-
 def test_reductions_of_several_stages_stay_as_they_are() -> None:
     levels = Levels("1", "2", ((0, 1), (2, 3)))
     key = bucket_key("0", "sum", "float32", "cpu", levels=levels)

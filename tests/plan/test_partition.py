@@ -1,4 +1,4 @@
-"""The partition that finishes first against brute force, the robust one against its rivals, certificates, pieces.
+"""The partition that finishes first against brute force, the robust one against its rivals, certificates.
 
 `python tests/test_partition.py` prints how long planning takes.
 """
@@ -9,7 +9,6 @@ import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 from expecttest import assert_expected_inline
@@ -23,12 +22,8 @@ from dp_compile.plan.certificate import (
     CAPS_MB,
     ERROR_BAND,
     FIRST_CAP_MB,
-    PIECES_GAIN,
-    Choice,
-    Cut,
     certify,
     robust_partition,
-    robust_with_pieces,
     worst_ratio,
 )
 from dp_compile.plan.cost import AllReduceCost
@@ -38,7 +33,6 @@ from dp_compile.plan.network import (
     finish_time,
     fixed_partition,
     in_launch_order,
-    in_pieces,
     jobs_of,
     launches,
     release_time_bound,
@@ -217,90 +211,6 @@ def test_wrong_numbers(wrong: float) -> None:
         optimal_partition([ReadyGradient(1, 1.0)], cost=AllReduceCost(1, 1), backward_s=wrong)
     with pytest.raises(ConfigError, match="nbytes"):
         ReadyGradient(-1, 1.0)
-
-
-# --- pieces ---------------------------------------------------------------------------------------------------------
-
-
-@given(gradient_lists(most=6), costs, st.integers(1, 5))
-def test_pieces_that_are_ready_together_gain_nothing(
-    gradients: list[ReadyGradient], cost: AllReduceCost, count: int
-) -> None:
-    pieces = [piece for gradient in gradients for piece in in_pieces(gradient, equal_sizes(gradient.nbytes, count))]
-    assert len(pieces) == count * len(gradients)
-    assert sum(piece.nbytes for piece in pieces) == sum(gradient.nbytes for gradient in gradients)
-    whole = finish(gradients, optimal_partition(gradients, cost=cost), cost)
-    cut = finish(pieces, optimal_partition(pieces, cost=cost), cost)
-    assert cut == pytest.approx(whole, rel=CLOSE)
-
-
-def equal_sizes(nbytes: int, count: int) -> list[int]:
-    return [nbytes * (number + 1) // count - nbytes * number // count for number in range(count)]
-
-
-def test_pieces_gain_where_the_producer_makes_them_one_by_one() -> None:
-    head = ReadyGradient(100, 10.0, produced_s=8.0)
-    cost = AllReduceCost(0.1, 0.1)
-    pieces = in_pieces(head, [25, 25, 25, 25])
-    assert [piece.ready_s for piece in pieces] == [4.0, 6.0, 8.0, 10.0]
-    assert [piece.ready_s for piece in in_pieces(head, [10, 90])] == pytest.approx([10.0 - 0.9 * 8.0, 10.0])
-    whole = robust_partition([head], cost=cost, backward_s=10.0)
-    cut = robust_with_pieces([head], [Cut(pieces, 1.0)], cost=cost, backward_s=10.0)
-    assert cut.certificate.makespan_s < whole.certificate.makespan_s
-    assert "in pieces" in cut.certificate.strategy
-    assert cut.gradients == pieces
-    # The whole takes 20.1; four pieces 4 + 4 * 2.6, each in a bucket of its own: nothing is copied.
-    assert cut.certificate.makespan_s == pytest.approx(14.4)
-    with pytest.raises(ConfigError, match="pieces of 50 bytes do not make up a gradient of 100"):
-        in_pieces(head, [25, 25])
-
-
-@pytest.mark.parametrize("produced_s", [0.0, 0.05])
-def test_no_pieces_where_they_gain_nothing_or_little(produced_s: float) -> None:
-    head, cost = ReadyGradient(100, 10.0, produced_s=produced_s), AllReduceCost(0.1, 0.1)
-    cut = Cut(in_pieces(head, [50, 50]), 0.0)
-    assert robust_with_pieces([head], [cut], cost=cost, backward_s=10.0) == robust_partition(
-        [head], cost=cost, backward_s=10.0
-    )
-
-
-@pytest.mark.parametrize(("copy_s_per_byte", "count"), [(1e-6, 3), (1.0, 2)])
-def test_a_copy_is_counted(copy_s_per_byte: float, count: int) -> None:
-    """The last piece goes with what is ready right after it; then it is copied."""
-    head, bias, cost = ReadyGradient(100, 10.0, produced_s=8.0), ReadyGradient(1, 10.0), AllReduceCost(0.5, 0.1)
-    cut = Cut((*in_pieces(head, [50, 50]), bias), copy_s_per_byte)
-    choice = robust_with_pieces([head, bias], [cut], cost=cost, backward_s=10.0)
-    assert len(choice.gradients) == count
-    if count == 3:
-        assert choice.buckets == ((0,), (1, 2))
-        assert choice.assembly_s == pytest.approx(50e-6)
-
-
-@given(gradient_lists(most=6), costs, st.floats(0, 1), st.sampled_from([2, 4, 8]), st.floats(0, 0.1))
-def test_pieces_are_never_worse_than_none(
-    gradients: list[ReadyGradient], cost: AllReduceCost, produced: float, count: int, copy_s_per_byte: float
-) -> None:
-    """By the model: earlier where the end is latest, nowhere later by more than what counts as equal."""
-    backward_s = max(gradient.ready_s for gradient in gradients)
-    first = replace(gradients[0], produced_s=gradients[0].ready_s * produced)
-    pieces = in_pieces(first, equal_sizes(first.nbytes, count))
-    cut = Cut((*pieces, *gradients[1:]), copy_s_per_byte)
-    whole = robust_partition(gradients, cost=cost, backward_s=backward_s)
-    choice = robust_with_pieces(gradients, [cut], cost=cost, backward_s=backward_s)
-    if choice.gradients == tuple(gradients):
-        assert choice == whole
-        return
-    assert choice.gradients == cut.gradients
-
-    def ends(of: Choice) -> list[float]:
-        speeds = map(cost.scaled, ERROR_BAND)
-        return [max(backward_s, finish(of.gradients, of.buckets, speed)) + of.assembly_s for speed in speeds]
-
-    alone = {bucket[0] for bucket in choice.buckets if len(bucket) == 1}
-    copied = sum(piece.nbytes for position, piece in enumerate(pieces) if position not in alone)
-    assert choice.assembly_s == pytest.approx(copied * copy_s_per_byte)
-    assert max(ends(choice)) < max(ends(whole)) * (1 - PIECES_GAIN)
-    assert all(cut <= uncut * (1 + PIECES_GAIN) + 1e-9 for cut, uncut in zip(ends(choice), ends(whole), strict=True))
 
 
 # --- the robust choice and its certificate ----------------------------------------------------------------------------

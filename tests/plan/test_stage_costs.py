@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_compile.errors import ConfigError
-from dp_compile.insight.step import Step, planned_buckets
 from dp_compile.plan.backends import GLOO, NCCL
-from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec
 from dp_compile.plan.certificate import certify, robust_partition
 from dp_compile.plan.cost import RING, AllReduceCost, CostFit
 from dp_compile.plan.links import Link, link, with_levels
@@ -30,7 +28,6 @@ from dp_compile.plan.network import (
     release_time_bound,
 )
 from dp_compile.plan.partition import optimal_partition
-from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.reduction import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -43,7 +40,6 @@ from dp_compile.plan.reduction import (
     Reduction,
     Stage,
 )
-from dp_compile.plan.strategies import Planned, on_cheaper_levels, plan_optimal
 
 LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
 TWO = Averaging().reduction("all", NCCL, 4, "float32", LEVELS)
@@ -353,52 +349,3 @@ def test_the_bound_needs_times() -> None:
             bound_of([(1.0, 1)], wrong)
         with pytest.raises(ConfigError, match="ready_s"):
             bound_of([(wrong, 1)], 1.0)
-
-
-# --- one level or two, bucket by bucket -----------------------------------------------------------------------------
-
-
-def planned_on(levels: Levels | None, sizes: list[int], rows: bool = False) -> tuple[Planned, ReadyTimes]:
-    key = BucketKey(Averaging().reduction("all", GLOO, 4, "float32", levels), "float32", "cpu")
-    specs = [GradientSpec(index, f"p{index}", (numel, 1), (1, 1), 4, key) for index, numel in enumerate(sizes)]
-    times = ReadyTimes({each.index: (each.index + 1) / len(specs) for each in specs}, 4.0, "stated")
-    buckets = [PACKED.bucket(key, [each], "its own", {0: (0, each.shape[0])} if rows else {}) for each in specs]
-    return Planned(BucketPlan(tuple(buckets))), times
-
-
-def test_each_bucket_takes_the_cheaper_way() -> None:
-    """Three latencies against one, half of the bytes between against all: by hand equal at 40 bytes."""
-    cost = AllReduceCost(2.0, 0.2, AllReduceCost(2.0, 0.0), AllReduceCost(2.0, 0.2))
-    planned, times = planned_on(LEVELS, [1, 4, 6, 100])
-    found = on_cheaper_levels(planned, "all", cost, times).plan
-    assert [len(bucket.key.reduction.stages) for bucket in found.buckets] == [1, 1, 3, 3]
-    assert found.buckets[0].key.reduction.stages == (Stage("all_reduce", "all", "sum"),)
-    assert found.buckets[0].members[0].gradient.key == found.buckets[0].key
-    assert found.buckets[0].reason == "its own; 2.8e+03 ms on one level, 4.4e+03 ms on two"
-    assert found.buckets[3].reason == "its own; 8.2e+04 ms on one level, 4.4e+04 ms on two"
-    assert BucketPlan.from_dict(found.to_dict()).to_dict() == found.to_dict()
-
-
-def test_what_stays_on_the_levels_that_it_has() -> None:
-    cost = AllReduceCost(0.0, 0.0, AllReduceCost(2.0, 0.0), AllReduceCost(2.0, 0.2))
-    for levels, rows in ((None, False), (LEVELS, True)):
-        planned, times = planned_on(levels, [4, 4], rows)
-        assert on_cheaper_levels(planned, "all", cost, times) == planned
-
-
-def test_the_certificate_is_that_of_the_buckets_as_they_are() -> None:
-    cost = AllReduceCost(0.4, 0.001, AllReduceCost(0.2, 0.0), AllReduceCost(0.5, 0.002))
-    planned, times = planned_on(LEVELS, [50, 100, 10, 20])
-    gradients = list(planned.plan.gradients)
-    two = plan_optimal(gradients, cost, times, PACKED)
-    found = on_cheaper_levels(two, "all", cost, times)
-    assert found.certificate is not None
-    assert two.certificate is not None
-    step = Step("python hooks", "optimal", 4, GLOO, "cpu", found.plan, times, cost, "stated")
-    end_s = max([step.backward_s, *(each.finish_s for each in planned_buckets(step))])
-    assert found.certificate.makespan_s == pytest.approx(end_s)
-    assert found.certificate.makespan_s < two.certificate.makespan_s
-    assert f"{len(found.plan.buckets)} buckets on one level" in found.certificate.strategy.replace(
-        "1 bucket ", "1 buckets "
-    )
-    assert found.certificate.reasons == tuple(bucket.reason for bucket in found.plan.buckets)

@@ -66,7 +66,7 @@ def test_over_one_link_the_last_stage_is_one_bucket_late_too() -> None:
         (Averaging(), NCCL, "float32", "avg", 1.0, 1.0),
         (Averaging(wire="bfloat16"), NCCL, "float32", "avg", 1.0, 1.0),
         (Averaging(), NCCL, "float16", "sum", 1 / 4, 4 / 6),  # FSDP's rule for six ranks, over all of them
-        (Averaging(divide_by=5.0, predivide_by=2.0), GLOO, "float32", "sum", 1 / 2, 2 / 5),
+        (Averaging(divide_by=5.0), GLOO, "float32", "sum", 1 / 5, 1.0),
     ],
 )
 def test_what_is_divided_is_divided_for_all_ranks_together(

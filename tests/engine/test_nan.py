@@ -1,0 +1,67 @@
+"""Reduced gradients that are not finite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import dp_compile
+from dp_compile.testing.ranks import Ranks
+
+
+class Root(nn.Module):
+    """The gradient of a square root at zero is infinite, though the loss is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + (self.scale * x).abs().sqrt()
+
+
+def run_nan(value: float, way: str, checked: bool, factor: float = 1.0) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = dp_compile.replicate(
+        Root(),
+        config=dp_compile.ReplicateConfig(
+            backend="aot_eager", check_nan=checked, ddp_python_hook=way != "torch reducer"
+        ),
+    )
+    call = model if way == "torch reducer" else torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 4)
+    call(x).sum().backward()
+    x[0, 2] = value if dist.get_rank() == 1 else 1.0
+    try:
+        with torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
+            (factor * call(x).sum()).backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "torch reducer"])
+def test_a_loss_that_is_not_finite_on_one_rank(ranks: Ranks, way: str) -> None:
+    messages = ranks.run(run_nan, float("nan"), way, True)
+    assert messages[0] == messages[1]
+    assert "reduced gradients are not finite: scale (nan), first.weight (nan). The loss" in messages[0]
+    assert "loss was not finite on rank(s) 1 of the group" in messages[0]
+
+
+def test_a_gradient_that_is_not_finite(ranks: Ranks) -> None:
+    messages = ranks.run(run_nan, 0.0, "captured", True)
+    assert messages[0] == messages[1]
+    assert "not finite: scale (nan). The loss was finite on every rank" in messages[0]
+
+
+def test_a_gradient_that_is_infinite(ranks: Ranks) -> None:
+    """Not one of them is a NaN."""
+    for message in ranks.run(run_nan, 1.0, "captured", True, 3e38):
+        assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on rank(s) 0, 1" in message
+
+
+def test_without_the_check(ranks2: Ranks) -> None:
+    assert ranks2.run(run_nan, float("nan"), "captured", False) == ["no error"] * 2

@@ -1,0 +1,34 @@
+"""Plans that no option asks for, in the place of the planner's: for tests of what realises a plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from dp_compile.modules import planning
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.strategies import Planned, plan_optimal
+
+
+@contextlib.contextmanager
+def _planner(plan: Callable[..., Planned]) -> Iterator[None]:
+    with mock.patch.object(planning, "plan_optimal", plan):
+        yield
+
+
+def planned_by_hand(plan: BucketPlan) -> contextlib.AbstractContextManager[None]:
+    """Modules that are replicated here get this plan, unless they ask for a cap or a policy."""
+    return _planner(lambda *given, **options: Planned(plan))
+
+
+def uncoalesced(every: int = 1) -> contextlib.AbstractContextManager[None]:
+    """Here every so many gradients keep their own memory, as with NCCL those of convolutions: buckets are grouped."""
+
+    def plan(gradients: Any, cost: Any, times: Any, layout: Any, **options: Any) -> Planned:
+        layout = replace(layout, apart=frozenset(gradient.name for gradient in gradients[::every]))
+        return plan_optimal(gradients, cost, times, layout, **options)
+
+    return _planner(plan)
