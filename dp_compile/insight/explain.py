@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from dp_compile.errors import ConfigError
-from dp_compile.insight.predict import DTYPES, PLANNERS, replanned, sent_in
+from dp_compile.insight.predict import DTYPES, replanned, sent_in
 from dp_compile.insight.step import (
     BYTES,
     DECENTRALIZED,
@@ -207,7 +207,7 @@ def _gain(change: str, before: Step, after_s: float, *, at_most: bool = False) -
 
 
 def _options(step: Step) -> Iterator[Advice]:
-    has_buckets, plans = step.strategy != "single", step.strategy in PLANNERS
+    has_buckets, plans = step.strategy != "single", step.strategy == "optimal"
     if step.deferred:
         now = replace(step, deferred=False)
         how = "a backward without graph breaks" if has_buckets else "the default passes, which make buckets"
@@ -217,7 +217,7 @@ def _options(step: Step) -> Iterator[Advice]:
         caps = {"math.inf" if cap_mb == math.inf else f"{cap_mb:g}": cap_mb for cap_mb in CAPS_MB}
         other = {f"bucket_cap_mb={name}": replanned(step, cap_mb) for name, cap_mb in caps.items()}
         new = "a new plan" if step.ready.basis == MEASURED else "a new plan from measured times (replan_after=20)"
-        other[new if plans else 'strategy="optimal"'] = replanned(step)
+        other[new if plans else "neither bucket_cap_mb nor bucket_policy"] = replanned(step)
         option, best = min(other.items(), key=lambda item: _end_s(item[1]))
         yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, _end_s(best))
     nominal = step.cost_source.startswith((NOMINAL, WAITED))

@@ -23,7 +23,7 @@ from torch import fx
 
 from dp_compile.fx.collectives import is_all_gather, is_launch, is_wait
 from dp_compile.fx.edit import Provenance, provenance_of
-from dp_compile.passes.bucket_ops import ASSEMBLE, FLAT_BUCKET
+from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.crossing import LEAVE
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
@@ -120,7 +120,6 @@ class _Naming:
         self._words = _Words(plans)
         self._lies_in: dict[fx.Node, tuple[Provenance, int]] = {}
         """Tensors of buckets that came back: the bucket, and which of its tensors."""
-        self._pieces: dict[fx.Node, str] = {}
         """The gradient that pieces, or all of them together, belong to."""
 
     def look_at(self, node: fx.Node) -> None:
@@ -160,8 +159,6 @@ class _Naming:
             _, grouped, tensor = self.names.get(source, "").partition("/")
             self.names[node] = f"wait {unit}{grouped}{tensor}{_stage_of(source)}"
             self._lies_in[node] = provenance, int(tensor or 0)
-        elif node.target is ASSEMBLE:
-            self._name_assembled(node)
         elif node.target is aten.as_strided.default:
             self._name_view(node)
 
@@ -186,21 +183,7 @@ class _Naming:
     def _name_view(self, node: fx.Node) -> None:
         source, offset = node.args[0], int(str(node.args[3])) if len(node.args) > 3 else 0
         assert isinstance(source, fx.Node)
-        if source in self._pieces:
-            self.names[node] = f"reduced {self._pieces[source]}"
-        elif source in self._lies_in:
+        if source in self._lies_in:
             found = self._member_of(source, offset, node.meta["val"].numel())
             if found is not None:
                 self.names[node] = f"reduced {self._words.member(*found)}"
-                self._pieces[node] = self._words.of_replica(found[0], found[1].gradient.name)
-
-    def _name_assembled(self, node: fx.Node) -> None:
-        for source in node.all_input_nodes:
-            if source in self._lies_in:
-                found = self._member_of(source, 0, source.meta["val"].numel())
-                name = None if found is None else self._words.of_replica(found[0], found[1].gradient.name)
-            else:
-                name = self._pieces.get(source)
-            if name is not None:
-                self._pieces[node] = name
-                self.names[node] = f"assembled {name}"

@@ -10,21 +10,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from dp_compile.config import ReplicateConfig
 from dp_compile.engine.record import SHARDED
 from dp_compile.errors import ConfigError
 from dp_compile.insight.step import BYTES, DECENTRALIZED, Step, format_ms
-from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
 from dp_compile.plan.cost import EITHER, AllReduceCost
 from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.links import LAUNCH_US, link, with_levels
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.reduction import stages_of
-from dp_compile.plan.strategies import plan_coalesced, plan_fixed, plan_optimal
+from dp_compile.plan.strategies import plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
-PLANNERS: Final = ("optimal", "coalesced")
 """Strategies that plan from a cost and from ready times."""
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LINK_INSIDE: Final = "nvlink4"
@@ -115,7 +113,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
     backward = f"backward: {timed}" if step.is_timed else "the backward as long as the step's communication, assumed"
     other = replace(step, ready=replace(step.ready, backward_s=step.backward_s), world_size=ranks, cost=cost)
     other = other if dtype is None else sent_in(other, dtype)
-    if step.strategy in PLANNERS and ranks > 1 and (cost != step.cost or other.plan is not step.plan):
+    if step.strategy == "optimal" and ranks > 1 and (cost != step.cost or other.plan is not step.plan):
         other = replanned(other)
     return Prediction(replace(other, cost_source=source), link, dtype, f"{source}; {backward}")
 
@@ -181,23 +179,21 @@ def sent_in(step: Step, dtype: str) -> Step:
     layout, buckets = _layout(step), []
     for bucket in step.plan.buckets:
         gradients = [change(member.gradient) for member in bucket.members]
-        rows = {place: member.rows for place, member in enumerate(bucket.members) if member.rows is not None}
-        buckets.append(layout.bucket(gradients[0].key, gradients, bucket.reason, rows))
+        buckets.append(layout.bucket(gradients[0].key, gradients, bucket.reason))
     plan = replace(step.plan, buckets=tuple(buckets))
     return step if plan.gradients == step.plan.gradients else _with_plan(step, plan)
 
 
 def replanned(step: Step, cap_mb: float | None = None) -> Step:
     """The same step with new buckets: of `cap_mb` MiB, else planned for its cost and ready times."""
-    layout = _layout(step) if step.strategy != "coalesced" else replace(_layout(step), apart=frozenset())
+    layout = _layout(step)
     gradients = sorted(step.plan.gradients, key=lambda each: (each.name == UNUSED_FLAGS, -each.index))
     ready = replace(step.ready, backward_s=step.backward_s)
     if cap_mb is not None:
-        planned = plan_fixed(gradients, ReplicateConfig(bucket_cap_mb=cap_mb).caps_mb(), layout)
+        planned = plan_fixed(gradients, cap_mb, layout)
     else:
-        make = plan_coalesced if step.strategy == "coalesced" else plan_optimal
         band = MEASURED_BAND if ready.basis == MEASURED else ERROR_BAND
-        planned = make(gradients, step.cost, ready, layout, band=band)
+        planned = plan_optimal(gradients, step.cost, ready, layout, band=band)
     if step.left:
         planned = plan_crossing(planned, ready, step.cost, layout if cap_mb is None else None, lanes=step.backend.lanes)
     return _with_plan(step, planned.plan)
@@ -207,7 +203,7 @@ def _layout(step: Step) -> Layout:
     """How the gradients of a plan lie in their buckets."""
     members: Sequence[Any] = [member for bucket in step.plan.buckets for member in bucket.members]
     apart = frozenset(member.gradient.name for member in members if member.offset is None)
-    return Layout(ReplicateConfig().alignment_bytes if step.plan.folds_scale else 1, apart)
+    return Layout(ALIGNMENT_BYTES, apart)
 
 
 def _with_plan(step: Step, plan: BucketPlan) -> Step:

@@ -22,7 +22,6 @@ from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.printer import last_name, type_text
 from dp_compile.insight.observe import report
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
@@ -137,8 +136,8 @@ def backward_of(
     checks = training.config.check_reductions and on == "cpu"
     config = replace(training.config, backend=backend, check_reductions=checks)
     cost = link_of(link).cost(ranks, formula=EITHER)  # also where it is not read: a wrong name is an error
-    strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None, has_plan=training.plan is not None)
-    if strategy in ("optimal", "coalesced") and config.cost is None:
+    strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None)
+    if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)
     recorder = _Recorder()
     passes = (*(DEFAULT_PASSES if training.passes is None else training.passes), recorder)
@@ -182,8 +181,6 @@ def _seen(
     start = compiler.captures(), compiler.compiled_graphs()
     try:
         step()
-        if replica_of(model).revisions.due:  # the plan of strategy "ddp" is made after the first backward
-            step()
     except RuntimeError as error:
         if isinstance(error, DPCompileError) or report(model).captures:
             raise
@@ -197,8 +194,10 @@ def _seen(
     if not found.captures:
         raise ModuleError(f"the backward was not captured but ran as {', '.join(found.backwards)}. {_HINT}")
     unused = [name for name, each in model.named_parameters() if each.requires_grad and each.grad is None]
-    if unused and config.unused == "error":  # found by flags, which have no values on the meta device
-        raise ModuleError(f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Allow it: unused_parameters.")
+    if unused and not config.may_be_unused:  # found by flags, which have no values on the meta device
+        raise ModuleError(
+            f"parameters without a gradient: {', '.join(unused[:SHOWN])}. Allow it: find_unused_parameters."
+        )
     record = found.captures[-1]
     graphs = recorder.graphs[-record.graphs :]
     copied = [each for each in record.placements if each.copied is not None and each.gradient != UNUSED_FLAGS]

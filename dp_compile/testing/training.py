@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes.result import GraphPass
-from dp_compile.plan.buckets import BucketPlan
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -33,7 +31,6 @@ class Training:
         make_optimizer: of the parameters; without it SGD with a learning rate of 0.1 and momentum 0.9.
         config: of `replicate`, as are the following three. `backend` is not read: each check has an argument for it.
         bucket_policy: which modules share buckets.
-        plan: a plan, or the path of a plan file.
         passes: passes over the captured backward instead of the default ones.
     """
 
@@ -43,7 +40,6 @@ class Training:
     make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = sgd
     config: ReplicateConfig = field(default_factory=ReplicateConfig)
     bucket_policy: BucketPolicy | None = None
-    plan: BucketPlan | str | os.PathLike[str] | None = None
     passes: tuple[GraphPass, ...] | None = None
     seed: int = 0
 
@@ -58,7 +54,7 @@ class Training:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"bucket_policy": self.bucket_policy, "plan": self.plan, "passes": self.passes}
+        return {"bucket_policy": self.bucket_policy, "passes": self.passes}
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)

@@ -35,6 +35,7 @@ from dp_compile.bench.contract import Batch, Trainer, Workload
 from dp_compile.bench.modes import mode as mode_of
 from dp_compile.bench.modes.loop import loop_around
 from dp_compile.bench.modes.peers import wrap
+from dp_compile.config import MONITOR_VARIABLE
 from dp_compile.insight.profile import measured_step, with_profile
 from dp_compile.insight.timeline import timeline_picture
 from dp_compile.plan.cost import AllReduceCost
