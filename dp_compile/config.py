@@ -21,7 +21,6 @@ from dp_compile.plan.cost import AllReduceCost
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
-CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
 BACKENDS: Final = ("inductor", "aot_eager")
 UNUSED: Final = ("error", "zeros", "find")
 DEFAULT_CAP_MB: Final = 25.0
@@ -354,27 +353,6 @@ class ReplicateConfig:
     def dump_directory(self, environ: Mapping[str, str] | None = None) -> str | None:
         """The value of `dump_dir` after the environment variable was asked; `None`: nothing is to be dumped."""
         return self.dump_dir or (os.environ if environ is None else environ).get(DUMP_VARIABLE) or None
-
-
-def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | None = None) -> bool:
-    """Whether compiled backwards are kept for later processes, and found again; the environment variable says.
-
-    By default (`auto`) those whose tensors are all on CPUs are: it was never tried on a GPU.
-
-    Args:
-        device_types: where the tensors of a backward are.
-        environ: in the place of the process's environment.
-
-    Raises:
-        ConfigError: the variable holds something that is neither yes nor no, nor `auto`.
-    """
-    text = (os.environ if environ is None else environ).get(CACHE_VARIABLE, "auto").strip().lower()
-    if text == "auto":
-        return all(each == "cpu" for each in device_types)
-    if text not in _TRUE | _FALSE:
-        allowed = ", ".join(sorted(_TRUE | _FALSE | {"auto"}))
-        raise ConfigError(f"environment variable {CACHE_VARIABLE} must be one of {allowed}, got {text!r}.")
-    return text in _TRUE
 
 
 def has_address(value: object) -> bool:
