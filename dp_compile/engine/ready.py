@@ -46,13 +46,17 @@ class Ready:
     def run(self, inputs: list[Any]) -> tuple[list[Any], list[torch.Tensor]]:
         """One backward, whose inputs fit; empties their list."""
         parameters = {place: inputs[place] for place in self.places if place >= 0}
+        return [], self._put(parameters, self.code(inputs, *self.constants))
+
+    def _put(self, parameters: Mapping[int, torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What Dynamo's bytecode does with the outputs: gradients to their parameters; the rest is returned."""
         returned: dict[int, torch.Tensor] = {}
-        for place, output in zip(self.places, self.code(inputs, *self.constants), strict=True):
+        for place, output in zip(self.places, outputs, strict=True):
             if place >= 0:
                 parameters[place].grad = output
             else:
                 returned[-1 - place] = output
-        return [], [returned[number] for number in sorted(returned)]
+        return [returned[number] for number in sorted(returned)]
 
 
 def places_of(
