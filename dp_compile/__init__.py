@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from dp_compile.decentralized import DecentralizedDataParallel as DecentralizedDataParallel
     from dp_compile.decentralized import decentralize as decentralize
     from dp_compile.engine.backward import compiled_backward as compiled_backward
-    from dp_compile.engine.cache_blob import load_cache_artifacts as load_cache_artifacts
-    from dp_compile.engine.cache_blob import save_cache_artifacts as save_cache_artifacts
     from dp_compile.engine.calibration import calibrate as calibrate
     from dp_compile.engine.hook_state import HookState as HookState
     from dp_compile.engine.quantized_hook import QuantizedHook as QuantizedHook
@@ -69,14 +67,12 @@ _HOME = {
     "explain": "insight.observe",
     "join": "modules.join",
     "joinable": "modules.join",
-    "load_cache_artifacts": "engine.cache_blob",
     "measure": "insight.measure",
     "measured_step": "insight.profile",
     "no_sync": "modules.replicated_module",
     "predict": "insight.predict",
     "replicate": "modules.replicate",
     "report": "insight.observe",
-    "save_cache_artifacts": "engine.cache_blob",
     "step_of": "insight.observe",
     "unreplicate": "modules.replicate",
     "warmup": "modules.warmup",

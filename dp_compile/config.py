@@ -21,7 +21,6 @@ from dp_compile.plan.cost import AllReduceCost
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
-CACHE_VARIABLE: Final = "DP_COMPILE_CACHE"
 MONITOR_VARIABLE: Final = "DP_COMPILE_MONITOR_AFTER_S"
 CHECK_VARIABLE: Final = "DP_COMPILE_CHECK_PARAMETERS_EVERY"
 BACKENDS: Final = ("inductor", "aot_eager")
@@ -307,27 +306,6 @@ class ReplicateConfig:
             allowed = ", ".join(sorted(_TRUE | _FALSE))
             raise ConfigError(f"environment variable {HOOK_VARIABLE} must be one of {allowed}, got {text!r}.")
         return text in _TRUE
-
-
-def keeps_compiled(device_types: Iterable[str], environ: Mapping[str, str] | None = None) -> bool:
-    """Whether compiled backwards are kept for later processes, and found again; the environment variable says.
-
-    By default (`auto`) those whose tensors are all on CPUs are: it was never tried on a GPU.
-
-    Args:
-        device_types: where the tensors of a backward are.
-        environ: in the place of the process's environment.
-
-    Raises:
-        ConfigError: the variable holds something that is neither yes nor no, nor `auto`.
-    """
-    text = (os.environ if environ is None else environ).get(CACHE_VARIABLE, "auto").strip().lower()
-    if text == "auto":
-        return all(each == "cpu" for each in device_types)
-    if text not in _TRUE | _FALSE:
-        allowed = ", ".join(sorted(_TRUE | _FALSE | {"auto"}))
-        raise ConfigError(f"environment variable {CACHE_VARIABLE} must be one of {allowed}, got {text!r}.")
-    return text in _TRUE
 
 
 def dump_directory(environ: Mapping[str, str] | None = None) -> str | None:

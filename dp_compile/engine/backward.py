@@ -31,7 +31,6 @@ import torch
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
-from dp_compile.config import keeps_compiled
 from dp_compile.engine import drift, observers, probe, updates
 from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.finite import check_finite
@@ -56,7 +55,7 @@ from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
-from dp_compile.errors import DesyncError, DPCompileError, ReductionError, UnsupportedTorchError
+from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import plan_single
 
@@ -836,20 +835,7 @@ def _run_captured(replicas: Sequence[Replica], backward: Backward, call: _Call) 
         if len(replica.history.captures) > before:
             replica.history.structures[_structure(call.tensors)] = COMES_AGAIN
     _check_not_stepped(replicas)
-    if backward.is_new and keeps_compiled(replica.device.type for replica in replicas):
-        _keep_forwards(call.tensors)
     return result
-
-
-def _keep_forwards(outputs: Sequence[Any]) -> None:
-    """Let later processes find the forwards that this backward belongs to. Nothing here depends on it."""
-    try:
-        from dp_compile._torch import kept_forward
-    except UnsupportedTorchError as error:
-        logger.debug("forwards are not kept: %s", error)
-        return
-    saved = kept_forward.save_forwards(_nodes(outputs))
-    logger.debug("%d forwards were kept", saved)
 
 
 def _check_not_stepped(replicas: Sequence[Replica]) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch import fx
 
 from dp_compile._torch import distributed, dynamo
-from dp_compile.config import keeps_compiled
 from dp_compile.engine import window
-from dp_compile.engine.binding import Binder, Binding, Place, find_sites
+from dp_compile.engine.binding import Binder, Binding, find_sites
 from dp_compile.engine.compilation import CompiledBackward, NotTraced, OtherMemory, described
 from dp_compile.engine.hooks import reduce_eagerly
 from dp_compile.engine.reduced_graph import CapturedGraph, give_zeros_for_none
@@ -24,11 +23,9 @@ from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import settle
 from dp_compile.engine.shapes import estimates_of
 from dp_compile.errors import DPCompileError, ReductionError
-from dp_compile.plan.ready_times import ASSUMED, ModelCollective, estimated_times
+from dp_compile.plan.ready_times import ASSUMED, estimated_times
 
 logger = logging.getLogger("dp_compile.capture")
-
-_Estimates = tuple[dict[Place, float], tuple[ModelCollective, ...]]
 
 
 def capture() -> dynamo.CaptureBackward:
@@ -56,10 +53,7 @@ class CapturedBackward:
         # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes for whoever calls
         # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
         with window.Outside(), dynamo.without_autocast():
-            known = len(self._compiled)
-            result = self._run(backward, inputs, (sizes, scalars, hooks, packed))
-            backward.is_new = len(self._compiled) > known
-            return result
+            return self._run(backward, inputs, (sizes, scalars, hooks, packed))
 
     def _run(self, backward: window.Backward, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         replicas, n_inputs = backward.replicas, len(inputs)
@@ -97,7 +91,7 @@ class CapturedBackward:
         assumed = [each for each in synced if each.ready.basis == ASSUMED]
         if not awaited and (not assumed or binding in self._compiled):
             return False
-        estimates, collectives = self._estimates(binding, inputs, rest)
+        estimates, collectives = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
         shares: dict[Replica, dict[int, float]] = {}
         for (ordinal, index), share in estimates.items():
             shares.setdefault(replicas[ordinal], {})[index] = share
@@ -107,26 +101,6 @@ class CapturedBackward:
             if replica.ready.basis == ASSUMED and replica in times:  # its plan needs none; they tell people more
                 replica.ready = times[replica]
         return bool(awaited)
-
-    def _estimates(self, binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> _Estimates:
-        """When gradients are ready, from the graph; found again where backwards are kept, as it takes a while."""
-
-        def compute() -> _Estimates:
-            return estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
-
-        if not keeps_compiled(each.device.type for each in inputs if isinstance(each, torch.Tensor)):
-            return compute()
-        try:
-            from dp_compile.engine import artifacts
-
-            if artifacts.why_off("inductor"):
-                return compute()
-            key = artifacts.key_of_estimates(self._graph_module.graph, binding, inputs, rest[:2])
-        except Exception as error:  # this torch, or this graph
-            logger.debug("estimates are not kept: %s", error)
-            return compute()
-        found: _Estimates = artifacts.remembered(key, compute)
-        return found
 
     def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
         """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""

@@ -13,22 +13,22 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import fx, nn
 
 from dp_compile._torch import dynamo, inductor
 from dp_compile._torch.dtensors import own_part
-from dp_compile.config import dump_directory, keeps_compiled
+from dp_compile.config import dump_directory
 from dp_compile.engine import observers
-from dp_compile.engine.artifact_files import Key
 from dp_compile.engine.binding import Place
 from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.intact import check_not_moved
 from dp_compile.engine.owners import owners
+from dp_compile.engine.ready import Fits, NotPlain, Ready, check_plain, places_of, takes_list_first
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.reduced_graph import (
     CapturedGraph,
@@ -40,7 +40,7 @@ from dp_compile.engine.reduced_graph import (
 )
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
-from dp_compile.errors import DPCompileError, ReductionError, UnsupportedTorchError
+from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
 from dp_compile.passes.own_memory import OwnMemory
@@ -48,9 +48,6 @@ from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassRecord
 from dp_compile.passes.running import Running
 from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates
-
-if TYPE_CHECKING:
-    from dp_compile.engine.artifacts import Ready  # loaded late: it needs names that a torch may lack
 
 logger = logging.getLogger("dp_compile.compilation")
 
@@ -79,20 +76,6 @@ class CompileLog:
     passes_ran: bool = False
     passes: tuple[PassRecord, ...] = ()
     placements: tuple[Placement, ...] = ()
-
-
-@dataclass(slots=True)
-class _Keeping:
-    """What is known of a backward that is compiled and may be kept for later processes.
-
-    `said`: hit or miss, and why. Until it has run for the first time: the `key` to keep it by, and what was `taken` of
-    the compilation.
-    """
-
-    said: str = ""
-    key: Key | None = None
-    taken: Any = None
-    is_found: bool = False
 
 
 @dataclass(slots=True)
@@ -148,7 +131,6 @@ class CompiledBackward:
         self._deferred = not makes_buckets
         self._why_deferred = "" if makes_buckets else observers.NO_BUCKETS
         self._run: Callable[..., Any] | None = None
-        self._keeping = _Keeping()
         self._first: _FirstRun | None = None
 
     def __call__(self, replicas: tuple[Replica, ...], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
@@ -171,7 +153,7 @@ class CompiledBackward:
                     outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
                     audience.void(observers.COMPILED_IN_IT)
-                if self._log.graphs and not self._keeping.is_found:
+                if self._log.graphs:
                     _say_if_late(replicas, time.monotonic() - started)
                 if self._first is not None:
                     self._after_first_run(self._first, outputs, reduced)
@@ -239,16 +221,6 @@ class CompiledBackward:
     # --- making the graph
 
     def _make(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any]:
-        if keeps_compiled(each.device.type for each in inputs if isinstance(each, torch.Tensor)):
-            try:
-                if (kept := self._kept(replicas, inputs)) is not None:
-                    return kept
-            except UnsupportedTorchError as error:
-                self._keeping = _Keeping(f"off: {first_line(error)}")
-            except Exception as error:
-                # It needs much of torch that has no public name, and a training does not need it.
-                self._keeping = _Keeping(f"off: {type(error).__name__} {first_line(error)}")
-                logger.warning("compiled backwards are not kept: %s", self._keeping.said, exc_info=True)
         self._first = self._before_first_run(replicas, inputs)
         if self._first.why_not or dynamo.stance() != "default":  # one of "fail_on_recompile" is Dynamo's to keep
             return self._compile(replicas)
@@ -256,47 +228,37 @@ class CompiledBackward:
 
     def _before_first_run(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> _FirstRun:
         try:
-            from dp_compile.engine import artifacts
-
             if inductor.uses_cuda_graphs({}):
                 return _FirstRun(why_not="CUDA graphs are on")
-            artifacts.check_plain(self._captured, replicas, self._to_reduce())
+            check_plain(self._captured, replicas, self._to_reduce())
             parameters = {position: inputs[position] for position in self._captured.sites.accumulations}
-            return _FirstRun(parameters, artifacts.Fits(inputs))
+            return _FirstRun(parameters, Fits(inputs))
         except Exception as error:  # this graph, or this torch
             return _FirstRun(why_not=first_line(error))
 
     def _after_first_run(self, first: _FirstRun, outputs: Sequence[Any], reduced: Sequence[torch.Tensor]) -> None:
-        """Run what was just compiled without Dynamo from now on, if that can be, and keep it if that is wanted."""
-        why, done = first.why_not, ""
+        """Run what was just compiled without Dynamo from now on, if that can be."""
+        why = first.why_not
         if not why and (first.code is None or list(outputs) or self._log.graphs != 1):
             why = "it is more than one graph, or takes more than tensors"
         if not why:
-            from dp_compile.engine import artifacts
-
             try:
-                places = artifacts.places_of(first.parameters, first.outputs, reduced)
-            except artifacts.NotKept as error:
+                places = places_of(first.parameters, first.outputs, reduced)
+            except NotPlain as error:
                 why = str(error)
             else:
                 assert self._run is not None
                 assert first.code is not None
                 assert first.fits is not None
-                ready = artifacts.Ready(first.code, first.fits, places, first.constants)
-                self._run = _without_dynamo(ready, self._run)
-                done = "" if self._keeping.key is None else self._keep(self._keeping.key, places)
+                self._run = _without_dynamo(Ready(first.code, first.fits, places, first.constants), self._run)
         if why:
             logger.debug("Dynamo looks at every run of a backward: %s", why)
-        if self._keeping.key is not None:
-            self._keeping = _Keeping(f"{self._keeping.said}; {done or f'not kept: {why}'}")
 
     def _compile_without_dynamo(self, replicas: tuple[Replica, ...]) -> Callable[..., Any]:
         """What compiles the graph when it runs for the first time; Dynamo is asked where that is not enough."""
         module = with_reductions(self._captured, replicas, self._to_reduce())
 
         def compile_and_run(inputs: list[Any], *rest: Any) -> Any:
-            from dp_compile.engine import artifacts
-
             try:
                 with dynamo.compiling():
                     example = dynamo.stand_ins(inputs)
@@ -309,7 +271,7 @@ class CompiledBackward:
                 self._log = CompileLog()
                 self._run = self._compile(self._replicas)
                 return self._run(inputs, *rest)
-            ready = artifacts.Ready(code, artifacts.Fits(inputs), places)
+            ready = Ready(code, Fits(inputs), places)
             self._run = _without_dynamo(ready, self._compile_anew())
             return ready.run(inputs)
 
@@ -325,8 +287,6 @@ class CompiledBackward:
                 raise NotTraced("nothing is to be compiled anew")
             if made is None:
                 logger.debug("the code of a backward does not fit its inputs any more, and Dynamo makes it anew")
-                if self._keeping.is_found:
-                    self._keeping = _Keeping("miss: inputs or settings changed since it was found")
                 self._has_code, self._log = False, CompileLog()
                 made = self._compile(self._replicas)
             return made(inputs, *rest)
@@ -340,52 +300,6 @@ class CompiledBackward:
 
     def _to_reduce(self) -> ToReduce:
         return ToReduce(self._synced, self._unused, self._deferred, self._updates)
-
-    # --- keeping it for later processes
-
-    def _kept(self, replicas: tuple[Replica, ...], inputs: list[Any]) -> Callable[..., Any] | None:
-        """The code of this backward that an earlier process, or an earlier form of this one, has kept.
-
-        Raises:
-            UnsupportedTorchError: this torch lacks what it takes.
-        """
-        from dp_compile.engine import artifacts
-
-        why = artifacts.why_off(self._backend)
-        if not why and observers.code_is_wanted(self._settling, self._dump_dir):
-            why = "somebody looks at how it is made"
-        if why:
-            self._keeping = _Keeping(f"off: {why}")
-            return None
-        try:
-            pipeline = self._pipeline(inputs)
-            key = artifacts.key_of(self._captured, replicas, self._to_reduce(), inputs, pipeline)
-        except artifacts.NotKept as error:
-            self._keeping = _Keeping(f"not kept: {error}")
-            return None
-        try:
-            found = artifacts.find(key)
-        except artifacts.Miss as miss:
-            self._keeping = _Keeping(f"miss: {miss}", key)
-            logger.debug("a backward is compiled, %s", self._keeping.said)
-            return None
-        for replica in self._settling:
-            check_not_moved(replica)
-        self._keeping = _Keeping(f"hit, {found.seconds:.2f} s", is_found=True)
-        self._log = found.log
-        logger.debug("a backward is not compiled, it was kept: loaded in %.2f s", found.seconds)
-
-        ready = artifacts.Ready(self._telling(found.code, ()), artifacts.Fits(inputs), found.places)
-        return _without_dynamo(ready, self._compile_anew())
-
-    def _keep(self, key: Key, places: tuple[int, ...]) -> str:
-        """Keep what was just compiled, and has run for the first time. What happened, in words."""
-        from dp_compile.engine import artifacts
-
-        taken = self._keeping.taken
-        if taken is None or taken.why_not:
-            return f"not kept: {'it was not compiled' if taken is None else taken.why_not}"
-        return artifacts.keep(key, artifacts.Kept(taken.content, places, self._log))
 
     # --- compiling it
 
@@ -418,9 +332,7 @@ class CompiledBackward:
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
                 told = self._telling(compiled, shares)
             if self._first is not None and not self._first.why_not:
-                from dp_compile.engine import artifacts
-
-                self._first.code = told if artifacts.takes_list_first(graph_module.graph) else None
+                self._first.code = told if takes_list_first(graph_module.graph) else None
             dynamo.let_go_of_nodes(graph_module)
             return told
 
@@ -449,7 +361,7 @@ class CompiledBackward:
         if self._updates and any(map(any, crosses)):
             # Behind all of it: every reduction has its wait until here.
             whole = inductor.ChainedPass(whole, inductor.Keyed(LeaveReductions(self._plans, crosses)))
-        with observing(self._note_written), self._taking(graph_module):
+        with observing(self._note_written):
             return compile_graph(graph_module, example_inputs, whole, on_code if listeners else None)
 
     def _pipeline(
@@ -462,18 +374,6 @@ class CompiledBackward:
         passes = (*self._passes, PlaceUpdates(shares, in_flight)) if self._updates else self._passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
-
-    @contextlib.contextmanager
-    def _taking(self, graph_module: fx.GraphModule) -> Iterator[None]:
-        """Around a compilation whose result is to be kept: take it."""
-        if self._keeping.key is None:
-            yield
-            return
-        from dp_compile.engine import artifacts
-
-        with artifacts.taking(graph_module) as taken:
-            self._keeping.taken = taken
-            yield
 
     def _compilation(self, example_inputs: Sequence[Any]) -> observers.Compilation:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
@@ -568,7 +468,6 @@ class CompiledBackward:
                 placements=log.placements,
                 updated=sum(len(each.indices) for each in self._updates),
                 left_to_step=self._left_to_step,
-                kept=self._keeping.said,
                 why_deferred=self._why_deferred,
             )
             for replica in replicas:

@@ -111,10 +111,6 @@ class Observer:
     def compilation(self, begun: Compilation) -> CompilationListener | None:
         return None
 
-    def wants_code(self, dump_dir: str | None) -> bool:
-        """Whether it would listen to a compilation, which then takes place though its result may be kept already."""
-        return type(self).compilation is not Observer.compilation
-
     def compiled(self, replicas: Sequence[Replica]) -> None:
         """A backward of these modules was compiled, has run, and is in their records."""
 
@@ -239,11 +235,6 @@ def telling_of_compilation(begun: Compilation) -> Iterator[tuple[CompilationList
         for listener in listeners:
             stack.enter_context(listener)
         yield listeners
-
-
-def code_is_wanted(replicas: Sequence[Replica], dump_dir: str | None) -> bool:
-    """Whether somebody would listen to a compilation of these modules."""
-    return any(observer.wants_code(dump_dir) for observer in _observers(replicas))
 
 
 def tell_compiled(replicas: Sequence[Replica]) -> None:

@@ -116,8 +116,6 @@ class CaptureRecord:
     updated: int = 0
     """How many parameters optimizers update in it, and in words what they leave to `step()`."""
     left_to_step: tuple[str, ...] = ()
-    kept: str = ""
-    """Whether its code was found among the backwards that are kept for later processes, or why not."""
     why_deferred: str = ""
 
     @property
@@ -144,7 +142,7 @@ class CaptureRecord:
             notes.append(": ".join(filter(None, ("all reductions at the end of the backward", self.why_deferred))))
         notes += ["code from the compiler's cache, so collectives are counted in the plan"] if self.cached else []
         head += f" ({'; '.join(notes)})" if notes else ""
-        lines = [head, *([f"  kept backwards: {self.kept}"] if self.kept else [])]
+        lines = [head]
         lines += [f"  {record}" for record in (self.passes if verbose else ())]
         lines += [
             f"  refused {refusal.node}: {refusal.reason}"

@@ -371,7 +371,7 @@ def without_python(
         example: the same for whoever compiles it.
 
     Returns:
-        A graph that takes one list of tensors and returns tensors, and where these go, see `artifacts.Kept.places`.
+        A graph that takes one list of tensors and returns tensors, and where these go, see `ready.Ready.places`.
 
     Raises:
         HasPython: there is something else in it.

@@ -24,8 +24,6 @@ class Backward:
     """Its graph is captured: autograd's own has been given up, and runs no second time."""
     is_spoilt: bool = False
     """Its capture ended where autograd's own graph cannot run either."""
-    is_new: bool = False
-    """Code was made, or found, for it."""
     obstacle: str | None = None
     """Why there is no code for its graph, whose hooks have reduced eagerly instead."""
     holds_window: bool = True

@@ -69,9 +69,6 @@ class Dumps(Observer):
                 self._directory[replica] = dump.directory
         return dump
 
-    def wants_code(self, dump_dir: str | None) -> bool:
-        return dumps_wanted(dump_dir)
-
     def compiled(self, replicas: Sequence[Replica]) -> None:
         """Write the step of each module to its latest dump; that of a second module with its number."""
         for ordinal, replica in enumerate(replicas):

@@ -129,7 +129,7 @@ STAGES = {
     "end": (dynamo._Capture, "end_capture"),
     "sites": (captured, "find_sites"),
     "binding": (captured.Binder, "bind"),
-    "estimates": (captured.CapturedBackward, "_estimates"),
+    "estimates": (captured, "estimates_of"),
     "reductions": (compilation, "with_reductions"),
     "passes": (compilation.CompiledBackward, "_pipeline"),
     "compiler": (compilation.inductor, "compile_with_aot_eager"),

@@ -8,6 +8,7 @@ something else now.
 from __future__ import annotations
 
 import contextlib
+import copy
 import operator
 import random
 import weakref
@@ -18,14 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside import AOT
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
+from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
-from dp_compile._torch import compiler, dynamo
-from dp_compile.engine import artifacts, compilation
+from dp_compile._torch import compiler, dynamo, guards
+from dp_compile.engine import compilation, ready
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -34,13 +37,13 @@ pytestmark = pytest.mark.usefixtures("fake_group")
 def without(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many inputs each run without Dynamo had."""
     runs: list[int] = []
-    run = artifacts.Ready.run
+    run = ready.Ready.run
 
-    def counted(self: artifacts.Ready, inputs: list[Any]) -> Any:
+    def counted(self: ready.Ready, inputs: list[Any]) -> Any:
         runs.append(len(inputs))
         return run(self, inputs)
 
-    monkeypatch.setattr(artifacts.Ready, "run", counted)
+    monkeypatch.setattr(ready.Ready, "run", counted)
     return runs
 
 
@@ -239,9 +242,9 @@ def test_what_a_forward_saved_is_freed_while_the_backward_runs(
 ) -> None:
     """The list of inputs is emptied, and nobody else holds what was in it."""
     run, seen, alive = torch.compile(model, backend="aot_eager"), list[Any](), list[bool]()
-    counted, put = artifacts.Ready.run, artifacts.Ready._put
+    counted, put = ready.Ready.run, ready.Ready._put
 
-    def note(self: artifacts.Ready, inputs: list[Any]) -> Any:
+    def note(self: ready.Ready, inputs: list[Any]) -> Any:
         seen.extend(
             weakref.ref(each)
             for each in inputs
@@ -249,12 +252,12 @@ def test_what_a_forward_saved_is_freed_while_the_backward_runs(
         )
         return counted(self, inputs)
 
-    def look(self: artifacts.Ready, *args: Any) -> Any:
+    def look(self: ready.Ready, *args: Any) -> Any:
         alive.extend(ref() is not None for ref in seen)
         return put(self, *args)
 
-    monkeypatch.setattr(artifacts.Ready, "run", note)
-    monkeypatch.setattr(artifacts.Ready, "_put", look)
+    monkeypatch.setattr(ready.Ready, "run", note)
+    monkeypatch.setattr(ready.Ready, "_put", look)
     for _ in range(2):
         model.zero_grad()
         backward(run)
@@ -495,3 +498,80 @@ def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
     torch.manual_seed(1)
     random.seed(1)
     assert drawn == (torch.rand(1).item(), random.random())
+
+
+# --- what Dynamo would ask, and where results go --------------------------------------------------------------------
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def test_gradients_that_come_from_elsewhere_are_seen() -> None:
+    parameters = {3: nn.Parameter(torch.ones(2)), 5: nn.Parameter(torch.ones(2))}
+    grads, flags = [torch.ones(2), torch.zeros(2)], torch.ones(1)
+    for parameter, grad in zip(parameters.values(), grads, strict=True):
+        parameter.grad = grad
+    assert ready.places_of(parameters, [grads[1], flags, grads[0]], [flags]) == (5, -1, 3)
+    for outputs, returned in (
+        ([grads[0], flags], [flags]),
+        ([*grads, flags, torch.ones(1)], [flags]),
+        (grads, [flags]),
+    ):
+        with pytest.raises(ready.NotPlain):
+            ready.places_of(parameters, outputs, returned)
+
+
+def test_what_fits_is_what_dynamo_would_guard_on() -> None:
+    tensors = [torch.ones(3, 4), torch.ones(2, requires_grad=True)]
+    fits = guards.Fits(tensors)
+    assert fits([torch.zeros(3, 4), torch.zeros(2, requires_grad=True)])
+    for others in (
+        tensors[:1],
+        [*tensors, torch.ones(1)],
+        [torch.ones(4, 3).t(), tensors[1]],
+        [torch.ones(3, 5), tensors[1]],
+        [torch.ones(3, 4).double(), tensors[1]],
+        [torch.ones(3, 4).requires_grad_(), tensors[1]],
+        [torch.ones(3, 4).as_subclass(Sub), tensors[1]],
+        [torch.ones(3, 4, device="meta"), tensors[1]],
+    ):
+        assert not fits(others)
+    same = torch.ones(2)
+    assert not guards.Fits([torch.ones(2), torch.ones(2)])([same, same])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not fits(tensors)
+
+
+class Positions(nn.Module):
+    """Its backward starts from zeros and from positions: calls that are given no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(6, 6)
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(x + self.position(torch.arange(len(x))))
+        return result
+
+
+def gradients_of(model: nn.Module, compiled: Any) -> list[torch.Tensor]:
+    torch.manual_seed(4)
+    compiled(torch.randn(4, 6)).square().mean().backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_forward_that_torch_saved_gives_the_backward_that_was_compiled(fake_group: dist.ProcessGroup) -> None:
+    """Plain `torch.compile` ran first: entries of AOTAutograd's cache have constants for calls without a tensor."""
+    with fresh_cache():
+        expected = Positions()
+        wanted = gradients_of(expected, torch.compile(expected))
+        expected.zero_grad()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = dp_compile.replicate(copy.deepcopy(expected))
+        for one, two in zip(gradients_of(model, torch.compile(model)), wanted, strict=True):
+            torch.testing.assert_close(one * dist.get_world_size(), two)
+        assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 1
+        assert "copied" not in str(dp_compile.report(model).captures[0])

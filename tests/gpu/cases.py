@@ -192,8 +192,6 @@ SMALL = MappingProxyType(
         "not-mixed": Case(norms, runs=False),
     }
 )
-KEPT = ("mlp", "wire-bf16", "lives-on")
-"""Those that one process keeps and another finds."""
 LARGE = MappingProxyType(
     {
         "gpt": Case(gpt, config=_capped(60_000)),

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,24 +79,6 @@ def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...
     failed = {name: result["failed"] for name, result in results.items() if "failed" in result}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
     return results
-
-
-def kept_and_found(part: Path) -> tuple[Results, Results]:
-    """Of two processes that share a cache, one after the other."""
-    with tempfile.TemporaryDirectory() as cache:
-        of = []
-        for process in ("first", "second"):
-            run("kept.py", str(part), process, TORCHINDUCTOR_CACHE_DIR=cache, DP_COMPILE_CACHE="1")
-            of.append(json.loads(part.read_text()))
-            for module in Path(cache).rglob("*.py"):
-                module.unlink()  # so that a text which is found comes out of what was kept
-        return of[0], of[1]
-
-
-@pytest.fixture(scope="session")
-def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    first, second = made_once(tmp_path_factory, "kept", kept_and_found)
-    return first, second
 
 
 @pytest.fixture(scope="session")

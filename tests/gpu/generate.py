@@ -263,7 +263,6 @@ def result_of(case: cases.Case) -> dict[str, Any]:
         "differences": differences(run, model, real_model, real_x) if case.runs else {},
         "assumed": run.values.assumed,
         "gradients": digests(run, model) if case.runs else {},
-        "kept": [capture.kept for capture in record.captures],
     }
     unreplicate(model)
     return result

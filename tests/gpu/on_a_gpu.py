@@ -255,12 +255,11 @@ def g8(machine: Machine) -> list[Process]:
 def g9(machine: Machine) -> list[Process]:
     """In a folder of their own, that is empty for the first wave and full for the second."""
     found = []
-    modes = ("ours", "ddp_compiled") if machine.rehearse else ("ours", "ours kept", "ddp_compiled", "compute")
+    modes = ("ours", "ddp_compiled") if machine.rehearse else ("ours", "ddp_compiled", "compute")
     for wave, when in enumerate(("cold", "warm")):
         for mode in modes:
             folder = "{scratch}/" + mode.replace(" ", "_")
             caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
-            caches |= {"DP_COMPILE_CACHE": "1"} if "kept" in mode else {}
             found.append(Process(f"{mode} {when}", wave=wave, environment=caches))
     return found
 

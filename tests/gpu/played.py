@@ -79,7 +79,7 @@ Compiled = Callable[[list[Any]], list[Any]]
 
 
 def install() -> None:
-    """Let Inductor write code for the GPU. What is to be done with that, `keep_nothing` or `keep` says."""
+    """Let Inductor write code for the GPU. What is to be done with that, `keep_nothing` says."""
     from torch._inductor import config
 
     be(H100)
@@ -101,39 +101,6 @@ def keep_nothing(run_instead: Callable[[Any, str], Compiled]) -> None:
         return SimpleNamespace(call=run_instead(graph.module, code), __file__=os.devnull, key="played", _runners=None)
 
     GraphLowering.compile_to_module = compile_to_module
-
-
-def keep(run_stored: Callable[[str], Compiled]) -> list[str]:
-    """Torch's caches keep what is compiled, and ours do; what is called is made by `run_stored`, of a text alone.
-
-    It gets the text of the file that torch would load as a module, whether that was just generated or found.
-
-    Returns:
-        The texts that are generated in this process, as they come.
-    """
-    import torch
-    from torch._inductor.codecache import PyCodeCache
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    from dp_compile.engine import artifacts
-
-    def type_of(value: Any) -> type:
-        kind = torch.nn.Parameter if isinstance(value, torch.nn.Parameter) else torch.Tensor
-        return kind if isinstance(value, FakeTensor) else type(value)
-
-    def load(key: str, path: str, *_: Any, **__: Any) -> SimpleNamespace:
-        return SimpleNamespace(call=run_stored(Path(path).read_text()), __file__=path, key=key)
-
-    def write_noting(text: str, *how: Any) -> tuple[str, str]:
-        generated.append(text)
-        return write(text, *how)
-
-    generated: list[str] = []
-    write = PyCodeCache.write
-    PyCodeCache.load_by_key_path, PyCodeCache.write = staticmethod(load), staticmethod(write_noting)
-    torch.cuda.current_device = lambda: 0  # for torch's own keys: with none they have neither the GPU nor Triton
-    artifacts.type = type_of  # fake tensors stand for real ones, and the inputs of what is kept have to be those
-    return generated
 
 
 def be(device: SimpleNamespace) -> None:

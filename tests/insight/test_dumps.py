@@ -277,7 +277,6 @@ def test_a_second_run_is_dumped_as_the_first(tmp_path: Path) -> None:
         assert code.count("all_reduce_.default(") == 2
     assert (torch._inductor.config.fx_graph_cache, torch._functorch.config.enable_autograd_cache) == settings
     (record,) = dp_compile.report(model).captures
-    assert record.kept.startswith("hit"), record.kept
     assert record.collectives == 2
 
 

@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 
 from dp_compile.config import (
-    CACHE_VARIABLE,
     HOOK_VARIABLE,
     MONITOR_VARIABLE,
     SWITCHES,
     ReplicateConfig,
-    keeps_compiled,
     monitor_after_s,
 )
 from dp_compile.errors import ConfigError, DPCompileError
@@ -170,20 +168,3 @@ def test_the_environment_is_not_in_the_documentation(monkeypatch: pytest.MonkeyP
     assert "secret" not in text
     for field in dataclasses.fields(ReplicateConfig):
         assert f"{field.name}: `" in text, field.name
-
-
-@pytest.mark.parametrize(
-    ("said", "on_cpus", "on_both"),
-    [(None, True, False), ("auto", True, False), ("1", True, True), ("off", False, False)],
-)
-def test_what_is_compiled_is_kept_where_that_was_tried(said: str | None, on_cpus: bool, on_both: bool) -> None:
-    environ = {} if said is None else {CACHE_VARIABLE: said}
-    assert keeps_compiled(["cpu", "cpu"], environ) is on_cpus
-    assert keeps_compiled(["cpu", "cuda"], environ) is on_both
-
-
-def test_a_cache_variable_that_says_neither() -> None:
-    with pytest.raises(
-        ConfigError, match="DP_COMPILE_CACHE must be one of 0, 1, auto, false, no, off, on, true, yes, got 'ja'"
-    ):
-        keeps_compiled(["cpu"], {CACHE_VARIABLE: "Ja"})
