@@ -117,6 +117,8 @@ def _scale_scattered(node: fx.Node, factor: float, provenance: edit.Provenance) 
     values = node.args[position]
     if not isinstance(base, fx.Node) or not isinstance(values, fx.Node) or not _is_zero(base):
         return False
+    if not statically_known_true(values.meta["val"].numel() > 0):  # nothing would bear the factor
+        return False
     node.update_arg(position, edit.insert_call(node.graph, node, aten.mul.Tensor, (values, factor), provenance))
     return True
 

@@ -176,7 +176,7 @@ SMALL = MappingProxyType(
         "tied": Case(tied, config=_capped(2_000), every_day=False),
         "embedding-bf16": Case(embedding, dtype=torch.bfloat16),
         "kept": Case(tied, config=_capped(2_000), backwards=2),
-        "unused": Case(unused, config={**_capped(2_000), "find_unused_parameters": True}),
+        "unused": Case(unused, config=_capped(2_000)),
         "two-keys-bf16": Case(two_keys, every_day=False),
         "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
         "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}, every_day=False),

@@ -321,6 +321,19 @@ def test_a_product_of_nothing_has_no_row_to_borrow(rows: int, folds: bool) -> No
     assert ("addmm" in short(module.graph)) == folds
 
 
+@pytest.mark.parametrize("rows", [3, 0])
+def test_nothing_that_is_scattered_bears_no_factor(rows: int) -> None:
+    """The result is zeros, and the check of the passes found another factor."""
+    grad = Grad(index=0, shape=(4,))
+
+    def backward(values: torch.Tensor) -> tuple[torch.Tensor]:
+        places = torch.arange(rows) % 3
+        return (grad.reduce(torch.zeros(4).index_put((places,), values.sin(), accumulate=True)),)
+
+    module = run_passes(trace(backward, torch.randn(rows)), plan_for([grad]))
+    assert ("mul" in short(module.graph)) == bool(rows)
+
+
 def test_products_that_are_added_to_something_and_products_of_a_batch_take_the_factor() -> None:
     shapes: list[tuple[int, ...]] = [(2, 3), (5, 2, 3), (5, 2, 3)]
     grads = [Grad(index=index, shape=shape) for index, shape in enumerate(shapes)]
