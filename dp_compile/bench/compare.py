@@ -10,16 +10,11 @@ from dp_compile.bench.machine import MACHINE
 from dp_compile.bench.results import Cell, ModeResult, Ratio, Results, ratios
 from dp_compile.errors import ConfigError
 
-FALSE_ALARMS: Final = 0.01
-"""Probability of any regression in two runs of the same code, if repetitions show all of the noise."""
-
+FALSE_ALARMS: Final = 0.01  # probability of a regression in two runs of the same code, if turns show all of the noise
+TOO_NOISY: Final = 0.25  # with a wider noise band, `same` would be a claim without evidence
+# Two starts of the same code differ (memory layout, order of compilation), which turns of one start cannot show:
+# Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM 2013. Smaller changes are no regression.
 TOLERANCE: Final = 0.03
-"""Smaller changes are no regression. Two starts of the same code differ too (memory layout, order of compilation),
-which repetitions inside one start cannot show (Kalibera and Jones, Rigorous Benchmarking in Reasonable Time, ISMM
-2013)."""
-
-TOO_NOISY: Final = 0.25
-"""With a wider noise band, `same` would be a claim without evidence."""
 
 
 def compare(baseline: Results, new: Results) -> tuple[list[str], int]:
@@ -34,8 +29,7 @@ def compare(baseline: Results, new: Results) -> tuple[list[str], int]:
     """
     _check_comparable(baseline, new)
     reference = baseline.suite.reference
-    later = {(cell.workload, cell.network): cell for cell in new.cells}
-    pairs = [(cell, later[cell.workload, cell.network]) for cell in baseline.cells]
+    pairs = list(zip(baseline.cells, new.cells, strict=True))
     times = [_times(*pair, reference) for pair in pairs]
     total = sum(map(len, times))
     if not total:
@@ -55,19 +49,14 @@ def compare(baseline: Results, new: Results) -> tuple[list[str], int]:
 
 
 def _check_comparable(baseline: Results, new: Results) -> None:
-    old, here = baseline.environment, new.environment
-    differing = [f"{name} {old[name]!r} and {here[name]!r}" for name in MACHINE if old[name] != here[name]]
-    differing += [
-        f"{name} {getattr(baseline.suite, name)} and {getattr(new.suite, name)}"
-        for name in ("reference", "ranks", "steps_per_turn", "caches")
-        if getattr(baseline.suite, name) != getattr(new.suite, name)
-    ]
-    differing += [
-        f"{cell.workload} over {cell.network} is in one of them"
-        for cell in baseline.cells
-        if (cell.workload, cell.network) not in {(each.workload, each.network) for each in new.cells}
-    ]
-    if differing:
+    settings = ("reference", "ranks", "steps_per_turn", "caches")
+    old, here = (
+        {name: each.environment[name] for name in MACHINE}
+        | {name: getattr(each.suite, name) for name in settings}
+        | {"cells": ", ".join(f"{cell.workload} over {cell.network}" for cell in each.cells)}
+        for each in (baseline, new)
+    )
+    if differing := [f"{name} {old[name]!r} and {here[name]!r}" for name in old if old[name] != here[name]]:
         raise ConfigError(f"these runs cannot be compared: {'; '.join(differing)}.")
 
 
@@ -112,11 +101,11 @@ def _notes(baseline: Results, new: Results) -> list[str]:
     """Other versions, and networks that are not as they were or should be."""
     versions = baseline.environment["torch"], new.environment["torch"]
     notes = [] if versions[0] == versions[1] else ["note: torch was {} and is {}".format(*versions)]
-    rates = {(cell.workload, cell.network): cell.rate_mbit for cell in baseline.cells}
-    for cell in new.cells:
-        where, old = f"note: {cell.workload} over {cell.network}", rates.get((cell.workload, cell.network))
-        if cell.rate_mbit and old and abs(cell.rate_mbit / old - 1) > 0.1:
-            notes.append(f"{where}: the rate was {old:.4g} mbit and is {cell.rate_mbit:.4g}; rate_mbit fixes it")
+    for old, cell in zip(baseline.cells, new.cells, strict=True):
+        where = f"note: {cell.workload} over {cell.network}"
+        if cell.rate_mbit and old.rate_mbit and abs(cell.rate_mbit / old.rate_mbit - 1) > 0.1:
+            rates = f"{old.rate_mbit:.4g} mbit and is {cell.rate_mbit:.4g}"
+            notes.append(f"{where}: the rate was {rates}; rate_mbit fixes it")
         if cell.rate_mbit and cell.self_check is not None and not cell.self_check.passed:
             notes.append(f"{where}: the network did not pass its self-check")
     return notes

@@ -26,9 +26,7 @@ class ModeResult:
     """One mode in one cell.
 
     Args:
-        is_bound: its gradients were not compared.
-        status: `measured`, `skipped` or `failed`.
-        reason: why it was not measured.
+        status: `measured`, `skipped` or `failed`; the last two have a `reason`.
         step_s: seconds of a step, by turn; of the slowest rank.
         others: by turn, the share of the machine that other processes used.
         starts_s: seconds until each start of the mode was warm: building, first gradients, warm-up.
@@ -55,9 +53,7 @@ class Cell:
 
     Args:
         compute_s: seconds of the workload's step in mode `compute`; 0 if no rate depends on it.
-        gradient_nbytes: of all its gradients.
         skipped: why nothing was measured, or empty.
-        rate_mbit: of the network, if it has one.
         self_check: of this network; `None` only if skipped.
     """
 

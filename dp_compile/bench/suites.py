@@ -24,10 +24,7 @@ class Suite:
     """Every workload with every mode over every network.
 
     Args:
-        name: of the result file too.
-        workloads: built-in names, or `package.module:function` that returns a `Workload`.
-        modes: the same for `Mode`.
-        networks: between the ranks.
+        workloads: built-in names, or `package.module:function` that returns a `Workload`; `modes` the same for `Mode`.
         reference: the mode that ratios are to.
         ranks: processes of a mode, except on a simulated network.
         warmup_steps: untimed steps after the first gradients, which compile.

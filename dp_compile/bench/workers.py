@@ -156,11 +156,7 @@ def main(handle: int) -> None:
 class Workers:
     """One process per rank, which start when this is made. `with` ends them, also after an error.
 
-    Args:
-        title: for errors, such as `mode ddp`.
-        placement: where they run, and how many.
-        environment: in addition to this process's and the placement's.
-        directory: for their output, a file for each.
+    `title` is for errors, such as `mode ddp`; `directory` gets a file of output for each.
     """
 
     def __init__(self, title: str, placement: Placement, environment: Mapping[str, str], directory: Path) -> None:

@@ -239,10 +239,6 @@ def on_slow_gpu() -> Any:
     return on_simulated(on_gpu, cost=AllReduceCost(0.05, 0.0))
 
 
-def self_check_on_gpu() -> Any:
-    return on_simulated(selfcheck.measure, cost=AllReduceCost(1.8e-3, 4e-11))
-
-
 @needs_gpu
 def test_a_stream_is_busy_and_the_process_is_not(fresh: Ranks) -> None:
     (found,) = fresh.run(on_slow_gpu)
@@ -250,12 +246,6 @@ def test_a_stream_is_busy_and_the_process_is_not(fresh: Ranks) -> None:
     assert found["value"] == RANKS**2
     assert found["took_ms"] == pytest.approx(50.0, rel=0.1)
     assert found["future"] == [1.0, 1.0, 1.0]
-
-
-@needs_gpu
-def test_the_self_check_on_a_gpu(fresh: Ranks) -> None:
-    (found,) = fresh.run(self_check_on_gpu)
-    assert found.passed, found
 
 
 @needs_gpu
