@@ -224,20 +224,6 @@ def shard(above: str, code: str, directory: str) -> tuple[list[float], int, int]
     return values, here, whole
 
 
-def plan_in_pairs(code: str) -> tuple[str, list[int]]:
-    """Run the lines on a strategy of one's own, and train with it: the report, and how many gradients a bucket has."""
-    torch.manual_seed(0)
-    names: dict[str, Any] = {"Model": lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))}
-    names["__name__"] = __name__  # a dataclass looks for the module that it is defined in
-    with as_on_a_rank_of_the_tests():
-        exec(code, names)
-        model = names["model"]
-        torch.compile(model)(torch.randn(2, 4)).sum().backward()
-    report = dp_compile.report(model)
-    del names["model"]  # the strategy's class has these names as its globals, and a replica holds its strategy
-    return f"{dp_compile.step_of(model).strategy}", [len(bucket.members) for bucket in report.plan.buckets]
-
-
 def train_locally(code: str) -> tuple[int, list[float]]:
     """Run the lines on local SGD, two reduced steps and five of each rank: averages, and the parameters."""
     torch.manual_seed(dist.get_rank())
@@ -291,9 +277,6 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     (report, one), (_, other) = ranks2.run(train_ten_lines, python_of("migration.md"))
     assert "backwards: 3 captured" in report
     assert one == other
-    for text, sizes in ranks2.run(plan_in_pairs, python_of("plans.md")):
-        assert "in pairs" in text
-        assert sizes == [2, 2, 1]
     (steps, one), (_, other) = ranks2.run(train_locally, python_of("averaging.md"))
     assert steps == 7
     assert one == other

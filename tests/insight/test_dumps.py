@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -22,13 +22,12 @@ from torch import fx, nn
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.cli.main import main
-from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
+from dp_compile.config import DUMP_VARIABLE, ReplicateConfig, dump_directory
 from dp_compile.engine import compilation
-from dp_compile.errors import ConfigError, InvalidGraphError
+from dp_compile.errors import InvalidGraphError
 from dp_compile.insight import dumps
 from dp_compile.insight.dumps import captures_in
 from dp_compile.insight.step import Step
-from dp_compile.modules.replicate import _compared_options
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
@@ -54,12 +53,15 @@ def train(
     model: nn.Module, directory: Path | None, *inputs: torch.Tensor, backend: str = "aot_eager", **options: Any
 ) -> nn.Module:
     """One step; the model, replicated."""
-    dump_dir = None if directory is None else str(directory)
-    config = ReplicateConfig(backend=backend, dump_dir=dump_dir, bucket_cap_mb=0.0003)
-    dp_compile.replicate(model, config=config, **options)
+    dp_compile.replicate(model, config=ReplicateConfig(backend=backend, bucket_cap_mb=0.0003), **options)
     x = inputs or (torch.randn(3, 8, generator=torch.Generator().manual_seed(1)),)
-    torch.compile(model, backend="aot_eager")(*x).square().sum().backward()
+    with dumped_to(directory):
+        torch.compile(model, backend="aot_eager")(*x).square().sum().backward()
     return model
+
+
+def dumped_to(directory: Path | None) -> AbstractContextManager[Any]:
+    return nullcontext() if directory is None else mock.patch.dict(os.environ, {DUMP_VARIABLE: str(directory)})
 
 
 def only_capture(directory: Path) -> Path:
@@ -161,57 +163,6 @@ def test_the_captured_graph_has_the_same_names(tmp_path: Path) -> None:
         assert f"   reduced {name} = reduce_grad(grad {name}): " in text
 
 
-def test_members_apart_and_pieces_have_names(tmp_path: Path) -> None:
-    """The weight in two pieces, its bias apart in a bucket with one of them."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 16)
-    gradients = [{"name": "weight"}, {"name": "weight"}, {"name": "bias"}, {"name": "<unused-parameter flags>"}]
-    rows: Sequence[list[int] | None] = ([0, 8], [8, 16], None, None)
-    offsets = (0, 0, None, None)
-    members = [
-        {"gradient": gradient, "offset": offset, "rows": row}
-        for gradient, offset, row in zip(gradients, offsets, rows, strict=True)
-    ]
-    plan = tmp_path / "plan.json"
-    plan.write_text(json.dumps({"version": 2, "buckets": [{"members": members[:1]}, {"members": members[1:]}]}))
-    config = ReplicateConfig(backend="aot_eager", dump_dir=str(tmp_path / "dump"))
-    dp_compile.replicate(model, config=config, plan=plan)
-    torch.compile(model, backend="aot_eager")(torch.randn(3, 8)).square().sum().backward()
-    text = short(only_capture(tmp_path / "dump") / "3-schedule-collectives.txt")
-    assert_expected_inline(
-        text,
-        """\
-   ... 3 inputs
-   bias: float32[16]
-   weight: float32[16, 8]
-   flags: float32[53]
-   ... 10 nodes: t 3, mul 2, copy 1, expand 1, mm 1, new_empty_strided 1, other 1
-   grad weight[0:8] = slice(copy): float32[8, 8]
-   bucket 0 = flat_bucket([grad weight[0:8]]): float32[64]
->> launch 0 = all_reduce(bucket 0, sum, 0): float32[64]
-   grad weight[8:16] = slice(copy): float32[8, 8]
-   bucket 1/0 = flat_bucket([grad weight[8:16]]): float32[64]
-   bucket 1/2 = flat_bucket([flags]): float32[53]
-   ... 3 nodes: new_empty_strided 1, sum 1, view 1
-   grad bias = copy(new_empty_strided, view): float32[16]
-   bucket 1/1 = flat_bucket([grad bias]): float32[16]
->> launch 1 = all_reduce_coalesced([bucket 1/0, bucket 1/1, bucket 1/2], sum, 0): 3 tensors
-   launch 1/0 = getitem(launch 1): float32[64]
-   launch 1/1 = getitem(launch 1): float32[16]
-   launch 1/2 = getitem(launch 1): float32[53]
-<< wait 0 = wait_tensor(launch 0): float32[64]
-<< wait 1/0 = wait_tensor(launch 1/0): float32[64]
-<< wait 1/1 = wait_tensor(launch 1/1): float32[16]
-<< wait 1/2 = wait_tensor(launch 1/2): float32[53]
-   assembled weight = assemble([wait 0, wait 1/0]): float32[128]
-   reduced weight = as_strided(assembled weight): float32[16, 8]
-   reduced bias = as_strided(wait 1/1): float32[16]
-   reduced flags = as_strided(wait 1/2): float32[53]
-   return 3 tensors: reduced flags, reduced bias, reduced weight
-""",
-    )
-
-
 def test_several_modules_do_not_mix(tmp_path: Path) -> None:
     first, second = mlp(), nn.Linear(8, 2)
     train(first, tmp_path)
@@ -228,10 +179,11 @@ def test_several_modules_do_not_mix(tmp_path: Path) -> None:
 
 
 def test_two_modules_in_one_backward_keep_their_names_apart(tmp_path: Path) -> None:
-    config = ReplicateConfig(backend="aot_eager", dump_dir=str(tmp_path))
+    config = ReplicateConfig(backend="aot_eager")
     models = [dp_compile.replicate(mlp(), config=config) for _ in range(2)]
     x = torch.randn(3, 8)
-    sum(torch.compile(model, backend="aot_eager")(x).square().sum() for model in models).backward()  # type: ignore[union-attr]
+    with dumped_to(tmp_path):
+        sum(torch.compile(model, backend="aot_eager")(x).square().sum() for model in models).backward()  # type: ignore[union-attr]
     text = short(only_capture(tmp_path) / "3-schedule-collectives.txt")
     assert "launch 0.0" in text
     assert "launch 1.0" in text
@@ -240,9 +192,12 @@ def test_two_modules_in_one_backward_keep_their_names_apart(tmp_path: Path) -> N
     assert text.count("\n>> ") == 2
 
 
-def test_one_dump_for_each_compilation_and_none_for_a_later_step(tmp_path: Path) -> None:
+def test_one_dump_for_each_compilation_and_none_for_a_later_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DUMP_VARIABLE, str(tmp_path))
     model = mlp()
-    dp_compile.replicate(model, config=ReplicateConfig(backend="aot_eager", dump_dir=str(tmp_path)))
+    dp_compile.replicate(model, config=ReplicateConfig(backend="aot_eager"))
     compiled = torch.compile(model, backend="aot_eager")
     for _ in range(3):
         compiled(torch.randn(3, 8)).square().sum().backward()
@@ -338,27 +293,15 @@ def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path: Path) -> None:
 
 
 def test_who_says_where() -> None:
-    assert ReplicateConfig().dump_directory({}) is None
-    assert ReplicateConfig().dump_directory({DUMP_VARIABLE: ""}) is None
-    assert ReplicateConfig().dump_directory({DUMP_VARIABLE: "here"}) == "here"
-    assert ReplicateConfig(dump_dir="there").dump_directory({DUMP_VARIABLE: "here"}) == "there"
+    assert dump_directory({}) is None
+    assert dump_directory({DUMP_VARIABLE: ""}) is None
+    assert dump_directory({DUMP_VARIABLE: "here"}) == "here"
 
 
 def test_the_environment_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DUMP_VARIABLE, str(tmp_path))
     train(mlp(), None)
     assert len(captures_in(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("value", ["", 3, Path("dumps"), True])
-def test_a_directory_is_given_as_text(value: Any) -> None:
-    with pytest.raises(ConfigError, match="dump_dir must be the path of a directory as text, got"):
-        ReplicateConfig(dump_dir=value)
-
-
-def test_ranks_may_dump_into_different_places() -> None:
-    assert _compared_options(ReplicateConfig(dump_dir="here")) == _compared_options(ReplicateConfig())
-    assert _compared_options(ReplicateConfig(backend="aot_eager")) != _compared_options(ReplicateConfig())
 
 
 # --- the command ------------------------------------------------------------------------------------------------

@@ -152,9 +152,7 @@ def test_a_wait_that_returns_at_once_says_nothing_about_the_finish() -> None:
     ("backend", "options"),
     [
         ("aot_eager", {}),
-        ("aot_eager", {"strategy": "coalesced"}),
         ("inductor", {"bucket_cap_mb": 0.0004}),
-        pytest.param("inductor", {"strategy": "coalesced"}, marks=pytest.mark.nightly),
     ],
 )
 def test_a_step_is_measured(backend: Any, options: dict[str, Any]) -> None:

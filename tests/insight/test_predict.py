@@ -25,7 +25,7 @@ from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import EITHER, AllReduceCost
 from dp_compile.plan.links import LINKS
-from dp_compile.plan.ready_times import MEASURED, Product, ReadyTimes
+from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 
 KEY = bucket_key("", "avg", "float32", "cuda")
 LAYOUT = Layout(64)
@@ -78,7 +78,7 @@ steps = st.builds(
     world_size=st.sampled_from((2, 8, 64)),
     dtypes=st.sampled_from((("float32",), ("float32", "bfloat16"))),
     per_bucket=st.integers(1, 4),
-    strategy=st.sampled_from(("fixed", "optimal", "coalesced")),
+    strategy=st.sampled_from(("fixed", "optimal")),
 )
 
 
@@ -168,24 +168,8 @@ def test_integers_keep_their_dtype() -> None:
     assert predict(odd, dtype="bfloat16").step.plan == odd.plan
 
 
-def test_pieces_stay_pieces() -> None:
-    (one,) = [each for each in STEP.plan.gradients if each.index == 0]
-    pieces = LAYOUT.bucket(KEY, [one, one], "pieces", {0: (0, 250_000), 1: (250_000, 1_000_000)})
-    cut = dataclasses.replace(
-        STEP,
-        plan=BucketPlan((*STEP.plan.buckets[:1], pieces)),
-        ready=dataclasses.replace(STEP.ready, products={0: Product(0.2, 0.01)}),
-    )
-    predicted = predict(cut, dtype="float16").step
-    assert [member.rows for member in predicted.plan.buckets[1].members] == [(0, 250_000), (250_000, 1_000_000)]
-
-
 def test_buckets_of_a_size() -> None:
     assert len(replanned(STEP, math.inf).plan.buckets) == 2  # torch's first bucket is 1 MiB
-    coalesced = replanned(dataclasses.replace(STEP, strategy="coalesced"))
-    assert all(member.offset is None for bucket in coalesced.plan.buckets for member in bucket.members)
-    flat = replanned(dataclasses.replace(coalesced, strategy="coalesced"), 25.0)
-    assert all(member.offset is not None for bucket in flat.plan.buckets for member in bucket.members)
 
 
 def test_links() -> None:

@@ -22,7 +22,7 @@ from dp_compile.passes.result import PeakMemory, Refusal
 from dp_compile.plan.backends import FAKE, GLOO
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout
 from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.ready_times import ESTIMATED, Product, ReadyTimes
+from dp_compile.plan.ready_times import ESTIMATED, ReadyTimes
 from dp_compile.plan.reduction import WHOLE
 
 KEY = bucket_key("", "sum", "float32", "cpu")
@@ -37,7 +37,7 @@ STEP = Step(
     backend=GLOO,
     device="cpu",
     plan=BucketPlan((LAYOUT.bucket(KEY, [TWO], "why"), LAYOUT.bucket(KEY, [ONE], "because"))),
-    ready=ReadyTimes({1: 0.5, 0: 1.0}, 0.010, "stated", {1: Product(0.1, 0.01)}),
+    ready=ReadyTimes({1: 0.5, 0: 1.0}, 0.010, "stated"),
     cost=AllReduceCost(0.001, 1e-9),
     cost_source="stated",
     memory=PeakMemory(10, "mm", 20),
@@ -62,14 +62,6 @@ def test_a_busy_network_and_an_unknown_backward() -> None:
     step = dataclasses.replace(STEP, measured=None, ready=dataclasses.replace(STEP.ready, backward_s=None))
     assert step.backward_s == pytest.approx(0.002)
     assert planned_buckets(step)[1][:4] == pytest.approx((0.002, 0.003, 0.005, 0.002))
-
-
-def test_pieces_are_ready_one_after_the_other() -> None:
-    pieces = LAYOUT.bucket(KEY, [TWO, TWO], "pieces", {0: (0, 5_000), 1: (5_000, 25_000)})
-    step = dataclasses.replace(STEP, plan=BucketPlan((pieces,)))
-    assert [[each.ready_s for each in bucket] for bucket in step.ready_members()] == [
-        [pytest.approx(0.0042), pytest.approx(0.005)]
-    ]
 
 
 def test_to_json_and_back() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dp_compile
+from dp_compile.config import DUMP_VARIABLE
 from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.measure import Measurement
 from dp_compile.insight.observe import step_of
@@ -72,8 +75,9 @@ def seen(fake_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory
     found = {}
     for way in WAYS:
         dump = tmp_path_factory.mktemp("dump") / way
-        loop = Loop(way, dataclasses.replace(CONFIG, dump_dir=str(dump)))
-        loop.train(2)
+        loop = Loop(way, CONFIG)
+        with mock.patch.dict(os.environ, {DUMP_VARIABLE: str(dump)}):
+            loop.train(2)
         with dp_compile.measure(loop.model) as measurement:
             loop.train(3)
         report, explanation = str(dp_compile.report(loop.model)), dp_compile.explain(loop.model)
