@@ -62,7 +62,7 @@ def _table(rows: list[Prediction]) -> list[str]:
     cells = [["ranks", "link", "dtype", "buckets", "backward", "exposed", "end", "at best"]]
     for row in rows:
         times = map(format_ms, (row.backward_s, row.exposed_s, row.end_s, row.bound_s))
-        cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(len(row.step.plan.buckets)), *times])
+        cells.append([f"{row.ranks:,}", row.link or "-", row.dtype or "-", str(row.buckets), *times])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
     return [*lines, "", *dict.fromkeys(row.basis for row in rows)]

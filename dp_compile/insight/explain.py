@@ -15,7 +15,6 @@ from dp_compile.insight.step import (
     BYTES,
     DECENTRALIZED,
     NOMINAL,
-    WAITED,
     MeasuredBucket,
     PlannedBucket,
     Step,
@@ -35,8 +34,6 @@ SHORTEST_S: Final = 1e-9
 SMALLEST_GAIN: Final = 0.005
 """Of the predicted end. The model is not more exact."""
 CAPS_MB: Final = (1.0, 5.0, 25.0, math.inf)
-FITTED: Final = 0.01
-"""Of the measured end: so near to it is no prediction, if the link was fitted to the same backward."""
 COMMUNICATION, COMPUTE, NOT_KNOWN, ONE_RANK = "communication", "compute", "not known", "one rank"
 
 
@@ -220,7 +217,7 @@ def _options(step: Step) -> Iterator[Advice]:
         other[new if plans else "neither bucket_cap_mb nor bucket_policy"] = replanned(step)
         option, best = min(other.items(), key=lambda item: _end_s(item[1]))
         yield _gain(f"{option}: {count(len(best.plan.buckets), 'bucket')}", step, _end_s(best))
-    nominal = step.cost_source.startswith((NOMINAL, WAITED))
+    nominal = step.cost_source.startswith(NOMINAL)
     if nominal or not step.is_timed:
         ways = ["replan_after=20 (measures the backward and the link)"] if not step.is_timed else []
         ways += ["cost=dp_compile.calibrate().cost (measures the link)"] if nominal else []
@@ -303,9 +300,8 @@ def _facts(this: Explanation) -> Iterator[str]:
         also += f"; all-gathers of parameters {_time(step, step.gather_s)}" if step.gather_s else ""
         yield f"compute {_time(step, step.backward_s)}, communication {_time(step, step.communication_s)}{also}"
     if seen is not None:
-        fitted = step.cost_source.startswith(WAITED)
         off = None if this.end_s is None or not seen.end_s or step.has_two_halves else this.end_s / seen.end_s - 1
-        residual = "" if off is None or (fitted and abs(off) < FITTED) else f"; predicted end {off:+.1%}"
+        residual = "" if off is None else f"; predicted end {off:+.1%}"
         updates = f", updates {format_ms(seen.updates_s)}" if seen.updates_s else ""
         later = f", {format_ms(seen.exposed_later_s + seen.gather_s)} of it after the backward"
         exposed = format_ms(seen.exposed_s + seen.gather_s) + (later if seen.exposed_later_s + seen.gather_s else "")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,41 +61,6 @@ def _inputs(graph: fx.Graph) -> Iterator[fx.Node]:
         yield from (items.get(position, node) for position in range(len(value)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """Names and numbers as people read them."""
-
-    plans: Sequence[BucketPlan]
-    _gradients: dict[tuple[int, int], str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for replica, plan in enumerate(self.plans):
-            for gradient in plan.gradients:
-                self._gradients[replica, gradient.index] = self.of_replica(replica, gradient.name)
-
-    def of_replica(self, replica: int, name: str) -> str:
-        name = "flags" if name == UNUSED_FLAGS else name
-        return f"{replica}:{name}" if len(self.plans) > 1 else name
-
-    def gradient(self, reduction: GradReduction) -> str:
-        place = reduction.replica, reduction.index
-        return self._gradients.get(place, f"gradient {place[1]} of module {place[0]}")
-
-    def member(self, replica: int, member: Member) -> str:
-        return self.of_replica(replica, UNUSED_FLAGS if member.gradient.name == UNUSED_FLAGS else member.label)
-
-    def unit(self, unit: str) -> str:
-        return unit if len(self.plans) > 1 else unit.partition(".")[2]
-
-    def bucket(self, unit: str) -> tuple[int, Bucket] | None:
-        """A bucket by the name that passes give it; `None` for what other passes make."""
-        replica, _, number = unit.partition(".")
-        if not (replica.isdigit() and number.isdigit() and int(replica) < len(self.plans)):
-            return None
-        buckets = self.plans[int(replica)].buckets
-        return (int(replica), buckets[int(number)]) if int(number) < len(buckets) else None
-
-
 def _position_in_launch(tensor: fx.Node) -> str:
     """Which of the tensors of a grouped launch this is, as `/1`; nothing if it is launched alone."""
     for user in tensor.users:
@@ -117,35 +81,60 @@ class _Naming:
 
     def __init__(self, plans: Sequence[BucketPlan]) -> None:
         self.names: dict[fx.Node, str] = {}
-        self._words = _Words(plans)
+        self._plans = plans
+        self._gradients = {
+            (replica, gradient.index): self._of_replica(replica, gradient.name)
+            for replica, plan in enumerate(plans)
+            for gradient in plan.gradients
+        }
         self._lies_in: dict[fx.Node, tuple[Provenance, int]] = {}
         """Tensors of buckets that came back: the bucket, and which of its tensors."""
-        """The gradient that pieces, or all of them together, belong to."""
+
+    def _of_replica(self, replica: int, name: str) -> str:
+        name = "flags" if name == UNUSED_FLAGS else name
+        return f"{replica}:{name}" if len(self._plans) > 1 else name
+
+    def _member(self, replica: int, member: Member) -> str:
+        is_flags = member.gradient.name == UNUSED_FLAGS
+        return self._of_replica(replica, UNUSED_FLAGS if is_flags else member.label)
+
+    def _unit(self, unit: str) -> str:
+        return unit if len(self._plans) > 1 else unit.partition(".")[2]
+
+    def _bucket(self, unit: str) -> tuple[int, Bucket] | None:
+        """A bucket by the name that passes give it; `None` for what other passes make."""
+        replica, _, number = unit.partition(".")
+        if not (replica.isdigit() and number.isdigit() and int(replica) < len(self._plans)):
+            return None
+        buckets = self._plans[int(replica)].buckets
+        return (int(replica), buckets[int(number)]) if int(number) < len(buckets) else None
 
     def look_at(self, node: fx.Node) -> None:
         provenance = provenance_of(node)
         if node.target is REDUCE_GRAD:
             reduction = match(node)
             if isinstance(reduction, GradReduction):
-                self._name_gradient(reduction.grad, self._words.gradient(reduction))
-                self.names[node] = f"reduced {self._words.gradient(reduction)}"
+                place = reduction.replica, reduction.index
+                name = self._gradients.get(place, f"gradient {place[1]} of module {place[0]}")
+                self._name_gradient(reduction.grad, name)
+                self.names[node] = f"reduced {name}"
         elif node.target in (UPDATE_LATER, UPDATE):
             self.names[node] = f"update of bucket {self._numbers(node.args[3], (node.args[5],))}"
         elif node.target is LEAVE:
             self.names[node] = f"left for the next forward, bucket {self._numbers(node.args[3], node.args[1])}"
-        elif provenance is not None and self._words.bucket(provenance.unit) is not None:
+        elif provenance is not None and self._bucket(provenance.unit) is not None:
             self._look_at_bucket(node, provenance)
 
     def _numbers(self, replica: Any, buckets: Any) -> str:
         """Buckets as they are called elsewhere."""
-        return ", ".join(self._words.unit(f"{replica}.{number}") for number in buckets)
+        return ", ".join(self._unit(f"{replica}.{number}") for number in buckets)
 
     def _name_gradient(self, node: fx.Node, name: str) -> None:
         # The flags and gradients of unused parameters are inputs.
         self.names.setdefault(node, name if name.endswith("flags") else f"grad {name}")
 
     def _look_at_bucket(self, node: fx.Node, provenance: Provenance) -> None:
-        unit = self._words.unit(provenance.unit)
+        unit = self._unit(provenance.unit)
         if node.target is FLAT_BUCKET:
             self._name_members(node, provenance)
             self.names[node] = f"bucket {unit}{_position_in_launch(node)}"
@@ -156,23 +145,23 @@ class _Naming:
         elif is_wait(node):
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            _, grouped, tensor = self.names.get(source, "").partition("/")
-            self.names[node] = f"wait {unit}{grouped}{tensor}{_stage_of(source)}"
+            _, slash, tensor = self.names.get(source, "").partition("/")
+            self.names[node] = f"wait {unit}{slash}{tensor}{_stage_of(source)}"
             self._lies_in[node] = provenance, int(tensor or 0)
         elif node.target is aten.as_strided.default:
             self._name_view(node)
 
     def _name_members(self, node: fx.Node, provenance: Provenance) -> None:
-        found, sources = self._words.bucket(provenance.unit), node.args[0]
+        found, sources = self._bucket(provenance.unit), node.args[0]
         assert found is not None
         assert isinstance(sources, (list, tuple))
         for number, source in zip(provenance.members, sources, strict=True):
             assert isinstance(source, fx.Node)
-            self._name_gradient(source, self._words.member(found[0], found[1].members[int(number)]))
+            self._name_gradient(source, self._member(found[0], found[1].members[int(number)]))
 
     def _member_of(self, wait: fx.Node, offset: int, numel: int) -> tuple[int, Member] | None:
         provenance, tensor = self._lies_in[wait]
-        found = self._words.bucket(provenance.unit)
+        found = self._bucket(provenance.unit)
         assert found is not None
         replica, bucket = found
         for member, place in zip(bucket.members, bucket.places(), strict=True):
@@ -186,4 +175,4 @@ class _Naming:
         if source in self._lies_in:
             found = self._member_of(source, offset, node.meta["val"].numel())
             if found is not None:
-                self.names[node] = f"reduced {self._words.member(*found)}"
+                self.names[node] = f"reduced {self._member(*found)}"

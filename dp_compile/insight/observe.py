@@ -13,7 +13,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
 from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
-from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms, with_waited_link
+from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.bucket_memory import KEPT_FROM_NBYTES
 from dp_compile.plan.certificate import Certificate
@@ -119,7 +119,7 @@ def step_of_replica(replica: Replica) -> Step:
     captures = [record for record in replica.history.captures.values() if record.synced]
     latest: CaptureRecord | None = captures[-1] if captures else None
     cost, cost_source = _cost(replica)
-    step = Step(
+    return Step(
         mode=replica.mode,
         strategy=replica.strategy,
         world_size=replica.group.world_size,
@@ -140,7 +140,6 @@ def step_of_replica(replica: Replica) -> Step:
             record for each in replica.after.updates if each.is_alive and (record := each.record()) is not None
         ),
     )
-    return with_waited_link(step)
 
 
 def _cost(replica: Replica) -> tuple[AllReduceCost, str]:

@@ -7,8 +7,8 @@ is in the step. Nothing is measured here; `Prediction.basis` says what the numbe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 from dp_compile.engine.record import SHARDED
 from dp_compile.errors import ConfigError
@@ -31,57 +31,34 @@ LAUNCH_S: Final = LAUNCH_US * 1e-6
 """The part of a collective's latency that does not grow with the ranks: as in `Link.cost`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
+class Prediction(NamedTuple):
     """A predicted step. Times in seconds, of the backward and its communication.
 
-    `step`: with the ranks, cost and buckets of the prediction; what it holds of measurements is of the given step.
-    `basis`: where its cost and the length of its backward are from.
+    `communication_s`: all collectives one after the other. `exposed_s`: how long compute stands still for them.
+    `bound_s`: no plan ends earlier. `basis`: where cost and length of the backward are from. `step`: with the ranks,
+    cost and buckets of the prediction; measured times in it are of the given step.
     """
 
-    step: Step
+    ranks: int
     link: str | None
     dtype: str | None
+    buckets: int
+    backward_s: float
+    communication_s: float
+    exposed_s: float
+    end_s: float
+    bound_s: float
     basis: str
-
-    @property
-    def ranks(self) -> int:
-        return self.step.world_size
-
-    @property
-    def backward_s(self) -> float:
-        """How long the backward computes."""
-        return self.step.backward_s
-
-    @property
-    def communication_s(self) -> float:
-        """All collectives one after the other."""
-        return self.step.communication_s
-
-    @property
-    def exposed_s(self) -> float:
-        """How long compute stands still for communication."""
-        return self.step.exposed_s
-
-    @property
-    def end_s(self) -> float:
-        """When backward and communication are over."""
-        return self.step.end_s
-
-    @property
-    def bound_s(self) -> float:
-        """No plan ends earlier."""
-        return self.step.bound_s()
+    step: Step
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        names = ("ranks", "link", "dtype", "backward_s", "communication_s", "exposed_s", "end_s", "bound_s", "basis")
-        return {name: getattr(self, name) for name in names} | {"buckets": len(self.step.plan.buckets)}
+        """Plain data for JSON, without the step."""
+        return {name: value for name, value in self._asdict().items() if name != "step"}
 
     def __str__(self) -> str:
         return (
-            f"{count(self.ranks, 'rank')}, {count(len(self.step.plan.buckets), 'bucket')}: end "
-            f"{format_ms(self.end_s)} (at best {format_ms(self.bound_s)}), exposed {format_ms(self.exposed_s)}, "
+            f"{count(self.ranks, 'rank')}, {count(self.buckets, 'bucket')}: end {format_ms(self.end_s)} "
+            f"(at best {format_ms(self.bound_s)}), exposed {format_ms(self.exposed_s)}, "
             f"backward {format_ms(self.backward_s)}\n  {self.basis}"
         )
 
@@ -115,7 +92,9 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
     other = other if dtype is None else sent_in(other, dtype)
     if step.strategy == "optimal" and ranks > 1 and (cost != step.cost or other.plan is not step.plan):
         other = replanned(other)
-    return Prediction(replace(other, cost_source=source), link, dtype, f"{source}; {backward}")
+    other = replace(other, cost_source=source)
+    times = other.backward_s, other.communication_s, other.exposed_s, other.end_s, other.bound_s()
+    return Prediction(ranks, link, dtype, len(other.plan.buckets), *times, f"{source}; {backward}", other)
 
 
 def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, str]:

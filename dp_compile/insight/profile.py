@@ -30,7 +30,7 @@ from typing import Any, Final, NamedTuple
 from dp_compile.engine.observers import UPDATE
 from dp_compile.errors import ConfigError
 from dp_compile.insight.ranges import BACKWARD_RANGE, FOLLOWING, members_in_short
-from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step, with_waited_link
+from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step
 from dp_compile.plan.backends import COLLECTIVE_KERNELS
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
@@ -78,7 +78,7 @@ def with_profile(step: Step, trace: str | os.PathLike[str]) -> Step:
     Raises:
         ConfigError: see `measured_step`.
     """
-    return with_waited_link(replace(step, measured=measured_step(trace, step)))
+    return replace(step, measured=measured_step(trace, step))
 
 
 class _Event(NamedTuple):

@@ -15,9 +15,8 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 BACKWARD_RANGE: Final = "dp_compile::backward"
 """A synchronised backward, from where it is entered to where all has arrived."""
 FOLLOWING: Final = {
-    UPDATE: "dp_compile::update",
-    GATHER: "dp_compile::all-gather of parameters",
-    FORWARD: "dp_compile::forward that waits for updates",
+    what: f"dp_compile::{name}"
+    for what, name in ((UPDATE, "update"), (GATHER, "all-gather of parameters"), (FORWARD, "forward with waits"))
 }
 
 
@@ -44,8 +43,8 @@ class BackwardRanges(BackwardListener):
         return record_function(FOLLOWING[what])
 
     def _name(self, module: int, bucket: int) -> str:
-        of = f"module {module} " if len(self._plans) > 1 else ""
-        return f"dp_compile::{of}bucket {bucket} ({members_in_short(self._plans[module].buckets[bucket])})"
+        of, members = f"module {module} " * (len(self._plans) > 1), self._plans[module].buckets[bucket]
+        return f"dp_compile::{of}bucket {bucket} ({members_in_short(members)})"
 
 
 class ProfilerRanges(Observer):
@@ -60,7 +59,5 @@ observer: Final = ProfilerRanges()
 
 def members_in_short(bucket: Bucket) -> str:
     """The first member's name, and how many gradients come after it."""
-    labels = [member.label for member in bucket.members if member.gradient.name != UNUSED_FLAGS]
-    if not labels:
-        return "flags only"
+    labels = [member.label for member in bucket.members if member.gradient.name != UNUSED_FLAGS] or ["flags only"]
     return labels[0] if len(labels) == 1 else f"{labels[0]} .. +{len(labels) - 1}"

@@ -7,7 +7,6 @@ seconds, those of buckets from the start of the backward. Without `measured` eve
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +28,6 @@ from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, ready_grad
 STEP_VERSION: Final = 3
 NOMINAL: Final = "nominal"
 """How a cost's source begins if the link was not measured."""
-WAITED: Final = "by what steps waited"
-"""How it begins if `with_waited_link` found it."""
 BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "complex64": 8, "complex128": 16}
 """Of an element of a parameter, by its dtype."""
 DECENTRALIZED: Final = "decentralized"
@@ -368,41 +365,6 @@ class Step:
             return _step(data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"not a step file of dp_compile: {error!r}.") from error
-
-
-def with_waited_link(step: Step) -> Step:
-    """The same step on a network as slow as its measured backward found it; as it is if that found nothing.
-
-    When compute waited for bucket b until f, then f = max over i <= b of launch(i) + k * (seconds of buckets i to b):
-    the network carries one at a time, k times as slow as `cost` says. The last bucket that was waited for gives k; one
-    that was over when compute came to it gives a bound. How long ranks wait for each other, and what a network loses to
-    compute on the same cores, is in k. Latency and bandwidth keep their ratio: one figure cannot tell them apart.
-
-    A cost that was measured or given stays, and so does that of several stages or of reductions that may end under the
-    next forward, which wait for each other in other ways.
-    """
-    measured, is_known = step.measured, not step.cost_source.startswith((NOMINAL, WAITED))
-    if is_known or step.mode == DECENTRALIZED or step.world_size == 1 or step.left or measured is None:
-        return step
-    jobs = step.jobs()
-    if len(measured.buckets) != len(jobs) or any(len(job.legs) > 1 for job in jobs):
-        return step
-    waited = [number for number, each in enumerate(measured.buckets) if each.finish_s is not None]
-    slower = min((_slower(jobs, measured, number) for number in {*range(len(jobs))} - {*waited[:-1]}), default=0.0)
-    if not waited or not 0 < slower < math.inf:
-        return step
-    return replace(step, cost=step.cost.scaled(slower), cost_source=f"{WAITED}, for late ranks too")
-
-
-def _slower(jobs: Sequence[Job], measured: MeasuredStep, number: int) -> float:
-    """How slow the network can be at most, if a bucket ended when it did; infinite: not known."""
-    seen = measured.buckets
-    over_s = seen[number].wait_s if seen[number].finish_s is None else seen[number].finish_s
-    if over_s is None:
-        return math.inf
-    carried = accumulate(jobs[each].seconds for each in range(number, -1, -1))
-    launched = (seen[each].launch_s for each in range(number, -1, -1))
-    return min((over_s - launch_s) / seconds for launch_s, seconds in zip(launched, carried, strict=True))
 
 
 def _is_of_flags(bucket: Bucket) -> bool:

@@ -312,7 +312,6 @@ def profile_some_steps(directory: str) -> tuple[MeasuredStep, int]:
     path = f"{directory}/trace{dist.get_rank()}.json.gz"
     profile.export_chrome_trace(path)
     explained = with_profile(step_of(model), path)
-    assert not explained.cost_source.startswith("nominal")  # by waits, or a test has calibrated
     measured = explained.measured
     assert measured is not None
     return measured, len(step_of(model).plan.buckets)

@@ -18,7 +18,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile.config import DUMP_VARIABLE
-from dp_compile.insight.explain import Explanation, explanation_of
+from dp_compile.insight.explain import SHORTEST_S, Explanation, explanation_of
 from dp_compile.insight.measure import Measurement
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import predict
@@ -108,7 +108,8 @@ def test_what_crosses_is_waited_for_in_the_next_forward(seen: dict[str, Seen]) -
     text = " ".join(str(explanation).split())
     left = f"{len(step.left)} of {len(step.plan.buckets)} buckets may end under the next forward"
     assert f"{left}; not: flags have to be known when the backward ends" in text
-    assert "next forward reads it at" in text
+    exposed = [each for each in explanation.buckets if each.planned is not None and each.planned.exposed_s > SHORTEST_S]
+    assert all(each.why.startswith("next forward reads it at") for each in exposed if each.number in step.left)
     assert "(measured)" in text
     assert "; after it" in str(measurement)
 
