@@ -88,9 +88,6 @@ SHOWN: Final[dict[str, dict[str, tuple[str, ...]]]] = {
             "at night: Ray is half a gigabyte, and waits for minutes until it starts dead workers again",
         ),
     },
-    "plans.md": {
-        "from dataclasses import dataclass": (PYTHON,),
-    },
     "trainer.md": {
         "from transformers import TrainingArguments": ("integrations/test_trainer.py::test_the_page",),
     },
