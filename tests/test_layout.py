@@ -178,9 +178,8 @@ def test_options_are_named_in_one_order() -> None:
     """Plan files, logs and users know them by name: none goes away unnoticed."""
     names = [field.name for field in dataclasses.fields(dp_compile.ReplicateConfig)]
     assert " ".join(names) == (
-        "ddp_python_hook strategy bucket_cap_mb first_bucket_cap_mb cost two_levels reduce_dtype reduce_dtypes "
-        "gradient_divide_factor gradient_predivide_factor param_dtype output_dtype buffer_dtype "
-        "cast_forward_inputs full_precision_modules full_precision_in_eval alignment_bytes replan_after "
+        "ddp_python_hook strategy bucket_cap_mb first_bucket_cap_mb cost two_levels mp_policy "
+        "gradient_divide_factor gradient_predivide_factor alignment_bytes replan_after "
         "unused_parameters find_unused_parameters static_graph gradient_as_bucket_view broadcast_buffers "
         "init_sync_buffers check_reductions check_nan compare_parameters_every backend timeout_s monitor_after_s "
         "dump_dir"

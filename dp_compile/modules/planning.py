@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,8 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
 from dp_compile.errors import ConfigError
-from dp_compile.modules.kinds import with_names
 from dp_compile.modules.selection import Selection
-from dp_compile.modules.units import BucketPolicy, caps_of
+from dp_compile.modules.units import BucketPolicy, units_of
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_single
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times, in_ready_order
@@ -61,17 +60,16 @@ class PlanRequest:
     bucket_policy: BucketPolicy | None
     plan: BucketPlan | str | os.PathLike[str] | None
     bucketed: bool
-    units: Mapping[str, float] | None = None
-    """The modules that the policy names, by fully qualified name, with MiB of a bucket of theirs, once it was asked."""
+    units: frozenset[str] | None = None
+    """The modules that the policy names, by fully qualified name, once it was asked."""
 
     def of(self, target: Selection) -> PlanRequest:
         """The same of one module. It can be asked again as often as one likes, and holds no module, as a policy may."""
-        config = with_names(self.config, target.module, target.left_alone)
-        units = self.units
-        if self.bucket_policy is not None:
-            units = caps_of(target.module, self.bucket_policy, target.left_alone)
-            _warn_of_frozen(target, units)
-        return replace(self, config=config, bucket_policy=None, units=units)
+        if self.bucket_policy is None:
+            return self
+        units = units_of(target.module, self.bucket_policy, target.left_alone)
+        _warn_of_frozen(target, units)
+        return replace(self, bucket_policy=None, units=units)
 
 
 def _warn_of_frozen(target: Selection, units: Collection[str]) -> None:
@@ -156,7 +154,7 @@ def _plan(
     groups_well = group.backend.coalesces_in_place and group.levels is None
     layout = Layout(config.alignment_bytes, _kept_apart(module) if groups_well else frozenset())
     if request.units is not None:
-        of_units = plan_per_module(gradients, partial(_unit_of, request.units), layout, request.units)
+        of_units = plan_per_module(gradients, partial(_unit_of, request.units), layout)
         return Planning(strategy, of_units, ready)
     if request.plan is not None:
         return Planning(strategy, plan_explicit(gradients, _plan_text(request.plan), layout), ready)

@@ -24,7 +24,7 @@ from dp_compile._torch import distributed
 from dp_compile.engine.hook_state import HookState
 from dp_compile.engine.quantized_hook import QuantizedHook
 from dp_compile.plan.topologies import topology
-from dp_compile.train.options import CHECK_TOLERANCE, COMM_HOOKS, TrainOptions
+from dp_compile.train.options import CHECK_TOLERANCE, COMM_HOOKS, MP_DTYPES, TrainOptions
 from dp_compile.train.tensor_parallel import whole
 
 HOOKS: Final = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
@@ -99,9 +99,10 @@ class Twin:
         ran = "eager" if options.mp is None else "compiled, with casts of its parameters"
         self.beside = f"torch's DistributedDataParallel ({ran})"
         config = options.replicate_config()
-        casting: Any = _WithCasts(self.module, config.param_dtype)
+        param_dtype = MP_DTYPES[options.mp]
+        casting: Any = _WithCasts(self.module, param_dtype)
         # Eager code rounds between any two operators: in bfloat16 that alone is 4e-2 after 25 steps.
-        running: Any = casting if config.param_dtype is None else torch.compile(casting)
+        running: Any = casting if param_dtype is None else torch.compile(casting)
         self._topology, self._mixed = None, 0
         if options.topology is not None:
             self.ddp, self.beside = running, f"D-PSGD by all-gathers and a mixing matrix ({ran})"
@@ -109,7 +110,7 @@ class Twin:
             self._topology = topology(options.topology, dist.get_world_size(), local)
             return
         self.ddp = DistributedDataParallel(running, process_group=group)
-        wire = str(config.wire_dtype or COMM_HOOKS[options.comm_hook]).removeprefix("torch.")
+        wire = str(config.wire_dtype(self.module.parameters()) or COMM_HOOKS[options.comm_hook]).removeprefix("torch.")
         if wire in HOOKS:
             distributed.register_comm_hook(self.ddp, HOOKS[wire])
 

@@ -177,12 +177,19 @@ class TrainOptions:
 
     def replicate_config(self) -> ReplicateConfig:
         """How the model of this run is replicated."""
+        policy = None
+        if self.reduce_dtype is not None or self.mp is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy  # it loads all of FSDP
+
+            policy = MixedPrecisionPolicy(
+                param_dtype=MP_DTYPES[self.mp],
+                reduce_dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
+                output_dtype=None if self.mp is None else torch.float32,
+            )
         return ReplicateConfig(
             ddp_python_hook=self.ddp_python_hook,
             bucket_cap_mb=self.bucket_cap_mb,
-            reduce_dtype=None if self.reduce_dtype is None else getattr(torch, self.reduce_dtype),
-            param_dtype=MP_DTYPES[self.mp],
-            output_dtype=None if self.mp is None else torch.float32,
+            mp_policy=policy,
             timeout_s=self.timeout_s,
         )
 

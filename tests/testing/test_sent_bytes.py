@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dp_compile
@@ -58,7 +59,7 @@ def test_two_levels_hand_half_of_the_bytes_to_the_slow_link() -> None:
 
 
 def test_a_cheaper_wire_halves_every_stage() -> None:
-    cheap = replace(TRAINING, config=replace(ONE_BUCKET, reduce_dtype=torch.bfloat16))
+    cheap = replace(TRAINING, config=replace(ONE_BUCKET, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)))
     plain, half = look_at(TRAINING, ranks_inside=2), look_at(cheap, ranks_inside=2)
     assert [each.dtype for each in half.sent] == ["bfloat16"] * 3
     for one, other in zip(plain.sent, half.sent, strict=True):
@@ -71,7 +72,7 @@ def test_computing_in_a_narrow_dtype_takes_one_kernel_more() -> None:
     """Gradients are written into a bucket of half the bytes, none of them is copied; `.grad` is a cast of the sum."""
     plain, narrow = (
         testing.backward_of(
-            replace(TRAINING, config=replace(ONE_BUCKET, param_dtype=dtype)),
+            replace(TRAINING, config=replace(ONE_BUCKET, mp_policy=MixedPrecisionPolicy(dtype, dtype))),
             link="ethernet-25",
             ranks=4,
             backend="inductor",

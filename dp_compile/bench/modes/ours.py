@@ -86,13 +86,18 @@ class Ours:
         return kind(loop, model, self.tolerance, is_fixed=self.has_fixed_plan)
 
     def _replicated(self, model: nn.Module, mesh: DeviceMesh | None) -> Callable[..., torch.Tensor]:
+        mp_policy = None
+        if self.wire is not None:
+            from torch.distributed.fsdp import MixedPrecisionPolicy  # it loads all of FSDP
+
+            mp_policy = MixedPrecisionPolicy(reduce_dtype=self.wire)
         config = ReplicateConfig(
             strategy=self.strategy,
             bucket_cap_mb=self.cap_mb,
             replan_after=self.replan_after,
             cost=calibrate(device=place()).cost if self.measured else None,
             backend=self.backend,
-            reduce_dtype=self.wire,
+            mp_policy=mp_policy,
         )
         policy = _is_block if self.strategy == "per_module" else None
         replicate(model, config=config, bucket_policy=policy, device_mesh=mesh)
