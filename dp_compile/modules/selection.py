@@ -153,7 +153,7 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
     if not target.trainable:
         raise ModuleError(
             f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
-            "fully_shard and parts that are replicated already); there is nothing to reduce."
+            "parts that are replicated already and fully_shard); there is nothing to reduce."
         )
     if needs_values:
         _check_values(target)
