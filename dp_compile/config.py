@@ -10,14 +10,16 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import nn
 
 from dp_compile._torch import distributed
 from dp_compile.errors import ConfigError
 from dp_compile.plan.cost import AllReduceCost
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # loading it loads all of FSDP
 
 HOOK_VARIABLE: Final = "DP_COMPILE_DDP_PYTHON_HOOK"
 DUMP_VARIABLE: Final = "DP_COMPILE_DUMP_DIR"
@@ -38,8 +40,6 @@ SWITCHES: Final = (
     "init_sync_buffers",
     "check_reductions",
     "check_nan",
-    "cast_forward_inputs",
-    "full_precision_in_eval",
 )
 MAY_BE_NONE: Final = ("ddp_python_hook", "gradient_as_bucket_view", "init_sync_buffers")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
@@ -60,24 +60,10 @@ class ReplicateConfig:
             end where the predicted end of the step is earliest.
         cost: `AllReduceCost | None`, default `None`. What an all-reduce costs, from `calibrate().cost`, for that
             prediction. `None`: a nominal link.
-        reduce_dtype: `torch.dtype | None`, default `None`. Floating dtype in which gradients travel and are added up.
-            `None`: `param_dtype`, and without it their own.
-        reduce_dtypes: `Mapping[type[nn.Module] | str | policy, torch.dtype | None]`, default empty. Exceptions from
-            `reduce_dtype`: submodules by class, name or a policy as for `bucket_policy`, with all below them. `None`:
-            the gradients' own dtype.
         gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
             number of ranks.
-        param_dtype: `torch.dtype | None`, default `None`. Floating dtype in which forward and backward compute;
-            parameters, gradients and the state dict keep theirs. `None`: the parameters' own.
-        output_dtype: `torch.dtype | None`, default `None`. Floating dtype of what the forward returns. `None`: as it
-            comes.
-        buffer_dtype: `torch.dtype | None`, default `None`. Floating dtype of the buffers that the forward sees. `None`:
-            their own.
-        cast_forward_inputs: `bool`, default `True`. With `param_dtype`: cast floating inputs of the forward to it.
-        full_precision_modules: `tuple[type[nn.Module] | str | policy, ...]`, default `()`. Classes, or names, of
-            submodules that compute in their own dtype, with all below them; or policies as for `bucket_policy`.
-        full_precision_in_eval: `bool`, default `False`. Cast neither parameters, buffers nor inputs while the module is
-            in evaluation mode.
+        mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. FSDP2's policy, as
+            there: the dtypes of compute, of gradients on the wire, and of outputs. `None`: the parameters' own.
         replan_after: `int | None`, backwards, default `None`. Plan once more, from so many measured backwards. `None`:
             never.
         find_unused_parameters: `bool`, default `False`. torch's name: a parameter without a gradient is left out where
@@ -110,44 +96,18 @@ class ReplicateConfig:
     cost: AllReduceCost | None = None
     """What an all-reduce costs on the group, from `calibrate`, for that prediction. `None`: a nominal link."""
 
-    reduce_dtype: torch.dtype | None = None
-    """Floating dtype in which gradients travel and are added up; `.grad` keeps the parameter's. Each contribution is
-    divided first and rounded once. What is complex, or has this dtype already, travels as it is. `None`: `param_dtype`,
-    and without it their own."""
-
-    reduce_dtypes: Mapping[Any, torch.dtype | None] | tuple[tuple[Any, torch.dtype | None], ...] = ()
-    """Exceptions from `reduce_dtype`: norms in float32, embeddings in float16. Submodules by class, by fully qualified
-    name, or by a policy as for `bucket_policy` (torch's `ModuleWrapPolicy`, `size_based_auto_wrap_policy`), with all
-    below them. `None`: their own dtype."""
-
     gradient_divide_factor: float | None = None
     """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
     ranks. NCCL then averages in the collective; else all is divided before the sum, but in float16 a power of two near
     the square root, as FSDP does."""
 
-    param_dtype: torch.dtype | None = None
-    """FSDP2's: the forward of the replicated module sees its floating parameters cast to it, and the backward computes
-    in it. Nobody else sees that: parameters, `.grad`, state dict and optimizer keep their dtype. A parameter that has
-    it already is not touched, nor are integers and complex numbers."""
-
-    output_dtype: torch.dtype | None = None
-    """FSDP2's: floating tensors that the forward returns are cast to it."""
-
-    buffer_dtype: torch.dtype | None = None
-    """FSDP1's: the forward sees floating buffers cast to it. They keep their own dtype; elements that the forward
-    changes go back into them."""
-
-    cast_forward_inputs: bool = True
-    """FSDP2's: with `param_dtype`, floating tensors among the inputs of the forward are cast to it."""
-
-    full_precision_modules: tuple[Any, ...] = ()
-    """Submodules that compute in their own dtype, with all below them, by class, by fully qualified name, or by a
-    policy as for `bucket_policy`: norms, a loss. As BatchNorm with FSDP1, their floating inputs are cast up, and what
-    they return is cast back. Their gradients travel as all others: say `reduce_dtype=torch.float32` if they should not
-    be rounded."""
-
-    full_precision_in_eval: bool = False
-    """FSDP1's FSDP_USE_FULL_PREC_IN_EVAL: in evaluation mode only outputs are cast."""
+    mp_policy: MixedPrecisionPolicy | None = None
+    """FSDP2's, as `fully_shard` of the installed torch reads it. `param_dtype`: the forward of the replicated module
+    sees its floating parameters cast, and the backward computes in it; parameters, `.grad`, state dict and optimizer
+    keep their dtype. `reduce_dtype`: gradients travel and are added up in it, each contribution divided first and
+    rounded once; without it in `param_dtype`, since torch 2.15 in the parameters' dtype. `output_dtype`: of floating
+    outputs. `cast_forward_inputs`: with `param_dtype`, floating inputs are cast. Complex parameters stay as they are.
+    Another policy for a part: call `replicate` on the part first."""
 
     replan_after: int | None = None
     """Measure so many backwards, the first one not counted, and then plan once more, from measured ready times and,
@@ -201,9 +161,8 @@ class ReplicateConfig:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
-        self._check_averaging()
-        self._check_reduce_dtypes()
-        self._check_full_precision()
+        self._check_policy()
+        self._check_factor()
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
@@ -216,12 +175,27 @@ class ReplicateConfig:
         """Whether all ranks start with the buffers of the first."""
         return self.broadcast_buffers if self.init_sync_buffers is None else self.init_sync_buffers
 
-    def _check_averaging(self) -> None:
-        for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
-            dtype = getattr(self, name)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATING):
+    def _check_policy(self) -> None:
+        if self.mp_policy is None:
+            return
+        if not distributed.is_mixed_precision_policy(self.mp_policy):
+            raise ConfigError(
+                "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, got "
+                f"{type(self.mp_policy).__name__}. For another policy in a part of the module call replicate() on that "
+                "part first."
+            )
+        if distributed.is_by_parameter(self.mp_policy):
+            raise ConfigError(
+                "mp_policy has a param_dtype_override_fn, by which FSDP2 casts each parameter to another dtype. Call "
+                "replicate() first on the part that computes in another dtype, with its policy."
+            )
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self.mp_policy, name)
+            if dtype is not None and dtype not in FLOATING:
                 allowed = ", ".join(map(str, FLOATING))
-                raise ConfigError(f"{name} must be one of {allowed}, or None, got {dtype!r}.")
+                raise ConfigError(f"{name} of mp_policy must be one of {allowed}, or None, got {dtype!r}.")
+
+    def _check_factor(self) -> None:
         factor = self.gradient_divide_factor
         if factor is not None:
             _check_positive("gradient_divide_factor", factor, "Gradients are divided by it.")
@@ -230,43 +204,15 @@ class ReplicateConfig:
                     f"gradient_divide_factor must be finite, got {factor!r}. Gradients are divided by it."
                 )
 
-    def _check_reduce_dtypes(self) -> None:
-        given = self.reduce_dtypes
-        pairs = tuple(given.items()) if isinstance(given, Mapping) else given
-        if not isinstance(pairs, tuple) or not all(isinstance(each, tuple) and len(each) == 2 for each in pairs):
-            raise ConfigError(f"reduce_dtypes must map module classes, names or policies to dtypes, got {given!r}.")
-        object.__setattr__(self, "reduce_dtypes", pairs)  # a value that can be compared and hashed
-        for module, dtype in pairs:
-            _check_means_modules("reduce_dtypes", module)
-            if dtype is not None and dtype not in FLOATING:
-                allowed = ", ".join(map(str, FLOATING))
-                raise ConfigError(f"reduce_dtypes must hold dtypes of {allowed}, or None, got {dtype!r} for {module}.")
-
-    def _check_full_precision(self) -> None:
-        given = self.full_precision_modules
-        if isinstance(given, (str, type)) or not isinstance(given, Iterable):
-            raise ConfigError(
-                f"full_precision_modules must hold module classes, names or policies, got {given!r}. Pass a tuple."
-            )
-        object.__setattr__(self, "full_precision_modules", tuple(given))
-        for each in self.full_precision_modules:
-            _check_means_modules("full_precision_modules", each)
-
     @property
     def casts(self) -> bool:
         """Whether the forward sees anything in another dtype."""
-        return not (self.param_dtype is None and self.output_dtype is None and self.buffer_dtype is None)
+        policy = self.mp_policy
+        return policy is not None and not (policy.param_dtype is None and policy.output_dtype is None)
 
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """The dtype in which gradients travel; `None`: their own."""
-        return self.param_dtype if self.reduce_dtype is None else self.reduce_dtype
-
-    @property
-    def wire_exceptions(self) -> tuple[tuple[Any, torch.dtype | None], ...]:
-        """`reduce_dtypes` as pairs."""
-        assert isinstance(self.reduce_dtypes, tuple)
-        return self.reduce_dtypes
+    def wire_dtype(self, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
+        """The dtype in which gradients of these parameters travel; `None`: their own."""
+        return None if self.mp_policy is None else distributed.reduce_dtype_of(self.mp_policy, parameters)
 
     @property
     def may_be_unused(self) -> bool:
@@ -356,15 +302,3 @@ def _check_positive(name: str, value: object, hint: str) -> None:
         raise ConfigError(f"{name} must be a number > 0, got {value!r}. {hint}")
     if math.isnan(value) or value <= 0:
         raise ConfigError(f"{name} must be > 0, got {value!r}. {hint}")
-
-
-def _check_means_modules(name: str, given: object) -> None:
-    """A class, a name, or a policy, which is asked once there is a module."""
-    if isinstance(given, type) and issubclass(given, nn.Module):
-        return
-    is_policy = distributed.is_wrap_policy(given) or (callable(given) and not isinstance(given, (type, nn.Module)))
-    if not isinstance(given, str) and not is_policy:
-        raise ConfigError(
-            f"{name} must be of module classes, names or policies, got {type(given).__name__}. A module is given by "
-            "its name in named_modules()."
-        )

@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -19,6 +19,7 @@ from parity import compare
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
@@ -99,7 +100,7 @@ class FuzzCase:
     hooks_late: bool = False
     """It is set after `replicate`."""
     split: bool = False
-    """The head is replicated apart: two modules in each backward."""
+    """The head is replicated by itself: two modules in each backward."""
     wire: str = ""
     """The dtype in which gradients travel, of `WIRES`."""
     compute: str = ""
@@ -113,7 +114,7 @@ class FuzzCase:
     torch_hook: str = ""
     """A hook of torch's, of `TORCH_HOOKS`, says how gradients travel."""
     apart: str = ""
-    """A submodule, by name, whose gradients are reduced in another way than all others."""
+    """A submodule, by name, that is replicated first: its gradients are reduced in another way than all others."""
     apart_by: str = ""
     """`hook`, or the dtype in which they travel."""
     levels: str = ""
@@ -647,8 +648,8 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
     with _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
         exits.callback(dp_compile.unreplicate, stack)
-        if _is_split(case, stack):
-            exits.callback(dp_compile.unreplicate, stack.head)
+        for part in _parts(case, ours, stack)[1:]:
+            exits.callback(dp_compile.unreplicate, part)
         if case.hooks_late:
             _set_hooks(case, stack)
         sides = ours, stack, theirs, twin
@@ -671,6 +672,12 @@ def _is_split(case: FuzzCase, stack: Stack) -> bool:
     return case.split and any(parameter.requires_grad for parameter in stack.blocks.parameters())
 
 
+def _policy(case: FuzzCase, wire: str, **options: Any) -> MixedPrecisionPolicy:
+    sent = wire or ("float32" if case.compute and not (case.torch_hook or case.comm_hook) else "")
+    compute = getattr(torch, case.compute) if case.compute else None
+    return MixedPrecisionPolicy(compute, getattr(torch, sent) if sent else None, **options)
+
+
 def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
     config = dp_compile.ReplicateConfig(
         backend="aot_eager",
@@ -679,35 +686,35 @@ def _replicated(case: FuzzCase, stack: Stack) -> nn.Module:
         broadcast_buffers=case.broadcast_buffers,
         init_sync_buffers=True,
         check_reductions=case.check_reductions,
-        reduce_dtype=getattr(torch, case.wire or "float32")
-        if case.wire or (case.compute and not (case.torch_hook or case.comm_hook))
-        else None,
-        param_dtype=getattr(torch, case.compute) if case.compute else None,
-        reduce_dtypes={case.apart: getattr(torch, case.apart_by)} if case.apart_by not in ("", "hook") else {},
+        mp_policy=_policy(case, case.wire),
     )
     options: dict[str, Any] = {"config": config, **BUCKETS[case.buckets]}
     if case.levels:
         options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "inside"))
-    if case.wrapper:
-        made: nn.Module = dp_compile.DistributedDataParallel(stack, **options)
-    else:
-        ignored = [stack.head] if _is_split(case, stack) else None
-        for part in ignored or ():
-            dp_compile.replicate(part, **options)
-        made = dp_compile.replicate(stack, ignored_modules=ignored, **options)
+    for part in _parts(case, stack, stack)[1:]:
+        own = options
+        if case.apart_by == "hook":
+            policy = replace(_policy(case, "", cast_forward_inputs=False), reduce_dtype=None)
+            own = options | {"config": replace(config, mp_policy=policy)}
+        elif case.apart:
+            policy = _policy(case, case.apart_by, cast_forward_inputs=False)
+            own = options | {"config": replace(config, mp_policy=policy)}
+        dp_compile.replicate(part, **own)
+        if case.apart_by == "hook":
+            part.register_comm_hook(dp_compile.HookState(), Rounded())  # type: ignore[operator]
+    made: nn.Module = (dp_compile.DistributedDataParallel if case.wrapper else dp_compile.replicate)(stack, **options)
     hook = dp_compile.QuantizedHook(torch.int8, case.per_scale) if case.comm_hook == "int8" else Rounded()
     for part in _parts(case, made, stack) if case.comm_hook else ():
         part.register_comm_hook(dp_compile.HookState(), hook)  # type: ignore[operator]
     for part in _parts(case, made, stack) if case.torch_hook else ():
         part.register_comm_hook(None, getattr(default_hooks, case.torch_hook))  # type: ignore[operator]
-    if case.apart_by == "hook":
-        made.register_comm_hook(dp_compile.HookState(), Rounded(), [case.apart])  # type: ignore[operator]
     return made
 
 
 def _parts(case: FuzzCase, ours: nn.Module, stack: Stack) -> tuple[nn.Module, ...]:
-    """What is replicated."""
-    return (ours, stack.head) if _is_split(case, stack) else (ours,)
+    """What is replicated: the whole, and what was replicated by itself before."""
+    name = "head" if _is_split(case, stack) else case.apart
+    return (ours, stack.get_submodule(name)) if name else (ours,)
 
 
 def _train_both(
@@ -729,16 +736,14 @@ def _train_both(
         run = ours if case.compiled == "late" and number == 0 else compiled
         if case.divides:
             divisor[0] = case.divides[number % len(case.divides)]
-            for part in _parts(case, ours, stack):
+            for part in _parts(case, ours, stack)[: 1 if case.apart_by == "hook" else None]:
                 set_gradient_divide_factor(part, divisor[0])
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=step.set_to_none)
         for position, micro in enumerate(step.micros):
             local = position + 1 < len(step.micros)
             batch = _batch(case, micro, 10 * number + position)
-            with ExitStack() as scopes:
-                for part in _parts(case, ours, stack):
-                    scopes.enter_context(dp_compile.no_sync(part) if local or never_sync else nullcontext())
+            with dp_compile.no_sync(ours) if local or never_sync else nullcontext():
                 _backward(case, run, batch, scope=_scope(case, micro), other=micro.other[dist.get_rank() % 2])
             with theirs.no_sync() if local else nullcontext():
                 _backward(case, theirs, batch, scope=nullcontext())

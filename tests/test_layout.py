@@ -177,11 +177,8 @@ def test_options_are_named_in_one_order() -> None:
     """Logs and users know them by name: none goes away unnoticed."""
     names = [field.name for field in dataclasses.fields(dp_compile.ReplicateConfig)]
     assert " ".join(names) == (
-        "ddp_python_hook bucket_cap_mb cost reduce_dtype reduce_dtypes gradient_divide_factor "
-        "param_dtype output_dtype buffer_dtype cast_forward_inputs full_precision_modules "
-        "full_precision_in_eval replan_after find_unused_parameters static_graph "
-        "gradient_as_bucket_view broadcast_buffers init_sync_buffers check_reductions check_nan "
-        "backend"
+        "ddp_python_hook bucket_cap_mb cost gradient_divide_factor mp_policy replan_after find_unused_parameters "
+        "static_graph gradient_as_bucket_view broadcast_buffers init_sync_buffers check_reductions check_nan backend"
     )
 
 

@@ -140,6 +140,12 @@ def run_wrap_policy(policy: Any, module: nn.Module, ignored: set[nn.Module]) -> 
     return cast(dict[nn.Module, dict[str, Any]], policy._run_policy(module, ignored, {}))
 
 
+def is_mixed_precision_policy(policy: object) -> bool:
+    """Whether it is FSDP2's `MixedPrecisionPolicy`. Its module was loaded by the code that made one."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(policy, fsdp.MixedPrecisionPolicy)
+
+
 def reduce_dtype_of(policy: Any, parameters: Iterable[torch.Tensor]) -> torch.dtype | None:
     """The dtype in which `fully_shard` reduces gradients under a `MixedPrecisionPolicy`; `None`: their own.
 

@@ -26,7 +26,7 @@ from dp_compile.engine.settling import agree_in_call, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.modules.forward_hooks import Installed
 from dp_compile.modules.replicate import replicate, unreplicate
-from dp_compile.modules.replicated_module import behind, is_pending, replica_of, unwrap
+from dp_compile.modules.replicated_module import behind, is_pending, parts_of, replica_of, unwrap
 from dp_compile.modules.tensor_parallel import refuse_dtensors
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.strategies import Planned
@@ -41,8 +41,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]
 
 CALL: Final = "decentralize()"
 _NOT_REDUCED: Final = (
-    "bucket_cap_mb", "cost", "reduce_dtype", "reduce_dtypes",
-    "gradient_divide_factor", "replan_after",
+    "bucket_cap_mb", "cost", "gradient_divide_factor", "replan_after",
     "find_unused_parameters", "static_graph", "gradient_as_bucket_view", "check_nan",
 )  # fmt: skip
 """Options about gradients that are reduced, and parameters that are the same on all ranks."""
@@ -102,6 +101,8 @@ def decentralize(
     if any(map(in_backward_optimizers, unwrap(module).parameters())):
         raise ConfigError(f"{CALL}: torch's _apply_optimizer_in_backward() was called. Give the optimizer to {CALL}.")
     refuse_dtensors(unwrap(module), CALL)
+    if parts_of(unwrap(module)):
+        raise ModuleError("a part of the module is replicated already: its gradients are reduced. Replicate no part.")
     replicate(module, config=options)
     try:
         if is_pending(unwrap(module)):
@@ -273,6 +274,7 @@ def _options(config: ReplicateConfig | None) -> ReplicateConfig:
     given, default = config or ReplicateConfig(), ReplicateConfig()
     said = [name for name in _NOT_REDUCED if getattr(given, name) != getattr(default, name)]
     said += ["ddp_python_hook"] if given.ddp_python_hook is False else []
+    said += ["reduce_dtype of mp_policy"] if given.mp_policy is not None and given.mp_policy.reduce_dtype else []
     if said:
         raise ConfigError(
             f"{', '.join(said)} of config: no gradient of a decentralized module is reduced, its ranks differ, and its "

@@ -47,8 +47,6 @@ class CommHook:
     """What it remembers."""
     why_called: str = ""
     """Why torch's reducer has to call it."""
-    units: frozenset[str] | None = None
-    """The modules whose gradients it reduces, by fully qualified name; `None`: all."""
 
     @property
     def is_torchs(self) -> bool:
@@ -67,8 +65,7 @@ class CommHook:
     def said(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
         memory = "" if self.memory is None else f", {self.memory.said}"
-        units = "" if self.units is None else f", for {', '.join(sorted(self.units))}"
-        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}{units}"
+        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}"
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:

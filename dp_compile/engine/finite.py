@@ -60,7 +60,7 @@ def _origin(replica: Replica, outputs: Sequence[Any]) -> str:
     culprits = [rank for rank, each in enumerate(said) if not each]
     if culprits:
         return f"The loss was not finite on rank(s) {', '.join(map(str, culprits))} of the group."
-    wire = replica.config.wire_dtype
+    wire = replica.config.wire_dtype(replica.parameters)
     sent = f", or a gradient is too large for {str(wire).removeprefix('torch.')}, in which they travel" if wire else ""
     return (
         f"The loss was finite on every rank: a backward made them, or their sum is too large for the dtype{sent}. "

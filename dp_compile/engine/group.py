@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -27,10 +26,6 @@ class Group:
     averaging: Averaging
     levels: Levels | None = None
     """Its ranks by node, if the network between nodes is another one than inside."""
-    wires: Mapping[str, str | None] = field(default_factory=dict)
-    """Of some parameters, by name, the dtype in which their gradients travel; else as `averaging` says."""
-    by_hook: frozenset[str] | None = None
-    """The parameters that the comm hook of `averaging` reduces, by name; `None`: all."""
     scattered: frozenset[str] = frozenset()
     """The parameters of whose reduced gradients each rank keeps a part only, by name."""
 
@@ -40,10 +35,7 @@ class Group:
         Args:
             parameter: whose gradient it is, if that may matter.
         """
-        averaging = replace(self.averaging, wire=self.wires.get(parameter, self.averaging.wire))
-        averaging = replace(averaging, scattered=parameter in self.scattered)
-        if self.by_hook is not None and parameter not in self.by_hook:
-            averaging = replace(averaging, hook=None)
+        averaging = replace(self.averaging, scattered=parameter in self.scattered)
         if dtype.is_complex:
             averaging = replace(averaging, wire=None, hook=None)
         name = str(dtype.to_real()).removeprefix("torch.")
@@ -54,11 +46,6 @@ class Group:
         which may lose some."""
         whole = replace(self, averaging=replace(self.averaging, hook=None, subgroup=None), scattered=frozenset())
         return whole.reduction(dtype, parameter)
-
-    @property
-    def has_kinds(self) -> bool:
-        """Whether parts of a module are reduced in different ways."""
-        return bool(self.wires) or self.by_hook is not None
 
     @property
     def ranks_inside(self) -> int | None:

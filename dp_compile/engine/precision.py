@@ -1,4 +1,4 @@
-"""The dtype in which a replicated module computes: its forward sees its parameters cast, nobody else does.
+"""The dtype in which a replicated module computes: its forward sees its parameters cast, no other code does.
 
     forward begins    each floating parameter is cast, once, and the cast stands where the parameter stood
     forward ends      the parameters are back, whatever happened: an exception, Ctrl-C, a graph break
@@ -31,24 +31,17 @@ _PYTHON: Final = "a forward in a dtype of a policy is not traced as a whole"
 
 CastSite = tuple[tuple[str, ...], nn.Module | None, str]
 """The names of the modules from the root to a submodule; that one, `None` if it is the root itself; the name of one of
-its own tensors. By the names, graphs get the names that users know; they lead nowhere once a wrapper was put around."""
+its own parameters. By the names, graphs get the names that users know; they lead nowhere once a wrapper was put
+around."""
 
 
 class _Standing(NamedTuple):
-    """A cast that stands where a parameter or buffer stood."""
+    """A cast that stands where a parameter stood."""
 
     container: dict[str, Any]
     name: str
     original: torch.Tensor
     cast: torch.Tensor
-    is_buffer: bool
-
-
-class Forwards:
-    """How many forwards of a module with a policy are under way. No slots: Dynamo follows what is done to it."""
-
-    def __init__(self) -> None:
-        self.count = 0
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -57,25 +50,14 @@ class Precision:
 
     Args:
         param_dtype: floating parameters are cast to it, and floating inputs with `cast_inputs`.
-        buffer_dtype: floating buffers are cast to it.
         output_dtype: floating outputs are cast to it.
-        full_in_eval: cast nothing but outputs while the module is in evaluation mode.
         parameters: the places that are cast, those of one tied parameter together.
-        buffers: likewise.
     """
 
     param_dtype: torch.dtype | None
-    buffer_dtype: torch.dtype | None
     output_dtype: torch.dtype | None
     cast_inputs: bool
-    full_in_eval: bool
     parameters: tuple[tuple[CastSite, ...], ...]
-    buffers: tuple[tuple[CastSite, ...], ...]
-    full: tuple[nn.Module, ...] = ()
-    """Modules in full precision, until their hooks are installed."""
-    hooks: list[Any] = field(default_factory=list)
-    """Handles of what was installed on submodules for it."""
-    forwards: Forwards = field(default_factory=Forwards)
     depth: int = 0
     """How many forwards that are not compiled as a whole, and backwards of them, are under way."""
     _standing: list[_Standing] = field(default_factory=list)
@@ -96,16 +78,13 @@ class Precision:
         self, root: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """`forward(*args, **kwargs)`, which computes with `root`, as this says."""
-        if self.full_in_eval and not root.training:
-            return cast_all(forward(*args, **kwargs), self.output_dtype)
         if self.cast_inputs:
             # One by one: a list that the forward is to fill stays the caller's.
             args = tuple(cast_all(each, self.param_dtype) for each in args)
             kwargs = {name: cast_all(each, self.param_dtype) for name, each in kwargs.items()}
-        # Dynamo cannot go on behind a graph break inside `try`: then this runs as Python, and what it calls is traced.
+        # Dynamo cannot go on after a graph break inside `try`: then this runs as Python, and what it calls is traced.
         traced = torch.compiler.is_compiling()
         standing: list[_Standing] = []
-        self.forwards.count += 1
         try:
             if traced:
                 self._enter(root, standing)
@@ -113,12 +92,32 @@ class Precision:
                 self._enter_untraced(root)
             result = forward(*args, **kwargs)
         finally:
-            self.forwards.count -= 1
             if traced:
                 _leave(standing)
             else:
                 self._leave_untraced()
         return cast_all(result, self.output_dtype)
+
+    def _enter(self, root: nn.Module, standing: list[_Standing]) -> None:
+        """Let the cast of each parameter stand in all its places, and note them in `standing`."""
+        for places in self.parameters:
+            seen: torch.Tensor | None = None
+            cast: torch.Tensor | None = None
+            for path, known, name in places:
+                owner: nn.Module | None = root
+                for part in path:
+                    owner = None if owner is None else owner._modules.get(part)
+                owner = known if owner is None else owner
+                assert owner is not None
+                container: dict[str, Any] = owner._parameters
+                tensor: torch.Tensor | None = container.get(name)
+                if tensor is None or tensor.dtype == self.param_dtype or not tensor.is_floating_point():
+                    continue
+                if tensor is not seen:  # the user may have untied it
+                    seen, cast = tensor, tensor.to(self.param_dtype)
+                assert cast is not None
+                standing.append(_Standing(container, name, tensor, cast))
+                container[name] = cast
 
     @compiler.untraced(_PYTHON)
     def _enter_untraced(self, root: nn.Module) -> None:
@@ -146,19 +145,12 @@ class Precision:
             if torch.is_grad_enabled() and standing:
                 self._kept, self._awaited = standing, self._awaited + 1
                 _recomputed.add(self)
-        changed = _changed_in_place(standing)
-        if changed is not None:
-            raise ModuleError(
-                f"the forward changed its parameter {changed} in place, which mixed precision would lose: it is a cast "
-                f"to {self.param_dtype} there. Name its module in full_precision_modules."
-            )
-
-    def _enter(self, root: nn.Module, standing: list[_Standing]) -> None:
-        """Let casts stand where parameters and buffers stood, and note them in `standing`."""
-        for places in self.parameters:
-            _stand(root, places, self.param_dtype, standing, is_buffer=False)
-        for places in self.buffers:
-            _stand(root, places, self.buffer_dtype, standing, is_buffer=True)
+        for each in standing:  # as far as torch keeps count
+            if not each.cast.is_inference() and autograd.version_of(each.cast):
+                raise ModuleError(
+                    f"the forward changed its parameter {each.name} in place, which mixed precision would lose: it is "
+                    f"a cast to {self.param_dtype} there. Call replicate() first on its module, without param_dtype."
+                )
 
     # --- recomputation
 
@@ -176,13 +168,11 @@ class Precision:
         with _lock:
             self.depth -= 1
             if self.depth == 0:
-                for each in self._standing:
-                    if each.container.get(each.name) is each.cast:
-                        each.container[each.name] = each.original
+                _leave(self._standing)
                 self._standing = []
 
     def backward_has_ended(self) -> None:
-        """A backward through the module has ended, and nobody will go through the same graph again."""
+        """A backward through the module has ended, and none will go through the same graph again."""
         self._awaited -= 1
         if self._awaited <= 0:
             self.forget()
@@ -216,62 +206,11 @@ def _recomputing() -> Iterator[None]:
         yield
 
 
-def _stand(
-    root: nn.Module,
-    places: Sequence[CastSite],
-    dtype: torch.dtype | None,
-    standing: list[_Standing],
-    *,
-    is_buffer: bool,
-) -> None:
-    """Let the cast of one tensor stand in all its places."""
-    seen: torch.Tensor | None = None
-    cast: torch.Tensor | None = None
-    for path, known, name in places:
-        owner: nn.Module | None = root
-        for part in path:
-            owner = None if owner is None else owner._modules.get(part)
-        owner = known if owner is None else owner
-        assert owner is not None
-        container: dict[str, Any] = owner._buffers if is_buffer else owner._parameters
-        tensor: torch.Tensor | None = container.get(name)
-        if tensor is None or tensor.dtype == dtype or not tensor.is_floating_point():
-            continue
-        if tensor is not seen:  # the user may have untied it
-            seen, cast = tensor, tensor.to(dtype)
-        assert cast is not None
-        standing.append(_Standing(container, name, tensor, cast, is_buffer))
-        container[name] = cast
-
-
 def _leave(standing: Sequence[_Standing]) -> None:
     """Put back what the casts stood for."""
     for each in standing:
-        now = each.container.get(each.name)
-        if now is each.cast:
+        if each.container.get(each.name) is each.cast:
             each.container[each.name] = each.original
-            if each.is_buffer:
-                _write_back(each)
-        elif each.is_buffer and now is not None:  # the forward put another one there
-            each.container[each.name] = now.to(each.original.dtype)
-
-
-def _changed_in_place(standing: Sequence[_Standing]) -> str | None:
-    """A parameter whose cast the forward changed, as far as torch keeps count."""
-    for each in standing:
-        if not each.is_buffer and not each.cast.is_inference() and autograd.version_of(each.cast):
-            return each.name
-    return None
-
-
-def _write_back(each: _Standing) -> None:
-    """What the forward changed in a cast buffer goes to the buffer; the rest of it loses no bits.
-
-    By the values: BatchNorm's kernel for CPUs changes its statistics without a trace in their version.
-    """
-    with torch.no_grad():
-        is_same = each.cast == each.original.to(each.cast.dtype)
-        each.original.copy_(torch.where(is_same, each.original, each.cast.to(each.original.dtype)))
 
 
 def cast_all(values: Any, dtype: torch.dtype | None) -> Any:

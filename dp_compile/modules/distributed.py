@@ -29,9 +29,9 @@ from dp_compile.modules.join import join, join_hook, joinable
 from dp_compile.modules.precision import precision_of
 from dp_compile.modules.replicate import replicate_module, replicate_with_gradients
 from dp_compile.modules.replicated_module import (
-    HookedModules,
     is_replicated,
     no_sync,
+    parts_of,
     register_comm_hook,
     replica_of,
     state_of,
@@ -43,7 +43,6 @@ from dp_compile.plan.words import BYTES_PER_MB
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp.wrap import CustomPolicy
 
 _REFUSED = {
     "delay_all_reduce_named_params": "pass the modules that own them as ignored_modules to dp_compile.replicate()",
@@ -109,7 +108,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         forward_sync_buffers: bool | None = None,
         *,
         ddp_python_hook: bool | None = None,
-        mp_policy: MixedPrecisionPolicy | CustomPolicy | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
         config: ReplicateConfig | None = None,
         **unsupported: Any,
     ) -> None:
@@ -134,13 +133,13 @@ class DistributedDataParallel(nn.Module, Joinable):
             "gradient_as_bucket_view": gradient_as_bucket_view or None,
             "broadcast_buffers": broadcast_buffers if forward_sync_buffers is None else forward_sync_buffers,
             "init_sync_buffers": None if forward_sync_buffers is None else True,
+            "mp_policy": mp_policy,
         }
         self.module = replicate_module(
             module,
             given,
             process_group=process_group,
             device_mesh=device_mesh,
-            mp_policy=mp_policy,
             config=config,
             keeps_class=True,
         )
@@ -197,7 +196,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         with no_sync(self.module):
             yield
 
-    def register_comm_hook(self, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.modules.replicated_module.register_comm_hook`.
 
         Raises:
@@ -205,7 +204,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             ConfigError: the hook is not a function of (state, bucket), or not offered for the group's backend.
             DesyncError: another rank registers another hook, or none.
         """
-        register_comm_hook(self.module, state, hook, modules)
+        register_comm_hook(self.module, state, hook)
 
     def join(
         self,
@@ -242,7 +241,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """As in torch, a copy or a loaded pickle reduces too, over the default group. A comm hook is not copied.
 
         Raises:
-            ConfigError: the process group is another one than the default group.
+            ConfigError: the process group is another one than the default group, or parts were replicated before.
         """
         # Without `_compiled_call_impl`, which `compile()` sets: it calls the original.
         attributes: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
@@ -251,6 +250,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                 raise ConfigError(
                     "a DistributedDataParallel can only be copied or pickled with the default process group, as in "
                     "torch; the copy could not know another. Copy or save .module, and wrap that."
+                )
+            if parts_of(unwrap(self.module)):
+                raise ConfigError(
+                    "a DistributedDataParallel around parts that were replicated by themselves cannot be copied or "
+                    "pickled: the copy would not know their options. Copy or save .module."
                 )
             attributes["_config"] = self._replica_config()
         return attributes

@@ -32,7 +32,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.modules.replicated_module import refuse_mixed, refuse_parts, replica_of
+from dp_compile.modules.replicated_module import behind, parts_of, refuse_mixed, refuse_parts, replica_of
 
 MOST_MODULES: Final = 16
 """How many modules one backward may reach in a join context."""
@@ -50,9 +50,9 @@ def join(
 ) -> Iterator[None]:
     """Train inside with a different number of batches on each rank, as in torch's `DistributedDataParallel.join`.
 
-    A rank that leaves the block takes part in the others' backwards with zeros until all have left; then parameters
-    and buffers of the last rank that had inputs (the highest of them) are copied to all. Each step costs two small
-    all-reduces more, for which the host waits.
+    Parts of a module that were replicated before are members, too. A rank that leaves the block takes part in the
+    others' backwards with zeros until all have left; then parameters and buffers of the last rank that had inputs (the
+    highest of them) are copied to all. Each step costs two small all-reduces more, for which the host waits.
 
     Args:
         modules: replicated modules of one process group. With several, each has one synchronised backward per step,
@@ -67,7 +67,8 @@ def join(
         ConfigError: a module is reduced by torch's C++ reducer, or a backward reaches a module outside `modules`.
         RuntimeError: with `throw_on_early_termination`, on every rank.
     """
-    members = [joinable(module) for module in modules]
+    found = [replica_of(each) for module in modules for each in (module, *parts_of(behind(module)))]
+    members = [ReplicaJoinable(replica) for replica in dict.fromkeys(found)]
     if not enable:
         yield
         return
@@ -85,6 +86,8 @@ def join(
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
     """A replicated module as a member of torch's `Join`: `with Join([dp_compile.joinable(model), optimizer]):`.
+
+    Parts of it that were replicated before are members by calls on each.
 
     Raises:
         ModuleError: the module is not replicated.

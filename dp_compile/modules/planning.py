@@ -13,7 +13,6 @@ from torch import nn
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
-from dp_compile.modules.kinds import with_names
 from dp_compile.modules.selection import Selection
 from dp_compile.modules.units import BucketPolicy, units_of
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_single
@@ -41,12 +40,11 @@ class PlanRequest:
 
     def of(self, target: Selection) -> PlanRequest:
         """The same of one module. It can be asked again as often as one likes, and holds no module, as a policy may."""
-        config = with_names(self.config, target.module, target.left_alone)
-        units = self.units
-        if self.bucket_policy is not None:
-            units = units_of(target.module, self.bucket_policy, target.left_alone)
-            _warn_of_frozen(target, units)
-        return replace(self, config=config, bucket_policy=None, units=units)
+        if self.bucket_policy is None:
+            return self
+        units = units_of(target.module, self.bucket_policy, target.left_alone)
+        _warn_of_frozen(target, units)
+        return replace(self, bucket_policy=None, units=units)
 
 
 def _warn_of_frozen(target: Selection, units: Collection[str]) -> None:

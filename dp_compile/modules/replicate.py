@@ -46,7 +46,6 @@ from dp_compile.modules.forward_hooks import (
     refuse_traced_backward,
     remove_forward_hooks,
 )
-from dp_compile.modules.kinds import options_by_module, options_of_policy, wires_of, with_names
 from dp_compile.modules.meeting import Meeting, group_on, resolve_group
 from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
@@ -59,7 +58,8 @@ from dp_compile.modules.replicated_module import (
     has_lost_its_wrapper,
     is_of_a_module_that_is_gone,
     is_pending,
-    parameters_by_hook,
+    is_replicated,
+    parts_of,
     replicated_class,
     restore_class,
     set_state,
@@ -71,6 +71,7 @@ from dp_compile.modules.selection import (
     check_copied,
     check_ignored,
     check_not_managed,
+    check_not_tied,
     check_selection,
     device_of,
     is_waiting,
@@ -91,7 +92,6 @@ from dp_compile.plan.words import BYTES_PER_MB
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
-    from torch.distributed.fsdp.wrap import CustomPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
 _APPLIED: Final = "dp_compile.optim.applied"
@@ -113,7 +113,7 @@ def replicate(
     static_graph: bool | None = None,
     gradient_as_bucket_view: bool | None = None,
     device_ids: Sequence[int | torch.device] | None = None,
-    mp_policy: MixedPrecisionPolicy | CustomPolicy | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
     config: ReplicateConfig | None = None,
@@ -127,6 +127,12 @@ def replicate(
 
     State dict keys, parameters and pickles do not change. The module's class `Net` becomes `DDPNet`, a subclass with
     the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are left to it.
+
+    Parts of a model with other options, as with `fully_shard`: call `replicate` on a part first, with its options, then
+    on the module around it, which leaves out the part's parameters and buffers. Each keeps its policy, hook, factor and
+    plan; a backward through several is one graph if their passes and backends are equal. `no_sync`,
+    `set_requires_gradient_sync`, `join` and `warmup` of the whole reach its parts; `report`, `unreplicate`,
+    `register_comm_hook`, `set_gradient_divide_factor` and `in_backward` are each module's own.
 
     Args:
         module: what to replicate; a module that `torch.compile` returned is fine too.
@@ -150,11 +156,7 @@ def replicate(
             are views of their buckets, whatever is said, and a bucket never writes over one that somebody kept.
         device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
-            `fully_shard` of the installed torch: the dtype of compute, of what is sent, of outputs. Without a
-            `reduce_dtype`, gradients are sent in `param_dtype`, since torch 2.15 in the parameters' dtype. `config` has
-            the same, and more; its `reduce_dtype=None` means `param_dtype` with every torch. Or a
-            `torch.distributed.fsdp.wrap.CustomPolicy` that gives `{"mp_policy": ...}` for some modules: what is sent of
-            their gradients, and whether they compute in their own dtype (no `param_dtype`); for the whole module: its.
+            `fully_shard` of the installed torch: the dtype of compute, of what is sent, of outputs.
         passes: passes over the captured backward instead of the default ones; `()` for none.
         bucket_policy: asks for buckets that end where modules end: a set of module classes, a function of a module's
             fully qualified name and the module that returns whether it is a unit, or a policy of
@@ -176,6 +178,7 @@ def replicate(
         "check_reductions": check_reductions,
         "static_graph": static_graph,
         "gradient_as_bucket_view": gradient_as_bucket_view,
+        "mp_policy": mp_policy,
     }
     return replicate_module(
         module,
@@ -185,7 +188,6 @@ def replicate(
         device_id=device_id,
         ignored_modules=ignored_modules,
         device_ids=device_ids,
-        mp_policy=mp_policy,
         passes=passes,
         bucket_policy=bucket_policy,
         config=config,
@@ -198,7 +200,6 @@ def replicate_module(
     *,
     process_group: dist.ProcessGroup | None,
     device_mesh: DeviceMesh | None,
-    mp_policy: MixedPrecisionPolicy | CustomPolicy | None,
     config: ReplicateConfig | None,
     device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
@@ -223,21 +224,23 @@ def replicate_module(
                 f"replicate() takes one device, as device_id, got device_ids={device_ids!r}. "
                 "Pass device_id=..., or use dp_compile.DistributedDataParallel."
             )
-        if mp_policy is not None:
-            given = given | _options_of(mp_policy, inner, ignored_modules, config)
         options = _merge_options(config, given)
         if meeting.group.levels is not None and not options.uses_python_hook():
             raise ConfigError(
                 "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False: torch's C++ "
                 "reducer knows one level of network. Pass a device_mesh with one dimension."
             )
-        ignored = check_ignored(ignored_modules)
+        if not isinstance(inner, nn.Module):
+            raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
+        release_abandoned(inner)
+        _check_not_replicated(inner)
+        parts = frozenset(parts_of(inner))
+        check_not_tied(inner, parts)
+        ignored = check_ignored(ignored_modules) | parts
         chosen, request = _requested(options, bucket_policy, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
         order = _Order(meeting, request, chosen, ignored, device, keeps_class=keeps_class)
         check_not_managed(inner, ignored)
-        release_abandoned(inner)
-        _check_not_pending(inner)
         waiting = is_waiting(inner, ignored)
         if waiting:
             _wait_for_forward(inner, order)
@@ -271,7 +274,9 @@ def replicate_without_values(
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
-    """Undo `replicate`: take off everything it installed. Parameters keep their values.
+    """Undo one call of `replicate`: take off everything it installed. Parameters keep their values.
+
+    Parts that were replicated before stay replicated: call it on each.
 
     Raises:
         ModuleError: the module is not replicated.
@@ -280,8 +285,10 @@ def unreplicate(module: ModuleT) -> ModuleT:
     if isinstance(state, Replica):
         _release(state)
     inner = behind(module)
-    for submodule in inner.modules() if isinstance(state, Pending) else (inner,):
-        remove_forward_hooks(submodule)
+    for submodule in inner.modules() if isinstance(state, Pending) else ():
+        assert isinstance(state, Pending)
+        remove_forward_hooks(submodule, only=state)  # not those of parts
+    remove_forward_hooks(inner)
     take_precision_off(inner)
     restore_class(inner)
     forget_state(inner)
@@ -296,7 +303,6 @@ def replicate_with_gradients(module: nn.Module, config: ReplicateConfig) -> None
     Raises:
         ConfigError: no process group is initialised.
     """
-    config = with_names(config, module, ())
     passes, request = _requested(config, None, None)
     group = resolve_group(None, None)
     install_precision(module, make_precision(select(module, frozenset()), config))
@@ -339,39 +345,12 @@ def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> 
     return options
 
 
-def _options_of(
-    policy: MixedPrecisionPolicy | CustomPolicy,
-    module: nn.Module,
-    ignored: Iterable[nn.Module] | None,
-    config: ReplicateConfig | None,
-) -> dict[str, Any]:
-    from torch.distributed.fsdp import MixedPrecisionPolicy  # loaded already by whoever made one
-    from torch.distributed.fsdp.wrap import CustomPolicy
-
-    if isinstance(policy, CustomPolicy):
-        if config is not None and (config.reduce_dtypes or config.full_precision_modules):
-            raise ConfigError(
-                "mp_policy says of parts of the module what config says in reduce_dtypes and full_precision_modules. "
-                "Give one of the two."
-            )
-        return options_by_module(module, policy, check_ignored(ignored))
-    if not isinstance(policy, MixedPrecisionPolicy):
-        advice = (
-            " One that gives no dtypes goes into ReplicateConfig(reduce_dtypes={policy: dtype}) or "
-            "ReplicateConfig(full_precision_modules=(policy,))."
-        )
-        raise ConfigError(
-            f"mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a CustomPolicy, got "
-            f"{type(policy).__name__}.{advice * distributed.is_wrap_policy(policy)}"
-        )
-    return options_of_policy(policy, module, check_ignored(ignored))
-
-
-def _check_not_pending(module: nn.Module) -> None:
-    if is_pending(module):
+def _check_not_replicated(module: nn.Module) -> None:
+    if is_replicated(module):
+        waits = ", it starts with its first forward" * is_pending(module)
         raise ModuleError(
-            f"{class_name(module)} is replicated already, it starts with its first forward. "
-            "Call unreplicate() on it to give other options."
+            f"{class_name(module)} is replicated already{waits}. Call dp_compile.unreplicate() on it, or on its "
+            "DistributedDataParallel, to give other options."
         )
 
 
@@ -444,27 +423,21 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     group, levels = group_on(order.meeting.group.process_group, parameters[0].device.type), order.meeting.group.levels
-    averaging, by_hook, wires = _averaging(config), None, wires_of(target.module, names, config)
+    averaging = _averaging(config, parameters)
     if comm_hook is not None and comm_hook.averaging is not None:
-        averaging = _with_hook(averaging, comm_hook, comm_hook.averaging)
-        by_hook = parameters_by_hook(comm_hook, target.module, names, wires)
-    group = dataclasses.replace(group, averaging=averaging, levels=levels, wires=wires, by_hook=by_hook)
-    if group.has_kinds and not config.uses_python_hook():
-        raise ConfigError(
-            "reduce_dtypes needs dp_compile's hooks, but ddp_python_hook is False: torch's C++ reducer reduces all "
-            "gradients of a bucket in one way. Leave one of the two out."
-        )
+        averaging = comm_hook.averaging
+    group = dataclasses.replace(group, averaging=averaging, levels=levels)
     request = order.request
     sparse = sparse_parameters(target)
     refused = {
         "a device_mesh with two dimensions": levels is not None,
-        "reduce_dtype": bool(wires) or averaging.wire is not None,
+        "reduce_dtype": averaging.wire is not None,
         "ddp_python_hook=False": not config.uses_python_hook(),
     }
     for what in (what for what, is_given in refused.items() if is_given):
         refuse_sparse(names, sparse, what)
     # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
-    always_hooks = levels is not None or bool(wires) or bool(sparse) or any(map(is_dtensor, parameters))
+    always_hooks = levels is not None or bool(sparse) or any(map(is_dtensor, parameters))
     gradients = gradient_specs(parameters, names, group, sparse)
     planning = make_plan(target.module, gradients, group, request)
     replica = Replica(
@@ -510,8 +483,6 @@ def _average_by(
     replica, module = of(), within()
     assert replica is not None
     assert module is not None
-    if replica.comm_hook is not None:
-        averaging = _with_hook(replica.group.averaging, replica.comm_hook, averaging)
     was = replica.group.averaging
     # Where nothing but the divisor is another one, perhaps in each step, plans are made as before: it takes long.
     as_before = dataclasses.replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
@@ -558,15 +529,9 @@ def _keep_together(plan: BucketPlan, gradients: Sequence[GradientSpec]) -> bool:
     return all(len(found) == 1 for found in together)
 
 
-def _with_hook(averaging: Averaging, hook: CommHook, by_hook: Averaging) -> Averaging:
-    """As a hook says; if it reduces some modules only, only what concerns it."""
-    if hook.units is None:
-        return by_hook
-    return dataclasses.replace(averaging, hook=by_hook.hook, rounds=by_hook.rounds)
-
-
-def _averaging(config: ReplicateConfig) -> Averaging:
-    wire = None if config.wire_dtype is None else str(config.wire_dtype).removeprefix("torch.")
+def _averaging(config: ReplicateConfig, parameters: Iterable[torch.Tensor]) -> Averaging:
+    dtype = config.wire_dtype(parameters)
+    wire = None if dtype is None else str(dtype).removeprefix("torch.")
     return Averaging(wire, config.gradient_divide_factor)
 
 
@@ -621,15 +586,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
 def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
     """All options, as plain data."""
     options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
-    kept_full = config.full_precision_modules
-    for name in ("reduce_dtype", "param_dtype", "output_dtype", "buffer_dtype"):
-        options[name] = str(options[name])
-    kinds = (each if isinstance(each, str) else f"{each.__module__}.{each.__qualname__}" for each in kept_full)
-    options["full_precision_modules"] = sorted(kinds)
-    options["reduce_dtypes"] = sorted(
-        f"{each if isinstance(each, str) else f'{each.__module__}.{each.__qualname__}'}: {dtype}"
-        for each, dtype in config.wire_exceptions
-    )
+    options["mp_policy"] = repr(config.mp_policy)
     return options
 
 

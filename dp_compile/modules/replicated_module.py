@@ -15,10 +15,10 @@ import math
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar, Final, SupportsIndex, TypeAlias
+from typing import Any, ClassVar, Final, SupportsIndex
 
 from torch import nn
 
@@ -32,13 +32,10 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call, meeting, table_in_backward, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
-from dp_compile.modules.kinds import members_of, units_named
 from dp_compile.modules.selection import refuse_sparse
 from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
-from dp_compile.modules.units import BucketPolicy
 
 logger = logging.getLogger("dp_compile.replicated_module")
-HookedModules: TypeAlias = "BucketPolicy | Collection[type[nn.Module] | str]"
 
 _state_of: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Replica | Pending]] = weakref.WeakKeyDictionary()
 _wrapped_by: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -59,12 +56,15 @@ class ReplicatedModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Whether backwards reduce gradients from now on; without, they accumulate locally, as in `no_sync()`.
 
+        As FSDP2's, it reaches the parts that were replicated before.
+
         Raises:
             ConfigError: neither `True` nor `False` was given.
         """
         if not isinstance(requires_gradient_sync, bool):
             raise ConfigError(f"requires_gradient_sync must be True or False, got {requires_gradient_sync!r}.")
-        state_of(_module(self)).sync = requires_gradient_sync
+        for state in states_in(_module(self)):
+            state.sync = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool) -> None:
         """FSDP2's name. `True` is how it is: a backward with synchronisation reduces over all ranks.
@@ -82,9 +82,9 @@ class ReplicatedModule:
         """Divide the sum of gradients by `factor`; see `set_gradient_divide_factor` in this file."""
         set_gradient_divide_factor(_module(self), factor)
 
-    def register_comm_hook(self, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
+    def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
         """Let `hook(state, bucket)` reduce the buckets; see `register_comm_hook` in this file."""
-        register_comm_hook(_module(self), state, hook, modules)
+        register_comm_hook(_module(self), state, hook)
 
     def __prepare_scriptable__(self) -> nn.Module:
         """What `torch.jit.script` takes instead: the same parameters without our hooks, which it cannot read."""
@@ -294,6 +294,22 @@ def is_replicated(module: nn.Module) -> bool:
     return found is not None and found() is not None
 
 
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """The submodules on which `replicate` was called, and wrappers of such, the outermost first."""
+    if len(_state_of) <= is_replicated(module):
+        return []  # the only one: no walk in each micro step
+    return [each for each in module.modules() if each is not module and is_replicated(each)]
+
+
+def states_in(module: nn.Module) -> list[Replica | Pending]:
+    """The state of a replicated module, then those of its parts.
+
+    Raises:
+        ModuleError: the module is not replicated.
+    """
+    return list(dict.fromkeys([state_of(module), *map(state_of, parts_of(behind(module)))]))
+
+
 def is_pending(module: nn.Module) -> bool:
     """Whether the module was replicated and waits for its first forward."""
     found = _state_of.get(module)
@@ -311,26 +327,30 @@ def unwrap(module: nn.Module) -> nn.Module:
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does.
 
+    It reaches the parts that were replicated before, too.
+
     Raises:
         ModuleError: the module is not replicated.
     """
-    state = state_of(module)
-    before, state.sync = state.sync, False
+    before = {each: state_of(each).sync for each in (module, *parts_of(behind(module)))}
+    for each in before:
+        state_of(each).sync = False
     try:
         yield
     finally:
-        state_of(module).sync = before  # the module may have started meanwhile
+        for each, sync in before.items():
+            state_of(each).sync = sync  # the module may have started meanwhile
 
 
-def _averaging_options(config: ReplicateConfig, module: nn.Module) -> list[str]:
+def _averaging_options(config: ReplicateConfig) -> list[str]:
     """The options by which gradients would be averaged otherwise than a comm hook does."""
-    names = ["gradient_divide_factor", "reduce_dtype", "reduce_dtypes"]
-    if {each.dtype for each in module.parameters() if each.requires_grad} == {config.reduce_dtype}:
-        names.remove("reduce_dtype")  # their own; with torch 2.15 a policy without one gives it
-    return [name for name in names if getattr(config, name) not in (None, ())]
+    names = [] if config.gradient_divide_factor is None else ["gradient_divide_factor"]
+    if config.mp_policy is not None and config.mp_policy.reduce_dtype is not None:
+        names.append("a reduce_dtype in its mp_policy")
+    return names
 
 
-def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, modules: HookedModules | None = None) -> None:
+def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
     Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook`, the two wrappers
@@ -338,18 +358,17 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
     gradients travel so. Any other is called by torch's C++ reducer, which from then on reduces every backward of the
     module; what torch compiled is used as before, but no backward is captured. A `FunctionalHook` runs in the captured
     graph, and in every other way that a backward goes. Every rank registers the same hook: they compare them here.
+    Parts that were replicated before keep their own hooks.
 
     Args:
         state: handed to the hook as its first argument; of a functional hook a `HookState`.
         hook: `hook(state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]`, as in
             `torch.distributed.algorithms.ddp_comm_hooks`; or a `FunctionalHook`.
-        modules: of which submodules it reduces the gradients, with all below them: classes and names, or a policy as
-            for `bucket_policy`. All others are reduced as options say. For functional hooks and PowerSGD. `None`: all.
 
     Raises:
         ModuleError: the module is not replicated, has a hook already, or has run a backward already.
         ConfigError: see `make_comm_hook`; or options say how gradients are averaged already; or there are two levels
-            of network, and the hook is not one that is known; or `modules` names what the module does not have.
+            of network, and the hook is not one that is known.
         DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
@@ -362,13 +381,6 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
         if isinstance(owner, Replica) and owner.history.backwards.total():
             raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
         made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
-        if modules is not None:
-            if made.functional is None:
-                raise ConfigError(
-                    f"comm hook {made.name} cannot reduce some modules only. Use a FunctionalHook or PowerSGD; or, for "
-                    "a dtype, ReplicateConfig(reduce_dtypes={...})."
-                )
-            made = replace(made, units=units_named(behind(module), modules, "modules"))
         if made.memory is not None and isinstance(owner, Replica):
             made = _feasible(owner, made)
         if made.averaging is None and owner.group.levels is not None:
@@ -376,7 +388,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
                 f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
                 f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
-        if modules is None and (said := _averaging_options(owner.config, behind(module))):
+        if said := _averaging_options(owner.config):
             raise ConfigError(
                 f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give "
                 "one."
@@ -398,15 +410,13 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction, module
 
 def _take(replica: Replica, hook: CommHook) -> None:
     """Reduce by a hook from now on, if all ranks do."""
-    by_hook = parameters_by_hook(hook, replica.outline.root(), replica.names, replica.group.wires)
-    before, replica.comm_hook = replica.group, hook
-    replica.group = replace(before, by_hook=by_hook)
+    replica.comm_hook = hook
     try:
         said = hook.said
         bind_memory(replica)
         agree_in_call(replica, {"comm hook": said}, "register_comm_hook()")
     except BaseException:
-        replica.comm_hook, replica.group = None, before
+        replica.comm_hook = None
         if hook.memory is not None:
             hook.memory.unbind()
         raise
@@ -419,7 +429,7 @@ def _take(replica: Replica, hook: CommHook) -> None:
 
 def _feasible(replica: Replica, hook: CommHook) -> CommHook:
     """The hook; if it cannot run here, and torch's reducer could call it, one that torch's reducer calls."""
-    if hook.is_torchs and hook.units is None and (obstacles := _obstacles(replica)):
+    if hook.is_torchs and (obstacles := _obstacles(replica)):
         return hook.called_by_torch(" and ".join(obstacles))
     check_functional(replica, hook.name)
     return hook
@@ -432,30 +442,6 @@ def _obstacles(replica: Replica) -> list[str]:
         "no pass makes buckets": replica.strategy == "single",
     }
     return [obstacle for obstacle, stands in obstacles.items() if stands]
-
-
-def parameters_by_hook(
-    hook: CommHook, module: nn.Module | None, names: Sequence[str], wires: Collection[str]
-) -> frozenset[str] | None:
-    """The parameters that a hook reduces, by name; `None`: all.
-
-    Args:
-        wires: the parameters of which `reduce_dtypes` says how they travel.
-
-    Raises:
-        ConfigError: both speak of the same parameters.
-        ModuleError: a tied parameter is one of them in some of its places only.
-    """
-    if hook.units is None:
-        return None
-    assert module is not None
-    found = frozenset(members_of(module, names, hook.units, "modules"))
-    if both := sorted(found.intersection(wires)):
-        raise ConfigError(
-            f"comm hook {hook.name} would reduce what reduce_dtypes gives a dtype to travel in: {', '.join(both)}. "
-            "Name each module in one of the two."
-        )
-    return found
 
 
 def check_functional(replica: Replica, name: str) -> None:
@@ -485,9 +471,7 @@ def bind_memory(replica: Replica) -> None:
             if table is not None:
                 agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
 
-        by_hook, named = replica.group.by_hook, zip(replica.names, replica.parameters, strict=True)
-        chosen = {name: parameter for name, parameter in named if by_hook is None or name in by_hook}
-        hook.memory.bind(tuple(chosen), tuple(chosen.values()), compare)
+        hook.memory.bind(replica.names, replica.parameters, compare)
 
 
 def refuse_no_all_reduce(module: nn.Module, requires_all_reduce: object) -> None:
@@ -506,6 +490,7 @@ def refuse_no_all_reduce(module: nn.Module, requires_all_reduce: object) -> None
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
     """Divide the sum of the gradients by `factor` from now on, not by the number of ranks; as FSDP2.
 
+    Of the module's own parameters, as FSDP2: parts that were replicated before keep their factor.
     Every rank calls it, with the same factor, between the same two backwards. The first factor is a constant of what is
     compiled, which products take in for nothing: the next backward is compiled anew. From the second one on factors are
     inputs: that compiles once more and then never again, and gradients are multiplied on their way into their buckets.

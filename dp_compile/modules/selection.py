@@ -1,13 +1,14 @@
 """Which parameters and buffers of a module are replicated, by fully qualified name, and which are refused.
 
 What torch's composable `replicate` leaves alone is left alone here: ignored modules and submodules that `fully_shard`
-manages, each with all below them, and their tensors wherever else they appear.
+manages, each with all below them, and their tensors wherever else they appear. So are parts that were replicated
+before, as nested calls of `fully_shard` have it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +31,7 @@ class Selection:
     frozen: dict[str, nn.Parameter]
     buffers: dict[str, torch.Tensor]
     left_alone: frozenset[nn.Module]
-    """What is ignored or left to `fully_shard`, each with everything below it."""
+    """What is ignored, replicated by another call or left to `fully_shard`, each with everything below it."""
 
     @property
     def sharded(self) -> bool:
@@ -87,13 +88,31 @@ def check_not_managed(module: nn.Module, ignored: frozenset[nn.Module]) -> None:
         ModuleError: it, or a submodule that is not ignored, is managed by torch's DDP, FSDP or `replicate`; or the
             module itself is managed by `fully_shard`.
     """
-    if not isinstance(module, nn.Module):
-        raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
     for name, submodule in _walk(module, _left_alone(module, ignored) - {module}):
         place = f"submodule {fully_qualified(name)}" if name else class_name(module)
         manager = _manager(submodule)
         if manager is not None:
             raise ModuleError(f"{place} is managed by {manager} already. Use one of the two, not both.")
+
+
+def check_not_tied(module: nn.Module, parts: Collection[nn.Module]) -> None:
+    """Whether the parts that were replicated before share no parameter with the rest: it would be reduced in one only.
+
+    Raises:
+        ModuleError: a tied parameter lies in a part and outside of all.
+    """
+    inside = {below for part in parts for below in part.modules()}
+    names: dict[nn.Parameter, list[tuple[bool, str]]] = {}
+    for prefix, owner in module.named_modules() if parts else ():
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
+            full = fully_qualified(f"{prefix}.{name}" if prefix else name)
+            names.setdefault(parameter, []).append((owner in inside, full))
+    tied = [each for each in names.values() if len({is_inside for is_inside, _ in each}) > 1]
+    if tied:
+        raise ModuleError(
+            f"{'; '.join(' = '.join(name for _, name in each) for each in tied)}: a tied parameter lies in a part that "
+            "is replicated already, and outside of it, but it is reduced once. Replicate its modules together."
+        )
 
 
 def is_waiting(module: nn.Module, ignored: frozenset[nn.Module]) -> bool:
@@ -133,8 +152,8 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
     """
     if not target.trainable:
         raise ModuleError(
-            f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules and "
-            "fully_shard); there is nothing to reduce."
+            f"{class_name(target.module)} has no parameter that requires a gradient (outside ignored_modules, "
+            "parts that are replicated already and fully_shard); there is nothing to reduce."
         )
     if needs_values:
         _check_values(target)
@@ -273,9 +292,9 @@ def _check_kinds(target: Selection, *, fake_allowed: bool) -> None:
             )
         if owners.find(parameter) is not None:
             raise ModuleError(
-                f"parameter {name} is replicated already. Call replicate() once, on the outermost module, or name the "
-                "module that owns it in ignored_modules. To replicate it again, call dp_compile.unreplicate() first, "
-                "on the module or on its DistributedDataParallel, which some name may still hold."
+                f"parameter {name} is replicated already, by a call on another module. Call replicate() on a part "
+                "before the module around it. To replicate it again, call dp_compile.unreplicate() first, on the "
+                "module or on its DistributedDataParallel, which some name may still hold."
             )
 
 

@@ -62,7 +62,7 @@ def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
         raise ConfigError(
             f"comm hook {hook.name} would see parts of gradients, as {replica.names[min(replica.dtensors)]} is a "
             "DTensor: what it makes of them would depend on how they are cut. Use a hook of torch's that only casts, "
-            "with the module's group as its state, or ReplicateConfig(reduce_dtype=...)."
+            "with the module's group as its state, or mp_policy=MixedPrecisionPolicy(reduce_dtype=...)."
         )
 
 

@@ -27,7 +27,7 @@ from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import ConfigError
-from dp_compile.modules.replicated_module import no_sync, replica_of, unwrap
+from dp_compile.modules.replicated_module import behind, no_sync, parts_of, replica_of, unwrap
 from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.warmup")
@@ -75,7 +75,7 @@ def warmup(
     settled as in a first backward. Returns when all ranks are done.
 
     Args:
-        module: the replicated module, or what `torch.compile` returned for it.
+        module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are warmed up, too.
         batches: an example of each shape, the same number on every rank. Two values of a size make it dynamic.
         loss: computes the loss of a batch exactly as the training loop does, autocast included:
             `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled anew.
@@ -91,19 +91,21 @@ def warmup(
         DesyncError: the ranks warm up differently, or one is missing after the time-out; the text names it.
     """
     replica, examples = replica_of(module), list(batches)
-    replica.arrive()  # else what arrives meanwhile would be taken back with the counters, as if of the warm-up
+    replicas = list(dict.fromkeys([replica, *map(replica_of, parts_of(behind(module)))]))
+    for each in replicas:
+        each.arrive()  # else what arrives meanwhile would be taken back with the counters, as if of the warm-up
     if not examples:
         raise ConfigError("warmup() needs at least one batch, got none.")
     kinds = _kinds(accumulation=accumulation, gradients_kept=gradients_kept)
     done = _meet(replica, {"batches": len(examples), "backwards": kinds})
     made = [_made()]
-    with _without_a_trace(unwrap(module), replica):
+    with _without_a_trace(unwrap(module), replicas):
         versions = _versions(module)
         is_first = dist.get_rank(replica.group.process_group) == 0
         teller = _Teller(len(examples) * len(kinds), (progress or _to_terminal) if is_first else None)
         while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
             for batch, (synced, kept) in itertools.product(examples, kinds):
-                _prepare(replica, kept=kept)
+                _prepare(replicas, kept=kept)
                 with contextlib.nullcontext() if synced else no_sync(module):
                     value = loss(batch)
                     _check_same(versions, _versions(module))
@@ -111,7 +113,8 @@ def warmup(
                 teller.tell()
             made.append(_made())
     done()
-    replica.is_warmed_up = True
+    for each in replicas:
+        each.is_warmed_up = True
     settled = made[-1] == made[-2]
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     backwards = (len(made) - 1) * len(examples) * len(kinds)
@@ -177,12 +180,12 @@ def _meet(replica: Replica, statement: Statement) -> Callable[[], None]:
     return lambda: agree(table, f"{topic}/done", {}, call="warmup()", verb="finished")
 
 
-def _prepare(replica: Replica, *, kept: bool) -> None:
-    if not kept:
-        for parameter in replica.parameters:
+def _prepare(replicas: Sequence[Replica], *, kept: bool) -> None:
+    for replica in replicas:
+        for parameter in () if kept else replica.parameters:
             parameter.grad = None
-    # A plan that waits for the second backward is made here, one that waits for measurements is not.
-    replica.history.synced_backwards = min(replica.history.synced_backwards, 1)
+        # A plan that waits for the second backward is made here, one that waits for measurements is not.
+        replica.history.synced_backwards = min(replica.history.synced_backwards, 1)
 
 
 def _versions(module: nn.Module) -> dict[str, int]:
@@ -203,12 +206,14 @@ def _made() -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _without_a_trace(module: nn.Module, replica: Replica) -> Iterator[None]:
+def _without_a_trace(module: nn.Module, replicas: Sequence[Replica]) -> Iterator[None]:
     """Put back gradients, buffers, random numbers and counters."""
-    device = replica.device
+    device = replicas[0].device
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        with _same_counts(replica), _same_tensors(module):
+        with contextlib.ExitStack() as stack, _same_tensors(module):
+            for replica in replicas:
+                stack.enter_context(_same_counts(replica))
             yield
 
 

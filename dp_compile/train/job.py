@@ -197,10 +197,12 @@ def _steps(
 
 
 def replicate_config(options: argparse.Namespace) -> dp_compile.ReplicateConfig:
-    output = None if options.mp is None else torch.float32
-    return dp_compile.ReplicateConfig(
-        bucket_cap_mb=options.bucket_cap_mb, param_dtype=DTYPES.get(options.mp), output_dtype=output
-    )
+    if options.mp is None:
+        return dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb)
+    from torch.distributed.fsdp import MixedPrecisionPolicy  # it loads all of FSDP
+
+    policy = MixedPrecisionPolicy(DTYPES[options.mp], output_dtype=torch.float32)
+    return dp_compile.ReplicateConfig(bucket_cap_mb=options.bucket_cap_mb, mp_policy=policy)
 
 
 def make_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:

@@ -777,7 +777,10 @@ def eight_bits(side: Side) -> Any:
         if not side.ours:
             raise NotOffered("no comm hook in eight bits on CPUs, and no exemption")
         hook = dp_compile.QuantizedHook(dtype=torch.float8_e4m3fn)
-        side.wrapped.register_comm_hook(dp_compile.HookState(), hook, modules=[nn.Linear])
+        dp_compile.unreplicate(side.model)
+        for part in (side.model.norm, side.model):
+            dp_compile.replicate(part, config=dp_compile.ReplicateConfig(backend=side.backend))
+        side.wrapped.register_comm_hook(dp_compile.HookState(), hook)
     norms, losses = [], []
     for step in side.steps(6):
         side.backward(lambda rank, step=step: side.square(rank, 0))  # type: ignore[misc]

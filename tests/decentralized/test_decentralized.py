@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from local_steps import AOT, SMALL_MB, adamw, by_formula, compiled, decentral, mine, mlp, not_compiled, train, values
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
@@ -727,8 +728,9 @@ def test_refused() -> None:
     refused("grad_clip_norm must be a number, 0 or more, got -1", grad_clip_norm=-1)
     refused("bucket_size_in_mb must be a number, above 0", bucket_size_in_mb=0)
     refused("of 4 ranks, the group has 1", topology=topology("ring", 4))
-    refused("reduce_dtype, static_graph, gradient_as_bucket_view of config", config=dp_compile.ReplicateConfig(
-        reduce_dtype=torch.bfloat16, static_graph=True, gradient_as_bucket_view=True))  # fmt: skip
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    config = dp_compile.ReplicateConfig(mp_policy=policy, static_graph=True, gradient_as_bucket_view=True)
+    refused("static_graph, gradient_as_bucket_view, reduce_dtype of mp_policy of config", config=config)
     model: Any = decentral(mlp())
     with pytest.raises(dp_compile.ReductionError, match="retain_graph=True"):
         model(mine(0)).sum().backward(retain_graph=True)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
 import dp_compile
@@ -130,7 +131,7 @@ def replicated(kind: str, group: Any, *, ticks: bool) -> tuple[nn.Module, torch.
     if kind != "plain":
         options["bucket_cap_mb"] = LAYER_MB
     if kind == "bf16":
-        options["reduce_dtype"] = torch.bfloat16
+        options["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
     where: dict[str, Any] = {"device_mesh": group} if kind == "two_levels" else {"process_group": group}
     model: nn.Module = Net(ticks, kind == "buffers")
     for each in model.layers if kind == "modules" else [model]:  # type: ignore[union-attr]

@@ -73,7 +73,9 @@ def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...
 
 
 @st.composite
-def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world_size: int) -> dict[str, Any]:
+def reductions(
+    draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world_size: int, *, find_unused: bool
+) -> dict[str, Any]:
     """Dtypes, divisors, levels of network and hooks that go together."""
     is_cast = not {block.kind for block in blocks} & NOT_CAST
     computes = st.sampled_from(["", "bfloat16"] if is_cast else [""])
@@ -87,8 +89,10 @@ def reductions(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], world
         return {"comm_hook": hook, "per_scale": draw(st.sampled_from([2, 4, 7, 64])), "compute": compute}
     if not levels and draw(st.sampled_from([False] * 9 + [True])):
         return {"torch_hook": draw(st.sampled_from(fuzzing.TORCH_HOOKS)), "compute": draw(computes)}
-    trained = ["head", *(f"blocks.{number}" for number, block in enumerate(blocks) if block.frozen == "nothing")]
-    if draw(st.sampled_from([False] * 4 + [True])):
+    # A module that is left out as a whole, on one rank, is an error; and the whole has to have something left.
+    trained = [f"blocks.{number}" for number, block in enumerate(blocks) if block.frozen == "nothing"]
+    trained = [] if find_unused or not trained else ["head", *trained]
+    if trained and draw(st.sampled_from([False] * 4 + [True])):
         by = draw(st.sampled_from(["hook", "hook", *WIRES] if buckets != "no passes" and not levels else WIRES))
         divisors = {} if by == "hook" else {"divides": draw(st.sampled_from([(), (3.0,), (0.7, 5.0)]))}
         wire = draw(st.sampled_from(["", *(each for each in WIRES if each != by)]))
@@ -116,7 +120,7 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     ways = ((), *draw(st.lists(some_blocks, max_size=2, unique=True))) if find_unused else ((),)
     fewest_rows = 2 if kinds & NEEDS_TWO_ROWS else 1 if kinds & NEEDS_A_ROW else draw(st.sampled_from([1, 1, 0]))
     buckets = draw(st.sampled_from(list(BUCKETS)))
-    reduction = draw(reductions(buckets, blocks, world_size))
+    reduction = draw(reductions(buckets, blocks, world_size, find_unused=find_unused))
     wrapper = buckets not in ("per module", "no passes") and not reduction.get("levels") and draw(st.booleans())
     return FuzzCase(
         blocks=blocks,

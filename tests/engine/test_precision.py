@@ -54,6 +54,12 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
 }
 
 
+def config_of(**options: Any) -> dp_compile.ReplicateConfig:
+    """`reduce_dtype` is that of a policy."""
+    policy = MixedPrecisionPolicy(reduce_dtype=options.pop("reduce_dtype", None))
+    return dp_compile.ReplicateConfig(**{"backend": "aot_eager", "mp_policy": policy} | options)
+
+
 def check_gradient(name: str, parameter: nn.Parameter, other: nn.Parameter, way: str, wire: torch.dtype) -> None:
     """Bit by bit, where rounding allows."""
     assert parameter.grad is not None, name
@@ -218,7 +224,7 @@ def run_rounding(way: str, wire: torch.dtype, options: dict[str, float], value: 
     model = nn.Linear(1, 1, bias=False).half()
     dp_compile.replicate(
         model,
-        config=dp_compile.ReplicateConfig(**{"backend": "aot_eager", "reduce_dtype": wire} | options | WAYS[way][1]),
+        config=config_of(reduce_dtype=wire, **options, **WAYS[way][1]),
     )
     WAYS[way][0](model)(torch.full((1, 1), value, dtype=FP16)).sum().backward()
     found = float(model.weight.grad)
@@ -241,7 +247,7 @@ def run_overflow(way: str, checked: bool) -> tuple[str, float]:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(1.0)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", check_nan=checked, reduce_dtype=FP16)
+    config = config_of(check_nan=checked, reduce_dtype=FP16)
     dp_compile.replicate(model, config=config)
     with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
         warnings.simplefilter("ignore")
@@ -272,7 +278,7 @@ def test_a_cast_that_overflows_is_found_on_every_rank(ranks2: Ranks, way: str) -
 def test_a_graph_with_factors_around_the_sum_passes_its_own_check(dtype: torch.dtype, wire: torch.dtype) -> None:
     torch._dynamo.reset()
     model = nn.Linear(4, 4).to(dtype)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", reduce_dtype=wire)
+    config = config_of(reduce_dtype=wire)
     dp_compile.replicate(model, config=config)
     compile_whole(model)(torch.ones(2, 4, dtype=dtype)).sum().backward()
     assert dp_compile.report(model).backwards["captured"] == 1
@@ -317,8 +323,7 @@ def run_formula(way: str, alone: bool) -> list[dict[str, int]]:
         torch._dynamo.reset()
         numbers = [numbers_of(rank, dtype) for rank in ([dist.get_rank()] if alone else range(ranks))]
         model = nn.Linear(len(numbers[0]), 1, bias=False).to(dtype)
-        config = dp_compile.ReplicateConfig(**{"backend": "aot_eager"} | options)
-        dp_compile.replicate(model, process_group=group, config=config)
+        dp_compile.replicate(model, process_group=group, config=config_of(**options))
         with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
             warnings.simplefilter("ignore")
             WAYS[way][0](model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
@@ -354,7 +359,7 @@ def run_factor_of_each_step(
     torch.manual_seed(0)
     model, alone = Scalars().to(dtype), Scalars().to(dtype)
     alone.load_state_dict(model.state_dict())
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(**{"backend": "aot_eager"} | options))
+    dp_compile.replicate(model, config=config_of(**options))
     signatures, run = [], WAYS[way][0](model)
     for step in range(6):
         factor = (3.0, 7.0, 0.3, 12.0, 1.0, 1e-3)[step]
@@ -556,7 +561,7 @@ def test_a_collective_that_failed_behind_torchs_reducer_is_an_error(monkeypatch:
             future.set_exception(RuntimeError("the other rank is gone"))
             return future
 
-    config = dp_compile.ReplicateConfig(ddp_python_hook=False, reduce_dtype=BF16, check_reductions=False)
+    config = config_of(ddp_python_hook=False, reduce_dtype=BF16, check_reductions=False)
     model = dp_compile.replicate(mlp(), config=config)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **__: Failed())
     with pytest.raises(RuntimeError, match="the other rank is gone"):
@@ -570,8 +575,8 @@ def test_a_collective_that_failed_behind_torchs_reducer_is_an_error(monkeypatch:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce_dtype": torch.int8}, "reduce_dtype must be one of torch.float16, .*, got torch.int8"),
-        ({"reduce_dtype": "bf16"}, "reduce_dtype must be one of torch.float16, .*, got 'bf16'"),
+        ({"reduce_dtype": torch.int8}, "reduce_dtype of mp_policy must be one of torch.float16, .*, got torch.int8"),
+        ({"reduce_dtype": "bf16"}, "reduce_dtype of mp_policy must be one of torch.float16, .*, got 'bf16'"),
         ({"gradient_divide_factor": 0}, "gradient_divide_factor must be > 0, got 0"),
         ({"gradient_divide_factor": -2.0}, "gradient_divide_factor must be > 0, got -2.0"),
         ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor must be finite, got inf"),
@@ -580,18 +585,15 @@ def test_a_collective_that_failed_behind_torchs_reducer_is_an_error(monkeypatch:
 )
 def test_options_that_are_not_allowed(options: dict[str, Any], message: str) -> None:
     with pytest.raises(dp_compile.ConfigError, match=message):
-        dp_compile.ReplicateConfig(**options)
+        config_of(**options)
 
 
 @pytest.mark.usefixtures("fake_group")
 def test_policies_that_are_not_allowed() -> None:
-    for policy, message in [
-        (BF16, "mp_policy must be a torch.distributed.fsdp.MixedPrecisionPolicy, or a CustomPolicy, got dtype"),
-    ]:
-        with pytest.raises(dp_compile.ConfigError, match=message):
-            dp_compile.replicate(mlp(), mp_policy=policy)
+    with pytest.raises(dp_compile.ConfigError, match=r"be a torch\.distributed\.fsdp\.MixedPrecisionPolicy, got dtype"):
+        dp_compile.replicate(mlp(), mp_policy=BF16)
     model = dp_compile.replicate(mlp(), config=AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    with pytest.raises(dp_compile.ConfigError, match="Sequential has reduce_dtype: a comm hook would say otherwise"):
+    with pytest.raises(dp_compile.ConfigError, match="has a reduce_dtype in its mp_policy: a comm hook would"):
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
     with pytest.raises(dp_compile.ConfigError, match="must be a finite number > 0, got 0"):
         model.set_gradient_divide_factor(0)
@@ -661,7 +663,7 @@ def run_different(what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("what", "said"), [("policy", "reduce_dtype"), ("hook", "comm hook"), ("factor", "divide factor")]
+    ("what", "said"), [("policy", "mp_policy"), ("hook", "comm hook"), ("factor", "divide factor")]
 )
 def test_ranks_that_differ(ranks: Ranks, what: str, said: str) -> None:
     for error in ranks.run(run_different, what):

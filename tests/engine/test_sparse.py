@@ -12,6 +12,7 @@ import torch.distributed as dist
 from beside import compile_blocks, compile_whole, not_compiled
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
@@ -191,7 +192,7 @@ def test_nans_are_found() -> None:
         ("ddp_python_hook=False", lambda: dp_compile.replicate(Words(), ddp_python_hook=False)),
         (
             "reduce_dtype",
-            lambda: dp_compile.replicate(Words(), config=dp_compile.ReplicateConfig(reduce_dtype=torch.bfloat16)),
+            lambda: dp_compile.replicate(Words(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
         ),
         (
             "comm hook",

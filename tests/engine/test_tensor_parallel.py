@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -206,7 +207,7 @@ def train(
     compare(model, alone, "the end", tolerance=tolerance)
     assert facts_of(model) == before
     named = {name: (id(each), type(each)) for name, each in model.named_parameters()}
-    if way == "eager" and config.param_dtype is None:  # in a forward and a backward, too
+    if way == "eager" and config.mp_policy is None:  # in a forward and a backward, too
         assert model.seen == in_backward == named
     if plan == "everything":
         assert model.head.weight is model.embedding.weight
@@ -417,13 +418,14 @@ def test_torchs_own_transformer(
 @pytest.mark.parametrize("way", ["eager", pytest.param("captured", marks=NIGHTLY)])
 def test_mixed_precision(meshed: Ranks, way: str) -> None:
     """In float64, where an option that is dropped shows in dtypes and a wrong number is no matter of rounding."""
-    wide = dp_compile.ReplicateConfig(backend="aot_eager", param_dtype=torch.float64, reduce_dtype=torch.float64)
+    wide = replace(AOT, mp_policy=MixedPrecisionPolicy(torch.float64, torch.float64))
     meshed.run(train, "everything", way, (2, 2), wide)
 
 
 def compressed() -> None:
     train("everything", "eager", hook=default_hooks.fp16_compress_hook, tolerance=0.02)
-    train("everything", "eager", config=replace(AOT, reduce_dtype=torch.bfloat16), tolerance=0.05)
+    half = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    train("everything", "eager", config=replace(AOT, mp_policy=half), tolerance=0.05)
 
 
 def test_casts_on_the_wire(meshed: Ranks) -> None:

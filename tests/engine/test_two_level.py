@@ -107,7 +107,8 @@ def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
     theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=uneven)
     plain = copy.deepcopy(theirs.module)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    options = {"find_unused_parameters": uneven, "reduce_dtype": wire, "bucket_cap_mb": 1e-4}
+    policy = MixedPrecisionPolicy(reduce_dtype=wire)
+    options = {"find_unused_parameters": uneven, "mp_policy": policy, "bucket_cap_mb": 1e-4}
     config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
     dp_compile.replicate(model, device_mesh=mesh, config=config, **({"passes": ()} if way == "no passes" else {}))
     run = WAYS[way](model)

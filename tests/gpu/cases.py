@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 
 from dp_compile.train.gpt import GPT, GPTConfig
@@ -165,6 +166,8 @@ def _capped(nbytes: int) -> dict[str, Any]:
     return {"bucket_cap_mb": nbytes / 2**20}
 
 
+WIRE = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+HALF = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
 PADDED = {"shape_padding": True, "force_shape_pad": True}
 
 SMALL = MappingProxyType(
@@ -178,9 +181,9 @@ SMALL = MappingProxyType(
         "kept": Case(tied, config=_capped(2_000), backwards=2),
         "unused": Case(unused, config=_capped(2_000)),
         "two-keys-bf16": Case(two_keys, every_day=False),
-        "wire-bf16": Case(mlp, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}),
-        "cast-bf16": Case(in_half, config={**_capped(15_000), "reduce_dtype": torch.bfloat16}, every_day=False),
-        "policy-bf16": Case(mlp, config={**_capped(15_000), "param_dtype": torch.bfloat16}, every_day=False),
+        "wire-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": WIRE}),
+        "cast-bf16": Case(in_half, config={**_capped(15_000), "mp_policy": WIRE}, every_day=False),
+        "policy-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": HALF}, every_day=False),
         "hook-float16": Case(tied, config=_capped(2_000), hook=default_hooks.fp16_compress_hook, every_day=False),
         "lives-on": Case(tied, config={**_capped(2_000), "gradient_as_bucket_view": True}, backwards=2, keeps=False),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2, plants=True),

@@ -509,7 +509,7 @@ def _torchs(hook: Any) -> Callable[[], Any]:
 
 @_feature("bf16 on the wire")
 def wire_bf16(place: Place) -> Difference:
-    pair = Pair.made(place, config={"reduce_dtype": BF16})
+    pair = Pair.made(place, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)})
     dist._register_comm_hook(pair.theirs.reducer, None, default_hooks.bf16_compress_hook)  # type: ignore[attr-defined]
     return pair.train().compared(_of_half(place))
 
@@ -517,7 +517,7 @@ def wire_bf16(place: Place) -> Difference:
 @_feature("fp16 on the wire")
 def wire_fp16(place: Place) -> Difference:
     """Ours divides behind the sum: small numbers keep bits that torch's hook loses."""
-    pair = Pair.made(place, config={"reduce_dtype": F16})
+    pair = Pair.made(place, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)})
     dist._register_comm_hook(pair.theirs.reducer, None, default_hooks.fp16_compress_hook)  # type: ignore[attr-defined]
     return pair.train().compared(max(1e-5, _of_half(place)))
 
@@ -779,7 +779,7 @@ def sharded_and_scaled(place: Place) -> Difference:
 
 @_feature("shard=True, bf16 on the wire")
 def sharded_bf16(place: Place) -> Difference:
-    pair = Pair.made(place, config={"reduce_dtype": BF16}, in_backward={"shard": True})
+    pair = Pair.made(place, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, in_backward={"shard": True})
     dist._register_comm_hook(pair.theirs.reducer, None, default_hooks.bf16_compress_hook)  # type: ignore[attr-defined]
     pair.mine._dp_compile_sharded = True  # type: ignore[attr-defined]
     return pair.train().compared(_of_half(place))
@@ -857,7 +857,7 @@ def two_levels(place: Place) -> Difference:
 @_feature("two levels of network, bf16 on the wire", ranks=(4,))
 def two_levels_bf16(place: Place) -> Difference:
     mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
-    pair = Pair.made(place, device_mesh=mesh, config={"reduce_dtype": BF16})
+    pair = Pair.made(place, device_mesh=mesh, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)})
     return pair.train().compared(2e-2)
 
 

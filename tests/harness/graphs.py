@@ -9,6 +9,7 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
 from dp_compile._torch import inductor
@@ -67,6 +68,7 @@ def _gpt() -> nn.Module:
     return GPT(GPTConfig(vocabulary=64, context=16, width=16, layers=1, heads=2))
 
 
+HALF = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 COUNTED = ("_c10d_functional.all_reduce", "_c10d_functional.wait_tensor", "copy", "dp_compile.flat_bucket")
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dict[str, Any]]] = {
@@ -75,7 +77,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], dic
     "small_layers": (ManySmallLayers, lambda: torch.randn(4, 8), {"bucket_cap_mb": 0.001}),
     "lookup": (Lookup, lambda: torch.randint(0, 1000, (4,)), {}),
     "tied": (Tied, lambda: torch.randn(4, 8), {}),
-    "attention": (Attention, lambda: torch.randn(2, 4, 16), {"reduce_dtype": torch.bfloat16}),
+    "attention": (Attention, lambda: torch.randn(2, 4, 16), {"mp_policy": HALF}),
 }
 
 

@@ -100,9 +100,9 @@ def compare(cell: Cell) -> str:
             backend="aot_eager",
             find_unused_parameters=cell.unused and not cell.static_graph,
             static_graph=cell.static_graph,
-            reduce_dtype=torch.bfloat16 if cell.precision == "wire" else None,
+            mp_policy={"policy": POLICY, "wire": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}.get(cell.precision),
         )
-        dp_compile.replicate(net, config=config, **({"mp_policy": POLICY} if cell.precision == "policy" else {}))
+        dp_compile.replicate(net, config=config)
         model = net if cell.way == "eager" else torch.compile(net, backend="aot_eager")
         scope = dp_compile.join(net) if cell.uneven else nullcontext()
         found = _train(cell, model, net, lambda local: dp_compile.no_sync(net) if local else nullcontext(), scope)

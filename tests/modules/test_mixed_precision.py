@@ -19,6 +19,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -182,8 +183,7 @@ def assert_same_gradients(ours: nn.Module, theirs: nn.Module, **tolerance: float
 
 def replicated(model: nn.Module, **options: Any) -> nn.Module:
     torch._dynamo.reset()
-    options = {"param_dtype": BF16, "backend": "aot_eager"} | options
-    return dp_compile.replicate(model, config=dp_compile.ReplicateConfig(**options))
+    return dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(**{"param_dtype": BF16} | options))
 
 
 def backward(result: torch.Tensor) -> None:
@@ -302,7 +302,8 @@ class TestForward:
         dp_compile.replicate(
             model,
             ignored_modules=[model.ignored],
-            config=dp_compile.ReplicateConfig(param_dtype=BF16, backend="aot_eager"),
+            config=AOT,
+            mp_policy=MixedPrecisionPolicy(BF16),
         )
         model.layer.register_forward_hook(lambda *_: half.append(model.low is given))
         kept: list[Any] = []
@@ -339,77 +340,15 @@ class TestForward:
             dp_compile.unreplicate(model)
 
     def test_evaluation(self) -> None:
-        for option, expected in [({}, BF16), ({"full_precision_in_eval": True}, F32)]:
-            model = replicated(Net(), **option)
-            run = compile_whole(model)
-            for training, dtype in ((True, BF16), (False, expected), (True, BF16)):
-                model.train(training)
-                with torch.no_grad():
-                    assert model(X).dtype == run(X).dtype == dtype
-            model.eval()
-            with torch.inference_mode():
-                assert model(X).dtype == expected
-            dp_compile.unreplicate(model)
-
-    @pytest.mark.parametrize(
-        ("given", "compiled"), [((nn.LayerNorm,), True), (("norm",), False), (["norm", nn.BatchNorm1d], False)]
-    )
-    def test_exceptions(self, given: Any, compiled: bool) -> None:
-        torch.manual_seed(0)
-        model = Net()
-        twin = copy.deepcopy(model)
-        casts = {name: p if "norm" in name else p.to(BF16) for name, p in twin.named_parameters()}
-        twin.norm.register_forward_pre_hook(lambda _, args: args[0].float())
-        twin.norm.register_forward_hook(lambda *args: args[2].to(BF16))
-        backward(torch.func.functional_call(twin, casts, (X.to(BF16),)))
-        replicated(model, full_precision_modules=given)
-        seen: list[torch.dtype] = []
-        model.norm.register_forward_hook(lambda module, args, out: seen.extend((args[0].dtype, module.weight.dtype)))
-        backward(torch.compile(model, backend="aot_eager", fullgraph=True)(X) if compiled else model(X))
-        assert seen == [F32, F32]
-        # what travels is bfloat16: halves are exact, the norm's gradient is rounded
-        assert_same_gradients(model, twin, rtol=2**-8, atol=1e-6)
-        assert model.norm(X).dtype == F32
-        dp_compile.unreplicate(model)
-        assert not model.norm._forward_pre_hooks
-
-    @pytest.mark.parametrize("compiled", [False, True])
-    def test_an_exception_that_is_given_no_floating_input(self, compiled: bool) -> None:
-        """What is behind an embedding in full precision finds its own dtype, as behind any other exception."""
-        model = nn.Sequential(nn.Embedding(7, 4), nn.LayerNorm(4), nn.Linear(4, 4))
-        twin, tokens = copy.deepcopy(model), torch.tensor([1, 5, 5, 0])
-        replicated(model, full_precision_modules=(nn.Embedding,))
-        backward((torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model)(tokens))
-        casts = {name: parameter.to(BF16) for name, parameter in twin[1:].named_parameters()}
-        backward(torch.func.functional_call(twin[1:], casts, (twin[0](tokens).to(BF16),)))
-        assert_same_gradients(model, twin, rtol=2**-8, atol=1e-6)
-        assert model[0](tokens).dtype == F32  # called by itself it computes as it is
-        dp_compile.unreplicate(model)
-
-    @pytest.mark.parametrize("compiled", [False, True])
-    def test_buffers(self, compiled: bool) -> None:
-        class Counts(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
-                self.register_buffer("constant", torch.full((6,), 1.001))
-                self.register_buffer("steps", torch.zeros(()))
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                assert self.constant.dtype == self.norm.running_mean.dtype == BF16
-                assert self.norm.num_batches_tracked.dtype == torch.int64
-                self.steps = self.steps + 1
-                return self.norm(self.layer(x)) * self.constant
-
-        model = replicated(Counts(), buffer_dtype=BF16)
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
-        for step in range(1, 4):
-            backward(run(X))
-            assert float(model.steps) == step
-            assert int(model.norm.num_batches_tracked) == step
-        assert {each.dtype for each in model.buffers()} == {F32, torch.int64}
-        assert torch.equal(model.constant, torch.full((6,), 1.001)), "it lost no bits"
-        assert bool(model.norm.running_mean.any())
+        model = replicated(Net())
+        run = compile_whole(model)
+        for training in (True, False, True):
+            model.train(training)
+            with torch.no_grad():
+                assert model(X).dtype == run(X).dtype == BF16
+        model.eval()
+        with torch.inference_mode():
+            assert model(X).dtype == BF16
         dp_compile.unreplicate(model)
 
 
@@ -581,9 +520,7 @@ class TestModules:
         dp_compile.unreplicate(model)
 
     def test_lazy_modules(self) -> None:
-        model = replicated(
-            nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()), full_precision_modules=(nn.BatchNorm1d,)
-        )
+        model = replicated(nn.Sequential(nn.LazyLinear(4), nn.Tanh()))
         seen = []
         for _ in range(2):
             backward(model(X))
@@ -634,7 +571,7 @@ class TestModules:
             assert each(X).dtype == F32
 
     def test_pickles_and_copies_are_plain(self) -> None:
-        model = replicated(Net(), full_precision_modules=(nn.LayerNorm,))
+        model = replicated(Net())
         loaded = pickle.loads(pickle.dumps(model))
         assert type(loaded) is type(copy.deepcopy(model)) is Net
         for each in (loaded, copy.deepcopy(model), copy.deepcopy(model.layers), copy.deepcopy(model.norm)):
@@ -656,44 +593,13 @@ class TestModules:
 
 @pytest.mark.usefixtures("fake_group")
 class TestRefused:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"param_dtype": torch.int8}, "param_dtype must be one of torch.float16, .*, got torch.int8"),
-            ({"param_dtype": torch.complex64}, "param_dtype must be one of .*, got torch.complex64"),
-            ({"output_dtype": "bf16"}, "output_dtype must be one of torch.float16, .*, got 'bf16'"),
-            ({"buffer_dtype": torch.bool}, "buffer_dtype must be one of torch.float16, .*, got torch.bool"),
-            ({"param_dtype": BF16, "cast_forward_inputs": 1}, "cast_forward_inputs must be True or False, got 1"),
-            (
-                {"param_dtype": BF16, "full_precision_modules": nn.LayerNorm},
-                "must hold module classes, names or policies, got <cl",
-            ),
-            (
-                {"param_dtype": BF16, "full_precision_modules": [nn.LayerNorm(6)]},
-                "must be of module .*, got LayerNorm. A",
-            ),
-        ],
-    )
-    def test_options(self, options: dict[str, Any], message: str) -> None:
-        with pytest.raises(dp_compile.ConfigError, match=message):
-            dp_compile.ReplicateConfig(**options)
-
-    @pytest.mark.parametrize("option", [{"full_precision_modules": (nn.LayerNorm,)}, {"full_precision_in_eval": True}])
-    def test_an_exception_needs_a_rule(self, option: dict[str, Any]) -> None:
-        """Which may come from `mp_policy`, beside the config."""
-        config = dp_compile.ReplicateConfig(backend="aot_eager", **option)
-        with pytest.raises(dp_compile.ConfigError, match="is an exception from param_dtype or buffer_dtype"):
-            dp_compile.replicate(Net(), config=config)
-        model = dp_compile.replicate(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16), config=config)
-        assert vars(model)
-
     def test_policies(self) -> None:
         for policy, message in [
-            (MixedPrecisionPolicy(param_dtype=torch.int32), "param_dtype must be one of .*, got torch.int32"),
-            (
-                MixedPrecision(BF16),
-                "MixedPrecisionPolicy, or a CustomPolicy, got MixedPrecision",
-            ),
+            (MixedPrecisionPolicy(param_dtype=torch.int32), "param_dtype of mp_policy must be one of .* torch.int32"),
+            (MixedPrecision(BF16), "must be a torch.distributed.fsdp.MixedPrecisionPolicy, got MixedPrecision"),
+            (MixedPrecisionPolicy(param_dtype=torch.complex64), "param_dtype of mp_policy .*, got torch.complex64"),
+            (MixedPrecisionPolicy(output_dtype="bf16"), "output_dtype of mp_policy must be one of .*, got 'bf16'"),
+            (CustomPolicy(lambda module: False), "got CustomPolicy. For another policy in a part"),
         ]:
             with pytest.raises(dp_compile.ConfigError, match=message):
                 dp_compile.replicate(mlp(), mp_policy=policy)
@@ -712,12 +618,6 @@ class TestRefused:
         nets: list[tuple[nn.Module, dict[str, Any], str]] = [
             (turn, {}, "ParameterList has no floating parameter that param_dtype=torch.bfloat16 could cast"),
             (nn.Embedding(4, 6, max_norm=1.0), {}, r"^weight is changed by its module's forward \(max_norm\)"),
-            (
-                mlp(),
-                {"full_precision_modules": (nn.Linear,)},
-                "leaves no parameter of Sequential to param_dtype=torch.bf",
-            ),
-            (mlp(), {"full_precision_modules": ("2", "3")}, "names '3', which Sequential does not have"),
             (patched, {}, "the forward of Sequential was set on the object itself"),
         ]
         for model, options, message in nets:
@@ -734,9 +634,7 @@ class TestRefused:
                 return super().forward(x)
 
         model = replicated(nn.Sequential(Moving(6, 6)))
-        with pytest.raises(
-            dp_compile.ModuleError, match=r"changed its parameter bias in place, .*full_precision_modules"
-        ):
+        with pytest.raises(dp_compile.ModuleError, match=r"changed its parameter bias in place, .*replicate\(\) first"):
             model(X)
         dp_compile.unreplicate(model)
 
@@ -872,24 +770,6 @@ def test_a_policy_with_nothing_to_cast_is_an_error_on_every_rank(
     assert second.startswith(f"ModuleError: {message}")
     assert message in first
     assert first.startswith("DesyncError: " if alone else "ModuleError: ")
-
-
-def run_different(options: list[dict[str, Any]]) -> str:
-    try:
-        dp_compile.replicate(mlp(), config=dp_compile.ReplicateConfig(**options[dist.get_rank()]))
-    except dp_compile.DesyncError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("name", "values"), [("param_dtype", (BF16, FP16)), ("full_precision_modules", ((nn.Tanh,), ("0",)))]
-)
-def test_ranks_that_differ(ranks2: Ranks, name: str, values: tuple[Any, Any]) -> None:
-    options = [{"param_dtype": BF16, "reduce_dtype": F32, name: value} for value in values]
-    for error in ranks2.run(run_different, options):
-        assert name in error
-        assert "address" not in error
 
 
 # --- in the generated code

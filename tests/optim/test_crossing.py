@@ -159,9 +159,10 @@ def test_what_is_read_first_goes_round_first(ranks2: Ranks) -> None:
     assert ranks2.run(order_of_rounds) == [[(3,), (2,), (1,), (0,)]] * 2
 
 
+HALF = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 KINDS: dict[str, tuple[dict[str, Any], tuple[bool, bool]]] = {
     "buckets of its own": ({"config": BIG}, (True, True)),
-    "bf16 on the wire": ({"config": replace(SMALL, reduce_dtype=torch.bfloat16)}, (True, True)),
+    "bf16 on the wire": ({"config": replace(SMALL, mp_policy=HALF)}, (True, True)),
     "mixed precision": ({"config": SMALL, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, (True, True)),
     "a factor that is given": ({"config": replace(SMALL, gradient_divide_factor=3.0)}, (True, True)),
     "no passes": ({"config": BIG, "passes": ()}, (False, False)),
