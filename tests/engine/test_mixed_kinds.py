@@ -202,7 +202,7 @@ def test_warmup_and_join_reach_parts(ranks2: Ranks) -> None:
 
 
 def run_other() -> str:
-    config = replace(AOT, timeout_s=10, mp_policy=MixedPrecisionPolicy(reduce_dtype=(FP16, BF16)[dist.get_rank()]))
+    config = replace(AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=(FP16, BF16)[dist.get_rank()]))
     with pytest.raises(dp_compile.DesyncError) as error:
         dp_compile.replicate(Net().embed, config=config)
     return str(error.value)
