@@ -406,7 +406,9 @@ def test_a_copy_by_its_author_of_what_is_compiled_in_place() -> None:
 def test_wrapped_twice_under_one_name() -> None:
     model = build()
     wrapper = DistributedDataParallel(model)
-    with pytest.raises(dp_compile.ModuleError, match=r"call dp_compile.unreplicate\(\) first"):
+    with pytest.raises(
+        dp_compile.ModuleError, match=r"Call dp_compile\.unreplicate\(\) on it, or on its DistributedDataParallel"
+    ):
         wrapper = DistributedDataParallel(model)
     dp_compile.unreplicate(model)
     wrapper = DistributedDataParallel(model)
