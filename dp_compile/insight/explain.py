@@ -226,8 +226,8 @@ def _options(step: Step) -> Iterator[Advice]:
         yield max(found, key=lambda each: each.share)
     hooks = any(each.key.reduction.hook is not None for each in step.plan.gradients)
     if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):
-        policy = "mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)"
-        yield _gain(f"{policy}: fewer bytes, other rounding", step, _end_s(sent_in(step, "bfloat16")))
+        wire = "reduce_dtype=bfloat16 in mp_policy"
+        yield _gain(f"{wire}: fewer bytes, other rounding", step, _end_s(sent_in(step, "bfloat16")))
 
 
 def _limits(step: Step) -> Iterator[Advice]:
