@@ -226,7 +226,7 @@ def _options(step: Step) -> Iterator[Advice]:
         yield max(found, key=lambda each: each.share)
     hooks = any(each.key.reduction.hook is not None for each in step.plan.gradients)
     if not hooks and any(each.itemsize > BYTES["bfloat16"] for each in step.plan.gradients if each.key.dtype in DTYPES):
-        wire = "reduce_dtype=bfloat16 in mp_policy"
+        wire = "mp_policy, reduce_dtype=bfloat16"
         yield _gain(f"{wire}: fewer bytes, other rounding", step, _end_s(sent_in(step, "bfloat16")))
 
 

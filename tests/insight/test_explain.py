@@ -113,7 +113,7 @@ Buckets in launch order, n gradients each (in ms)
 2   8.0 MiB  1   4.00   8.41  9.30    0.889  network busy
 
 Advice, each alone, with its predicted gain:
-  37.7%, 3.50 ms: reduce_dtype=bfloat16 in mp_policy: fewer bytes, other rounding
+  37.7%, 3.50 ms: mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding
   0.5%, 0.0500 ms: bucket_cap_mb=math.inf: 2 buckets
   38.2%, 3.55 ms: double the batch on each rank (time per sample)""",
     )
@@ -146,7 +146,7 @@ Buckets in launch order, n gradients each (in ms; waited is measured, in ms)
 2   8.0 MiB  1   40.0   40.0  40.9    0.889    1.00  waits for token.weight
 
 Advice, each alone, with its predicted gain:
-  1.0%, 0.419 ms: reduce_dtype=bfloat16 in mp_policy: fewer bytes, other rounding
+  1.0%, 0.419 ms: mp_policy, reduce_dtype=bfloat16: fewer bytes, other rounding
   1.1%, 0.444 ms: double the batch on each rank (time per sample)
   1.0%, 0.419 ms: twice the bandwidth between ranks: a limit of the link""",
     )
@@ -273,8 +273,8 @@ def test_a_cheaper_wire_where_bytes_are_exposed() -> None:
         predict(replace(exposed, strategy="fixed")).end_s
         - predict(replace(exposed, strategy="fixed"), dtype="bfloat16").end_s
     )
-    assert changes(exposed)["reduce_dtype=bfloat16 in mp_policy"] == pytest.approx(gain_s)
-    assert "reduce_dtype=bfloat16 in mp_policy" not in changes(replace(exposed, cost=exposed.cost.scaled(1e-9)))
+    assert changes(exposed)["mp_policy, reduce_dtype=bfloat16"] == pytest.approx(gain_s)
+    assert "mp_policy, reduce_dtype=bfloat16" not in changes(replace(exposed, cost=exposed.cost.scaled(1e-9)))
 
 
 def test_no_timeline() -> None:
