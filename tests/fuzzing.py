@@ -663,7 +663,7 @@ def _digest(stack: nn.Module) -> str:
     hashed = hashlib.sha256()
     for parameter in stack.parameters():
         for value in (parameter.detach(), parameter.grad):
-            hashed.update(b"" if value is None else value.reshape(-1).view(torch.uint8).numpy().tobytes())
+            hashed.update(b"" if value is None else value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:12]
 
 

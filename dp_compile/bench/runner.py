@@ -167,7 +167,8 @@ class Runner:
         ranks = workers.ask("steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)
         wall_s, machine_s, own_s = time.perf_counter(), machine_cpu_s(), time.process_time()
         others_s = machine_s - begin[1] - (own_s - begin[2]) - sum(cpu_s for _, cpu_s in ranks)
-        others = max(0.0, others_s) / ((wall_s - begin[0]) * len(os.sched_getaffinity(0)))
+        # /proc/stat counts in ticks of 10 ms, so that the share of a short turn may be above 1.
+        others = min(1.0, max(0.0, others_s) / ((wall_s - begin[0]) * len(os.sched_getaffinity(0))))
         return max(each for each, _ in ranks), round(others, 4)
 
     def _cache(self, name: str, mode: str) -> Path | None:

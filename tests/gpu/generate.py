@@ -270,7 +270,8 @@ def result_of(case: cases.Case) -> dict[str, Any]:
 
 def digests(run: Run, model: nn.Module) -> dict[str, str]:
     """By parameter: its gradient's bits."""
-    gradients = {name: run.values.of(each.grad).contiguous() for name, each in model.named_parameters()}
+    used = ((name, each.grad) for name, each in model.named_parameters() if each.grad is not None)
+    gradients = {name: run.values.of(grad).contiguous() for name, grad in used}
     return {name: sha256(each.view(torch.uint8).numpy().tobytes()).hexdigest() for name, each in gradients.items()}
 
 
@@ -280,8 +281,11 @@ def differences(run: Run, model: nn.Module, real_model: nn.Module, real_x: torch
         Squared(real_model)(real_x).backward()
     found = {}
     for name, parameter in real_model.named_parameters():
-        got = run.values.of(model.get_parameter(name).grad).double()
-        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        given, expected = model.get_parameter(name).grad, parameter.grad
+        if given is None or expected is None:
+            found[name] = 0.0 if given is expected else math.inf
+            continue
+        got = run.values.of(given).double()
         difference = (got - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-30)
         found[name] = float(difference) if bool(got.isfinite().all()) else math.inf
     return found
