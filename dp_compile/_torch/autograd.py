@@ -134,6 +134,11 @@ def is_aot_backward(node: object) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def has_aot_backwards() -> bool:
+    """Whether AOTAutograd has compiled a forward that can have a backward, anywhere in the process."""
+    return any(each.__name__ == "CompiledFunction" for each in torch.autograd.Function.__subclasses__())
+
+
 def leaves_dtensors(node: object) -> bool:
     """Whether an autograd node is that of `DTensor.to_local`."""
     return type(node).__name__ == "_ToTorchTensorBackward"

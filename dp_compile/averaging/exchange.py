@@ -317,7 +317,7 @@ class _Flight(NamedTuple):
     def land(self) -> None:
         """Wait for the bucket and put the averages where the tensors lie."""
         reduced, bucket = finished(self.reducing), self.ops.bucket
-        for member, place in zip(bucket.members, bucket.places(), strict=True):
+        for member, place in zip(bucket.members, bucket.places, strict=True):
             self.targets[member.gradient.index].copy_(view_of(member, reduced[place.tensor], place.offset))
         self.ops.remember()
 

@@ -601,12 +601,12 @@ def _search(call: _Call) -> _Found:
     """
     replicas: set[Replica] = set()
     strangers: list[torch.Tensor] = []
-    compiled = False
+    compiled = is_known = False
     seen: set[Any] = set()
     stack = list(map(_node_of, call.tensors))
     all_replicas = len(owners)
     leaf_behind, is_aot_backward = autograd.leaf_behind, autograd.is_aot_backward  # every backward of the process
-    while stack and not (compiled and len(replicas) == all_replicas):
+    while stack and not ((compiled or is_known) and len(replicas) == all_replicas):
         node = stack.pop()
         if node is None or node in seen:
             continue
@@ -616,8 +616,10 @@ def _search(call: _Call) -> _Found:
             owner = owners.find(variable)
             if owner is not None:
                 if not replicas:  # asked late: a backward of other modules need not know
-                    # Where nothing may be captured the answer decides nothing, and the walk can stop sooner.
-                    compiled = compiled or getattr(_scope, "forced", False) or not any(map(_may_capture, owners))
+                    forced = getattr(_scope, "forced", False)
+                    # Where the answer is known, or decides nothing, the walk can stop sooner.
+                    is_known = not autograd.has_aot_backwards() or not any(map(_may_capture, owners))
+                    compiled = compiled or forced
                 replicas.add(owner[0])
             elif isinstance(variable, torch.nn.Parameter):
                 strangers.append(variable)
@@ -862,7 +864,7 @@ def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call
     def reached(replica: Replica) -> set[int]:
         return _reached(call.tensors, replica) - left_out.indices[replica]
 
-    return reduce_eagerly(replicas, run, reached=reached)
+    return reduce_eagerly(replicas, run, create_graph=call.create_graph, reached=reached)
 
 
 def _say_not_captured(replicas: Sequence[Replica], obstacle: str) -> None:

@@ -29,7 +29,8 @@ from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
-from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
+from dp_compile.passes.functional_hook import State
+from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, plan_single
 from dp_compile.plan.reduction import is_handed_back_at_the_end, launch_order
 
@@ -53,7 +54,7 @@ class GradHook:
         return self._replica()
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        replica = self.replica
+        replica = self._replica()
         if replica is None:
             raise ReductionError(
                 f"{self.name} got a gradient that nobody reduces: every module that held the parameter is gone, and "
@@ -183,9 +184,13 @@ class ReductionRound:
     given none, which counts as zeros, as for torch's DDP."""
     arrived: dict[int, None] = field(default_factory=dict)
     """Parameters in the order in which their gradients were completed."""
+    awaited: list[int] | None = field(init=False)
+    """Members of the next bucket, the first one last; those that have arrived go. `None`: all buckets are launched."""
     flights: list[_Flight] = field(default_factory=list)
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Where that of buckets comes from. It is given back with the round, but for what became somebody's gradient."""
+    new: frozenset[int] = frozenset()
+    """Parameters that had no gradient before: theirs become views of their buckets. All others keep their memory."""
     due: deque[tuple[int, int]] | None = None
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -196,6 +201,7 @@ class ReductionRound:
     """The module's place in what is told."""
 
     def __post_init__(self) -> None:
+        self._await_next()
         self.memory = (
             self.replica.bucket_memory.in_turn(self.replica.device) if self.replica.plan.keeps_memory else None
         )
@@ -206,12 +212,6 @@ class ReductionRound:
         Raises:
             ReductionError: the parameter arrived twice in one backward, or its gradient is sparse unexpectedly.
         """
-        grad = self.replica.parameters[index].grad
-        if grad is not None and grad.layout is not torch.strided and index not in self.replica.sparse:
-            raise ReductionError(
-                f"the gradient of {self.replica.names[index]} is sparse, and no nn.Embedding or nn.EmbeddingBag of the "
-                "module says so. Use one of these, with sparse=True, or compute it with sparse=False."
-            )
         if index in self.replica.dtensors:
             # Here and not where its bucket is filled: plans of ranks that hold other parts of it may differ.
             lay_out(self.replica.parameters[index])
@@ -234,9 +234,12 @@ class ReductionRound:
     def _launch_complete(self) -> None:
         if self.is_held or (self.before is not None and not self.before.is_launched()):
             return
-        buckets = self.replica.plan.buckets
-        while len(self.flights) < len(buckets) and self._is_complete(buckets[len(self.flights)]):
-            self._launch(buckets[len(self.flights)], None)
+        while self.awaited is not None:
+            while self.awaited and self.awaited[-1] in self.arrived:
+                self.awaited.pop()
+            if self.awaited:
+                return
+            self._launch(self.replica.plan.buckets[len(self.flights)], None)
 
     def finish(self) -> None:
         """Complete the set with zeros, wait for all buckets and hand the averages out.
@@ -263,8 +266,7 @@ class ReductionRound:
             left_alone = replica.used_by_nobody(everything if self.absent else unused, flags)
             for flight in self.flights:
                 flight.ops.remember(left_alone)
-            for index in self.arrived:
-                self._set_grad(index)
+            self._set_grads()
             replica.local.used.clear()
             replica.hand_out(unused, list(map(self.averages.get, unused)), left_alone)
             self._reduce_sparse(left_alone)
@@ -306,22 +308,23 @@ class ReductionRound:
                 assert self.replica.after.parts_to is not None
                 self.replica.after.parts_to.take(number, *tensors)
                 continue
-            for member, place in zip(flight.bucket.members, flight.bucket.places(), strict=True):
-                reduced[member.gradient.index] = view_of(member, tensors[place.tensor], place.offset)
+            reduced.update(flight.ops.views(tensors))
         return reduced
 
-    def _set_grad(self, index: int) -> None:
-        # In place if the gradient is still there: a hook of the user's may have dropped it.
-        grad = self.replica.parameters[index].grad
-        if index in self.replica.sparse:
-            return
-        if index in self.replica.after.scattered:
-            self.replica.parameters[index].grad = None
-        elif grad is None:
-            self.replica.set_grad(index, self.averages[index])
-        else:
-            with torch.no_grad():
-                own_view(grad).copy_(self.averages[index])
+    def _set_grads(self) -> None:
+        """Let the gradients of parameters that had one be their averages: in place, or else a view of the bucket."""
+        replica, is_plain = self.replica, self.replica.is_plain
+        scattered, parameters = replica.after.scattered, replica.parameters
+        for index in self.arrived:
+            if index in replica.sparse:
+                continue
+            parameter = parameters[index]
+            if index in scattered:
+                parameter.grad = None
+            elif index in self.new and is_plain and (average := self.averages[index]).stride() == parameter.stride():
+                parameter.grad = average
+            else:
+                replica.set_grad(index, self.averages[index])
 
     def _reduce_sparse(self, left_alone: Collection[int]) -> None:
         """Average sparse gradients as torch's DDP does: divided, then added up, each by itself and after all buckets.
@@ -343,8 +346,9 @@ class ReductionRound:
     def is_launched(self) -> bool:
         return not (self.replica.plan.buckets if self.due is None else self.due)
 
-    def _is_complete(self, bucket: Bucket) -> bool:
-        return all(member.gradient.index in self.arrived for member in bucket.members)
+    def _await_next(self) -> None:
+        rest = self.replica.plan.buckets[len(self.flights) :]
+        self.awaited = [member.gradient.index for member in reversed(rest[0].members)] if rest else None
 
     def _launch(self, bucket: Bucket, flags: torch.Tensor | None) -> None:
         number = len(self.flights)
@@ -354,10 +358,11 @@ class ReductionRound:
             self.replica.device,
             partial(self.audience.launching, self.module, number),
             partial(self.audience.waiting, self.module, number),
-            state=[self.replica.state_of_hook(member.gradient.index) for member in bucket.members],
+            state=self._state_of_hook(bucket),
             memory=self.memory,
         )
         self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
+        self._await_next()
         if self.due is None:
             self.due = deque(self.order())
         # What is due before it are later stages of buckets that are launched already: the order has each bucket's first
@@ -367,6 +372,11 @@ class ReductionRound:
         # Not yet the last stages: this rank would stand still until the slow link has carried all before them.
         while self.due and self.due[0][1] and not self._is_held_back(*self.due[0]):
             self._launch_stage()
+
+    def _state_of_hook(self, bucket: Bucket) -> list[State]:
+        if bucket.key.reduction.hook is None:
+            return []
+        return [self.replica.state_of_hook(member.gradient.index) for member in bucket.members]
 
     def order(self) -> list[tuple[int, int]]:
         """What is launched, as bucket and stage."""
@@ -392,15 +402,24 @@ class ReductionRound:
 
     def _source(self, index: int, flags: torch.Tensor | None) -> torch.Tensor | None:
         parameters = self.replica.parameters
-        own = None if self.absent or index == len(parameters) else parameters[index].grad
-        source = flags if index == len(parameters) else own
-        return None if source is None else own_view(source)
+        if index == len(parameters):
+            return flags
+        grad = None if self.absent else parameters[index].grad
+        if grad is None:
+            return None
+        if grad.layout is not torch.strided:
+            raise ReductionError(
+                f"the gradient of {self.replica.names[index]} is sparse, and no nn.Embedding or nn.EmbeddingBag of the "
+                "module says so. Use one of these, with sparse=True, or compute it with sparse=False."
+            )
+        return grad if self.replica.is_plain else own_view(grad)
 
 
 def reduce_eagerly(
     replicas: Sequence[Replica],
     run: Callable[[], ResultT],
     *,
+    create_graph: bool = False,
     reached: Callable[[Replica], Collection[int]] | None = None,
 ) -> ResultT:
     """Run a backward that is not captured; its hooks reduce.
@@ -408,6 +427,7 @@ def reduce_eagerly(
     Args:
         replicas: the modules that it reaches, in the order in which they are reduced.
         run: the backward.
+        create_graph: its gradients are part of a graph, and stay that.
         reached: which parameters of a module are in the backward's graph; see `ReductionRound.reached`.
     """
     synced = [replica for replica in replicas if replica.reduces]
@@ -416,6 +436,8 @@ def reduce_eagerly(
     for number, replica in enumerate(synced):
         this = ReductionRound(replica, before=rounds[-1] if rounds else None, module=number)
         this.reached = tuple if reached is None else partial(reached, replica)
+        if not create_graph:
+            this.new = frozenset(index for index, each in enumerate(replica.parameters) if each.grad is None)
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
     with Reporting(local | {each.replica: each for each in rounds}):

@@ -215,6 +215,8 @@ class Replica:
     number: int = field(default_factory=lambda: next(_numbers))
     dtensors: frozenset[int] = field(init=False)
     """The parameters that are DTensors: each rank reduces the part of a gradient that it holds."""
+    is_plain: bool = field(init=False)
+    """Whether each gradient is reduced as it is: none is a DTensor, or complex."""
     python_hook: bool = field(init=False)
     """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
 
@@ -276,6 +278,7 @@ class Replica:
         self.code_key = self._code_key()
         self.python_hook = self.config.uses_python_hook()
         self.dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
+        self.is_plain = not self.dtensors and not any(map(torch.is_complex, self.parameters))
         self.local = LocalGradients(self.parameters, self._renormalised(), self.config.check_reductions)
 
     def _renormalised(self) -> frozenset[int]:

@@ -164,7 +164,7 @@ class _Naming:
         found = self._bucket(provenance.unit)
         assert found is not None
         replica, bucket = found
-        for member, place in zip(bucket.members, bucket.places(), strict=True):
+        for member, place in zip(bucket.members, bucket.places, strict=True):
             if place == (tensor, offset) and member.numel == numel:
                 return replica, member
         return None

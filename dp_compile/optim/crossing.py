@@ -384,7 +384,7 @@ class _LeftUpdate(Left):
             ops = EagerOps(bucket, (), tensor.device)
             _, post_scale = ops.factors(bucket.key.reduction)
             (tensor,) = restored(bucket, [tensor], post_scale, ops)
-            for member, place in zip(bucket.members, bucket.places(), strict=True):
+            for member, place in zip(bucket.members, bucket.places, strict=True):
                 gradients[member.gradient.index] = view_of(member, tensor, place.offset)
         return gradients
 

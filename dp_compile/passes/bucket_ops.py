@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 
@@ -22,6 +23,9 @@ _library.define(
     "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
     " ScalarType? dtype=None, Tensor? factor=None) -> Tensor"
 )
+
+SMALL_NUMEL: Final = 2**15
+"""Up to here a tensor stays in the processor's cache, and a second pass over it costs next to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +93,36 @@ def fill(
     places = places_of([gradient.shape for gradient in gradients], strides, offsets)
     if gaps_of(places, bucket.numel()):
         bucket.zero_()
-    for gradient, scale, place in zip(gradients, scales, places, strict=True):
-        part = bucket.as_strided(place.shape, place.stride, place.offset)
-        if factor is not None:
-            # In a dtype of its own it would be one for a gradient without dimensions too.
-            inner = dtype_of_product(gradient.dtype, bucket.dtype)
-            torch.mul(gradient.to(inner), factor.to(inner), out=part)
-        elif scale == 1.0:
-            part.copy_(gradient)
+    parts = [bucket.as_strided(place.shape, place.stride, place.offset) for place in places]
+    if factor is None:
+        for scale in set(scales):
+            chosen = [number for number, each in enumerate(scales) if each == scale]
+            multiply_into([parts[each] for each in chosen], [gradients[each] for each in chosen], scale)
+        return
+    for gradient, part in zip(gradients, parts, strict=True):
+        # In a dtype of its own it would be one for a gradient without dimensions too.
+        inner = dtype_of_product(gradient.dtype, bucket.dtype)
+        torch.mul(gradient.to(inner), factor.to(inner), out=part)
+
+
+def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: Any) -> None:
+    """Let each part be its tensor times `scale`, computed in the wider of their dtypes and rounded once.
+
+    Small tensors of the part's own dtype go through two calls for all of them: a call for each takes longer than the
+    multiplication.
+    """
+    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for part, tensor in zip(parts, tensors, strict=True):
+        if scale == 1.0 or (part.dtype == tensor.dtype and (tensor.numel() <= SMALL_NUMEL or not tensor.is_cpu)):
+            small.append((part, tensor))
         else:
-            wide = torch.promote_types(gradient.dtype, bucket.dtype)
-            torch.mul(gradient.to(wide), scale, out=part)
+            wide = torch.promote_types(tensor.dtype, part.dtype)
+            torch.mul(tensor.to(wide), scale, out=part)
+    if small:
+        those, values = zip(*small, strict=True)
+        torch._foreach_copy_(those, values)
+        if scale != 1.0:
+            torch._foreach_mul_(those, scale)
 
 
 def _shape_of_bucket(

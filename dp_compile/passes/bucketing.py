@@ -149,7 +149,7 @@ def _by_replica(
 
 
 def _parts_of(bucket: Bucket, reductions: Sequence[GradReduction]) -> list[_Part]:
-    together = zip(bucket.members, reductions, bucket.places(), strict=True)
+    together = zip(bucket.members, reductions, bucket.places, strict=True)
     return [_Part(number, *each) for number, each in enumerate(together)]
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Container, Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import distributed, pairs
-from dp_compile.passes.bucket_ops import fill
+from dp_compile.passes.bucket_ops import multiply_into
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
 from dp_compile.passes.running import running
@@ -79,14 +79,11 @@ class Ops(Protocol[TensorT]):
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
     """Reduce a bucket. Pauses behind each launch: whoever runs it says when it goes on to wait, and to launch more.
 
-    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places()` speaks of.
+    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places` speaks of.
     """
     reduction = bucket.key.reduction
     wire = None if reduction.wire is None else dtype_of(reduction.wire)
-    sharing: list[list[int]] = [[] for _ in bucket.tensor_numels]
-    for number, place in enumerate(bucket.places()):
-        sharing[place.tensor].append(number)
-    sizes = list(zip(sharing, bucket.tensor_numels, strict=True))
+    sizes = list(zip(bucket.members_of_tensors, bucket.tensor_numels, strict=True))
     if reduction.hook is not None:
         reduced = yield from _reduced_by_hook(bucket, reduction.hook, ops)
         return [ops.fill(each, numel, 1.0, None, [reduced[member] for member in each]) for each, numel in sizes]
@@ -168,6 +165,8 @@ class EagerOps:
     memory: Callable[..., torch.Tensor] | None = None
     launches: int = 0
     is_silent: bool = False
+    parts: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
+    """The members' views of each tensor that was filled."""
     _kept: Sequence[torch.Tensor] = ()
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
@@ -183,15 +182,25 @@ class EagerOps:
         dtype: torch.dtype | None,
         given: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        places = list(self.bucket.places())
+        bucket = self.bucket
         given = [self._given(number) for number in members] if given is None else given
-        strides = [step for number in members for step in self.bucket.members[number].gradient.stride]
-        offsets = [places[number].offset for number in members]
-        memory = self.memory or given[0].new_empty
-        filled = memory(numel, dtype=dtype or given[0].dtype)
+        filled = (self.memory or given[0].new_empty)(numel, dtype=dtype or given[0].dtype)
         with torch.no_grad():  # of a backward that is differentiated, too
-            fill(filled, given, [scale] * len(given), strides, offsets)
+            if sum(bucket.members[number].numel for number in members) < numel:
+                filled.zero_()
+            parts = [view_of(bucket.members[number], filled, bucket.places[number].offset) for number in members]
+            multiply_into(parts, given, scale)
+        self.parts[filled] = parts
         return filled
+
+    def views(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The members in the tensors that the reduction returned, by index, each shaped as its parameter."""
+        for members, tensor in zip(self.bucket.members_of_tensors, tensors, strict=True):
+            parts = self.parts.get(tensor)
+            for position, number in enumerate(members):
+                member = self.bucket.members[number]
+                part = view_of(member, tensor, self.bucket.places[number].offset) if parts is None else parts[position]
+                yield member.gradient.index, part
 
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:

@@ -8,11 +8,13 @@ backward was compiled or not.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
+from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
@@ -43,7 +45,7 @@ class BucketKey(NamedTuple):
         return BucketKey(Reduction.from_dict(data["reduction"]), data["dtype"], data["device"])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class GradientSpec:
     """What a plan needs to know of one gradient.
 
@@ -60,12 +62,9 @@ class GradientSpec:
     key: BucketKey
     sent: tuple[int, ...] = ()
 
-    @property
+    @cached_property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -108,7 +107,7 @@ class Place(NamedTuple):
     offset: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Bucket:
     """Gradients that are reduced by one collective: a flat memory with some of them, and the others apart."""
 
@@ -116,7 +115,7 @@ class Bucket:
     members: tuple[Member, ...]
     reason: str
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the flat memory: with the gaps between members, and what makes it divide evenly into parts."""
         return self._evenly(max((m.offset + m.numel for m in self.members if m.offset is not None), default=0))
@@ -132,7 +131,7 @@ class Bucket:
         together = sum(member.numel for member in self.members if member.offset is not None)
         return (self.numel - together) * self.members[0].gradient.itemsize
 
-    @property
+    @cached_property
     def tensor_numels(self) -> tuple[int, ...]:
         """Elements of each tensor that the collective carries: the flat memory, if any, then what is apart."""
         apart = tuple(self._evenly(member.numel) for member in self.members if member.offset is None)
@@ -142,15 +141,21 @@ class Bucket:
         multiple_of = self.key.reduction.multiple_of
         return -(-numel // multiple_of) * multiple_of
 
-    def places(self) -> Iterator[Place]:
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
         """Where each member lies among `tensor_numels`, in the order of the members."""
-        apart = len(self.tensor_numels) - sum(member.offset is None for member in self.members)
-        for member in self.members:
-            if member.offset is None:
-                yield Place(apart, 0)
-                apart += 1
-            else:
-                yield Place(0, member.offset)
+        apart = itertools.count(len(self.tensor_numels) - sum(member.offset is None for member in self.members))
+        return tuple(
+            Place(next(apart), 0) if member.offset is None else Place(0, member.offset) for member in self.members
+        )
+
+    @cached_property
+    def members_of_tensors(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the members that lie in each of `tensor_numels`."""
+        members: list[list[int]] = [[] for _ in self.tensor_numels]
+        for number, place in enumerate(self.places):
+            members[place.tensor].append(number)
+        return tuple(map(tuple, members))
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +348,7 @@ def plan_single(gradients: Sequence[GradientSpec]) -> BucketPlan:
 
 
 def _row_by_row(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = list(accumulate(shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))
+    strides = list(itertools.accumulate(shape[:0:-1], lambda step, size: step * max(size, 1), initial=1))
     return tuple(reversed(strides)) if shape else ()
 
 

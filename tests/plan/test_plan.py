@@ -107,11 +107,11 @@ def test_members_apart_have_a_tensor_each_behind_the_flat_one() -> None:
     bucket = Layout(16, frozenset({"p0", "p2"})).bucket(FLOAT32, gradients, "")
     assert [member.offset for member in bucket.members] == [None, 0, None, 20]
     assert bucket.tensor_numels == (28, 3, 5)
-    assert list(bucket.places()) == [(1, 0), (0, 0), (2, 0), (0, 20)]
+    assert list(bucket.places) == [(1, 0), (0, 0), (2, 0), (0, 20)]
     nothing_flat = Layout(16, frozenset({"p0", "p1", "p2", "p3"})).bucket(FLOAT32, gradients, "")
     assert (nothing_flat.numel, nothing_flat.padding_nbytes) == (0, 0)
     assert nothing_flat.tensor_numels == (3, 20, 5, 8)
-    assert list(nothing_flat.places()) == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert list(nothing_flat.places) == [(0, 0), (1, 0), (2, 0), (3, 0)]
 
 
 def test_without_buckets_each_gradient_stays_alone_in_the_given_order() -> None:
@@ -228,7 +228,7 @@ def test_what_holds_of_every_layout(numels: list[int], alignment: int, data: st.
     # A gap is never larger than what the gradient behind it has, rounded up.
     assert bucket.padding_nbytes <= 2 * bucket.nbytes
     assert sum(bucket.tensor_numels) * 4 == bucket.nbytes + bucket.padding_nbytes
-    for member, place in zip(bucket.members, bucket.places(), strict=True):
+    for member, place in zip(bucket.members, bucket.places, strict=True):
         assert place.offset + member.gradient.numel <= bucket.tensor_numels[place.tensor]
         assert (place.offset == member.offset and place.tensor == 0) or member.offset is None
 
