@@ -6,9 +6,9 @@ last one. A backward without our parameters passes untouched.
 | forward of the module            | what reduces                                                      |
 |----------------------------------|-------------------------------------------------------------------|
 | compiled, whole or in part       | hooks, traced with the backward into one graph                    |
-| not compiled                     | torch's C++ reducer, until the first compiled forward             |
-| compiled, capture not possible,  | hooks, run eagerly: same collectives, said once in the log        |
-| failed, or not worth its time    |                                                                   |
+| not compiled; compiled, and the  | hooks, run eagerly: the same collectives, logged once             |
+| capture is not possible, failed, |                                                                   |
+| or not worth its time            |                                                                   |
 
 A backward inside another one, as reentrant checkpointing runs it, is a part of the outermost one: its gradients are
 reduced when that one ends. What is inside is told by the engine: by its own number of the backward that a thread is in,
@@ -31,14 +31,13 @@ import torch
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
-from dp_compile.engine import drift, observers, probe, updates
+from dp_compile.engine import drift, probe, updates
 from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.finite import check_finite
-from dp_compile.engine.flags import flags_to_send, read_flags, stepped_message
+from dp_compile.engine.flags import stepped_message
 from dp_compile.engine.hooks import (
     LocalArrivals,
     NoArrivals,
-    NotedArrivals,
     ReductionRound,
     Reporting,
     launches_so_far,
@@ -47,17 +46,15 @@ from dp_compile.engine.hooks import (
     refuse_inner_step,
     round_of_inner_backwards,
 )
-from dp_compile.engine.intact import check_intact, refuse_lost, refuse_unreduced
+from dp_compile.engine.intact import check_intact, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
 from dp_compile.engine.precision import recomputing
-from dp_compile.engine.replica import Arrivals, Replica
-from dp_compile.engine.settling import agree_on_hooks, revise_if_due, settle
+from dp_compile.engine.replica import Replica
+from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
-from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
-from dp_compile.plan.buckets import plan_single
 
 logger = logging.getLogger("dp_compile.backward")
 BROADCAST_BYTES = 250 * 2**20
@@ -107,29 +104,18 @@ class _Call(NamedTuple):
 
         Raises:
             NotImplementedError: the backward is inside a capture of its own thread.
-            ReductionError: torch's own compiled autograd is on, and a module of ours is reduced by torch's reducer.
         """
         deadline: float | None = None
         arguments = (self.tensors, self.grad_tensors, self.keep_graph, self.create_graph, self.inputs)
-        try:
-            while True:
-                try:
-                    with recomputing():
-                        return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
-                except NotImplementedError as error:
-                    deadline = deadline or time.monotonic() + _CAPTURE_PATIENCE_S
-                    if self._is_inner() or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
-                        raise
-                    time.sleep(0.002)
-        except RuntimeError as error:
-            if current() is not None or not compiler.is_reducer_in_the_way(error):
-                raise
-            # torch's own advice, python_reducer, would put hooks of its own beside ours.
-            raise ReductionError(
-                "torch's own compiled autograd captures a backward of a module whose forward was not compiled, and "
-                "which torch's C++ reducer therefore reduces. Switch torch's off and put the backward into "
-                "`with dp_compile.compiled_backward():`, or compile the forward."
-            ) from error
+        while True:
+            try:
+                with recomputing():
+                    return autograd.run_engine(*arguments, self.allow_unreachable, self.accumulate_grad)
+            except NotImplementedError as error:
+                deadline = deadline or time.monotonic() + _CAPTURE_PATIENCE_S
+                if self._is_inner() or not compiler.is_capture_in_the_way(error) or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.002)
 
     def _is_inner(self) -> bool:
         """Whether it began inside another backward of its thread."""
@@ -273,12 +259,6 @@ def _expect_more(replica: Replica) -> None:
     arrivals = replica.arrivals_in
     if isinstance(arrivals, ReductionRound):
         arrivals.is_held = True
-    if isinstance(arrivals, NotedArrivals) and replica.config.may_be_unused and not replica.config.static_graph:
-        raise ReductionError(
-            f"a backward inside a backward, as of reentrant checkpointing, reaches the module of {replica.names[0]}, "
-            "which torch's C++ reducer reduces with find_unused_parameters=True: it takes what only the inner one uses "
-            "for unused. Use checkpoint(..., use_reentrant=False), compile the forward, or pass static_graph=True."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,19 +272,11 @@ class _Found:
 _NOTHING = _Found((), compiled=False)
 
 
-def _end_reducers(replicas: Sequence[Replica]) -> None:
-    for replica in replicas:
-        if replica.reducer is not None:
-            replica.reducer.close()
-            replica.reducer = None
-
-
 # --- one backward of ours ---------------------------------------------------------------------------------------
 
 
 def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Tensor, ...]:
-    if any(map(_wants_hooks, found.replicas)):
-        probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
+    probe.check()  # before the first one: names of torch that decide which way it goes; later it costs nothing
     synced = [replica for replica in found.replicas if replica.reduces]
     with Watched(synced) as watched:
         _check_alone(found.replicas)
@@ -315,20 +287,10 @@ def _reduce(found: _Found, call: _Call, outermost: _Outermost) -> tuple[torch.Te
             with updates.OneBackward(found.replicas, keep_graph=call.keep_graph):
                 for replica in synced:
                     _check_inputs(replica, call)
-                by_hooks = start.by_hooks = start.meet()
+                start.meet()
                 watched.count_from_here()
-                obstacle = _obstacle(found, by_hooks, call.tensors, create_graph=call.create_graph)
-                try:
-                    with Reporting(_arrivals_without_hooks(found.replicas, by_hooks)):
-                        result = _run(found, by_hooks, obstacle, call)
-                        for replica in synced:
-                            if replica not in by_hooks:
-                                _complete_reducer(replica, call)
-                    outermost.finish()
-                except BaseException:
-                    # A reducer of torch waits for the rest of its backward; the next one gets a new reducer.
-                    _end_reducers(found.replicas)
-                    raise
+                result = _run(found, call)
+                outermost.finish()
                 for replica in synced:
                     start.completed.append(replica)
                     _complete(replica, call.tensors)
@@ -347,19 +309,14 @@ class _Start:
     found: _Found
     synced: Sequence[Replica]
     call: _Call
-    by_hooks: list[Replica] | None = None
-    """Those that hooks reduce, once that is known."""
     completed: list[Replica] = field(default_factory=list)
     """Those whose gradients are reduced, and what follows that has begun."""
     _has_begun: bool = False
+    _has_met: bool = False
     _launches: list[int] = field(default_factory=list)
 
-    def meet(self) -> list[Replica]:
-        """Which modules hooks reduce.
-
-        The order is a protocol: ranks without inputs hear of the backward first, then plans change, and who reduces is
-        asked of the plans as they are then.
-        """
+    def meet(self) -> None:
+        """The order is a protocol: ranks without inputs hear of the backward first, then plans change."""
         self._has_begun = True
         for replica in self.synced:
             replica.local.begin()
@@ -367,32 +324,28 @@ class _Start:
         for replica in self.synced:
             revise_if_due(replica)
             _compare_after_step(replica)
-        by_hooks = [each for each in self.found.replicas if _choose_hooks(each, self.found.compiled, self.call.tensors)]
         self._launches = list(map(launches_so_far, self.synced))
-        return by_hooks
+        self._has_met = True
 
     def leave(self, error: BaseException) -> None:
         """The backward failed on this rank: complete its part in the collectives of the others."""
-        met = self.by_hooks is not None
         if not any(replica.group.has_others for replica in self.synced):
             return
-        if is_of_other_ranks(error) or (self._has_begun and not met):
+        if is_of_other_ranks(error) or (self._has_begun and not self._has_met):
             # They do not come, or hear of it where they meet.
-            leave({replica: 0 for replica in self.synced if met and replica.local.reduced}, error)
+            leave({replica: 0 for replica in self.synced if self._has_met and replica.local.reduced}, error)
             return
         try:
-            by_hooks = self.meet() if self.by_hooks is None else self.by_hooks
+            if not self._has_met:
+                self.meet()
             launches = dict[Replica, int]()
             for replica, before in zip(self.synced, self._launches, strict=True):
                 # Modules that share a group launch one after the other.
                 earlier = sum(launches[each] for each in launches if each.plan_groups == replica.plan_groups)
                 stages = sum(len(bucket.key.reduction.stages) for bucket in replica.plan.buckets)
                 launches[replica] = min(stages, launches_so_far(replica) - before - earlier)
-            by_hooks = [replica for replica in self.synced if replica in by_hooks]
-            if not met:
-                _end_reducers(self.found.replicas)
-            settle([replica for replica in by_hooks if replica.local.reduced is None])
-            leave({replica: launches[replica] for replica in by_hooks}, error)
+            settle([replica for replica in self.synced if replica.local.reduced is None])
+            leave(launches, error)
             self._follow(error)
         except Exception as another:
             if is_of_other_ranks(another):
@@ -447,26 +400,16 @@ def _check_inputs(replica: Replica, call: _Call) -> None:
         )
 
 
-def _arrivals_without_hooks(replicas: Sequence[Replica], by_hooks: Sequence[Replica]) -> Mapping[Replica, Arrivals]:
-    """Where hooks report in modules that torch's reducer reduces, or that nobody reduces in this backward."""
-    others = [replica for replica in replicas if replica not in by_hooks]
-    return {each: NotedArrivals(each) if each.sync else LocalArrivals(each) for each in others}
-
-
-def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call: _Call) -> tuple[torch.Tensor, ...]:
-    if not by_hooks:
-        # Every backward of a model that is not compiled comes here: the graph is walked for casts only.
-        casts = [each for each in found.replicas if each.precision is not None and found.compiled]
-        with _LeftOut(frozenset(casts)).unheard(call.tensors):
-            return call.run()
+def _run(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
+    replicas, obstacle = found.replicas, _obstacle(found, call)
     if obstacle is not None:
-        return _run_eagerly(found, by_hooks, obstacle, call)
-    with Capturing(by_hooks) as backward:
+        return _run_eagerly(found, obstacle, call)
+    with Capturing(replicas) as backward:
         if backward is None:
             obstacle = "another backward is captured at the moment"
         else:
             try:
-                return _capture(by_hooks, backward, call)
+                return _capture(replicas, backward, call)
             except DPCompileError:
                 raise
             except Exception as error:
@@ -474,25 +417,25 @@ def _run(found: _Found, by_hooks: Sequence[Replica], obstacle: str | None, call:
                     raise
                 obstacle = _why_not_captured(error)
                 if backward.is_spoilt:
-                    _remember(by_hooks, obstacle, call)
+                    _remember(replicas, obstacle, call)
                     raise
                 # Nothing has run, and the graph is whole: an error of the user's own comes once more, as it is.
-    result = _run_eagerly(found, by_hooks, obstacle, call)
+    result = _run_eagerly(found, obstacle, call)
     if backward is not None:
-        _remember(by_hooks, obstacle, call)
+        _remember(replicas, obstacle, call)
     return result
 
 
-def _capture(by_hooks: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
+def _capture(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
     # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
     from dp_compile.engine.captured import capture
 
     with capture() as begun:
         try:
-            return _run_captured(by_hooks, backward, call)
+            return _run_captured(replicas, backward, call)
         except compiler.SizesInGraph as error:
             logger.debug("captures are torch's own from now on, and slower: %s", error)
-            return _run_captured(by_hooks, backward, call)
+            return _run_captured(replicas, backward, call)
         finally:
             backward.is_spoilt = begun.has_spoilt_graph
 
@@ -518,46 +461,10 @@ def _announce(replicas: Sequence[Replica]) -> None:
         members[0].announce(replicas)
 
 
-def _complete_reducer(replica: Replica, call: _Call) -> None:
-    """Let torch's reducer end, and tell the others what this rank did.
-
-    It waits for every parameter, on every rank, for those that one rank left out: they get zeros by a backward of their
-    own. Then one small all-reduce carries the flags, which travel in a bucket where hooks reduce.
-    """
-    noted = replica.arrivals_in
-    assert isinstance(noted, NotedArrivals)
-    assert replica.reducer is not None
-    missing = set(range(len(replica.parameters))) - noted.seen
-    reached = missing & set(_reached(call.tensors, replica)) if missing else missing  # a function gave no gradient
-    unused = sorted(missing - reached)
-    if unused and not replica.config.may_be_unused:
-        parameters = [replica.parameters[index] for index in unused]
-        frozen = [each for each in parameters if not each.requires_grad]  # after `replicate`: the reducer waits for it
-        for each in frozen:
-            each.requires_grad_(True)
-        try:
-            zeros = tuple(map(torch.zeros_like, parameters))
-            autograd.run_engine(tuple(parameters), zeros, False, False, (), True, True)
-        finally:
-            for each in frozen:
-                each.requires_grad_(False)
-    replica.reducer.finish()
-    replica.local.note_steps()
-    used = sorted({*noted.seen, *reached, *replica.local.used})
-    replica.local.used.clear()
-    if replica.config.check_reductions:
-        flags = flags_to_send(replica, unused, used)
-        (bucket,) = plan_single([replica.plan.flags]).buckets
-        (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [flags], flags.device)))
-        read_flags(replica, reduced, unused)
-
-
 def _complete(replica: Replica, outputs: Sequence[Any]) -> None:
     """What a rank does after a synchronised backward of its own."""
     if replica.uneven is not None:
         replica.uneven.rescale()
-    if replica.reducer is not None:
-        observers.tell_untold(observers.Backward((replica,), captured=False, untold=observers.TORCH_REDUCES))
     reduced = {}
     if replica.config.check_nan:
         grads = zip(replica.names, (parameter.grad for parameter in replica.parameters), strict=True)
@@ -617,8 +524,8 @@ def _search(call: _Call) -> _Found:
             if owner is not None:
                 if not replicas:  # asked late: a backward of other modules need not know
                     forced = getattr(_scope, "forced", False)
-                    # Where the answer is known, or decides nothing, the walk can stop sooner.
-                    is_known = not autograd.has_aot_backwards() or not any(map(_may_capture, owners))
+                    # Where the answer is known the walk can stop sooner.
+                    is_known = not autograd.has_aot_backwards()
                     compiled = compiled or forced
                 replicas.add(owner[0])
             elif isinstance(variable, torch.nn.Parameter):
@@ -677,72 +584,19 @@ def _refuse_unreduced(parameters: Sequence[torch.Tensor]) -> None:
             refuse_unreduced(replica, parameters)
 
 
-def _choose_hooks(replica: Replica, compiled: bool, outputs: Sequence[Any]) -> bool:
-    """Whether the hooks reduce in this backward; if not, arm torch's reducer. Switches between the two."""
-    if _reduces_by_hooks(replica, compiled):
-        if replica.reducer is not None:
-            why = "the forward is compiled now" if compiled else "inputs may be uneven"
-            logger.info("%s: dp_compile's hooks take over from torch's reducer", why)
-            _end_reducers([replica])
-        return True
-    check_intact(replica)
-    if replica.reducer is None:
-        assert replica.make_reducer is not None
-        if _wants_hooks(replica):
-            warn_once(
-                logger,
-                [replica],
-                "the forward is not compiled: torch's C++ reducer reduces the gradients. "
-                "Call torch.compile(model) for one graph with fused all-reduces; backend='eager' compiles nothing.",
-            )
-        replica.reducer = replica.make_reducer()
-    if replica.sync:
-        refuse_lost(replica.reducer.lost())
-        replica.reducer.prepare([output for output in outputs if isinstance(output, torch.Tensor)])
-    replica.history.backwards["torch reducer" if replica.sync else "without sync"] += 1
-    return False
-
-
-def _reduces_by_hooks(replica: Replica, compiled: bool) -> bool:
-    """Hooks, if the user wants them and the forward of some rank was compiled; nobody has to agree without a sync.
-
-    The ranks ask each other in the first synchronised backward, and while torch's reducer is at work in the second,
-    third, fifth, ninth and so on: often after a start that was not compiled, next to never in a long run.
-    """
-    if not _wants_hooks(replica):
-        return False
-    if replica.reduces and _asks(replica):
-        now, replica.by_hooks = agree_on_hooks(replica, compiled)
-        return now
-    return replica.by_hooks is not False
-
-
-def _wants_hooks(replica: Replica) -> bool:
-    return replica.python_hook and replica.called_hook is None
-
-
-def _asks(replica: Replica) -> bool:
-    done = replica.history.synced_backwards
-    return replica.by_hooks is None or (not replica.by_hooks and done & (done - 1) == 0)
-
-
-def _may_capture(replica: Replica) -> bool:
-    """Whether it matters in the next backward of the module that its forward was compiled."""
-    return _wants_hooks(replica) and (replica.by_hooks is not False or _asks(replica))
-
-
-def _obstacle(found: _Found, by_hooks: Sequence[Replica], outputs: Sequence[Any], *, create_graph: bool) -> str | None:
+def _obstacle(found: _Found, call: _Call) -> str | None:
     """Why this backward cannot be captured, or `None`."""
     if not found.compiled:
-        return "its forward was not compiled"
-    if any(replica.dtensors for replica in by_hooks) and _computes_with_dtensors(outputs):
+        return "its forward was not compiled; call torch.compile(model) for one graph with fused all-reduces"
+    replicas = found.replicas
+    if any(replica.dtensors for replica in replicas) and _computes_with_dtensors(call.tensors):
         return "operations on DTensors in it were not compiled"
-    if any(adding_cannot_be_traced(each.parameters[index].grad) for each in by_hooks for index in each.dtensors):
+    if any(adding_cannot_be_traced(each.parameters[index].grad) for each in replicas for index in each.dtensors):
         return "it adds to gradients that are DTensors in buckets, which this torch does not trace"
     return (
-        _obstacle_of_modules(found, by_hooks)
-        or _obstacle_of_process(create_graph=create_graph)
-        or _obstacle_of_structure(by_hooks, outputs)
+        _obstacle_of_modules(replicas)
+        or _obstacle_of_process(create_graph=call.create_graph)
+        or _obstacle_of_structure(replicas, call.tensors)
     )
 
 
@@ -754,24 +608,25 @@ def _computes_with_dtensors(outputs: Sequence[Any]) -> bool:
     return any(map(is_dtensor, outputs)) or any(map(autograd.leaves_dtensors, _nodes(outputs)))
 
 
-def _obstacle_of_modules(found: _Found, by_hooks: Sequence[Replica]) -> str | None:
-    if len(by_hooks) < len(found.replicas):
-        return "torch's C++ reducer reduces another module in it"
-    if any((each.passes, each.config.backend) != (by_hooks[0].passes, by_hooks[0].config.backend) for each in by_hooks):
+def _obstacle_of_modules(replicas: Sequence[Replica]) -> str | None:
+    called = next((hook for each in replicas if (hook := each.called_hook) is not None), None)
+    if called is not None:
+        return f"comm hook {called.name} is called with each bucket"
+    if any((each.passes, each.config.backend) != (replicas[0].passes, replicas[0].config.backend) for each in replicas):
         return "modules in it have different passes or backends"
-    if any(len(replica.history.captures) >= MOST_CAPTURES for replica in by_hooks):
+    if any(len(replica.history.captures) >= MOST_CAPTURES for replica in replicas):
         return f"it was compiled {MOST_CAPTURES} times, for other graphs"
-    if any(replica.sparse for replica in found.replicas):
+    if any(replica.sparse for replica in replicas):
         return "gradients in it are sparse"
-    if any(replica.beside_shards for replica in found.replicas):
+    if any(replica.beside_shards for replica in replicas):
         return "parts of the module are managed by fully_shard"
     return None
 
 
-def _obstacle_of_structure(by_hooks: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
+def _obstacle_of_structure(replicas: Sequence[Replica], outputs: Sequence[Any]) -> str | None:
     """What is known of this autograd graph: it could not be captured, or comes too seldom to be worth a compilation."""
-    history = by_hooks[0].history
-    all_at_once = history.compiled_for_plan() < AT_ONCE or by_hooks[0].rehearses
+    history = replicas[0].history
+    all_at_once = history.compiled_for_plan() < AT_ONCE or replicas[0].rehearses
     if all_at_once and not history.refused:
         return None
     structure = _structure(outputs)
@@ -851,7 +706,8 @@ def _check_not_stepped(replicas: Sequence[Replica]) -> None:
                 raise ReductionError(stepped_message(replica, indices))
 
 
-def _run_eagerly(found: _Found, replicas: Sequence[Replica], obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
+def _run_eagerly(found: _Found, obstacle: str, call: _Call) -> tuple[torch.Tensor, ...]:
+    replicas = found.replicas
     for replica in replicas:
         check_intact(replica)
     _say_not_captured(replicas, obstacle)

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, pairs
-from dp_compile._torch.distributed import GradBucket, group_of_name
+from dp_compile._torch.distributed import group_of_name
 from dp_compile.engine import observers
 from dp_compile.engine.agreement import is_of_other_ranks
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
@@ -31,7 +31,7 @@ from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.functional_hook import State
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
-from dp_compile.plan.buckets import Bucket, BucketKey, GradientSpec, plan_single
+from dp_compile.plan.buckets import Bucket
 from dp_compile.plan.reduction import is_handed_back_at_the_end, launch_order
 
 ResultT = TypeVar("ResultT")
@@ -79,26 +79,6 @@ class LocalArrivals:
 
     def arrive(self, index: int) -> None:
         self.replica.local.used.add(index)
-
-
-@dataclass(frozen=True, slots=True)
-class NotedArrivals:
-    """A backward that torch's reducer reduces."""
-
-    replica: Replica
-    seen: set[int] = field(default_factory=set)
-
-    def arrive(self, index: int) -> None:
-        # The reducer sends what the first of several backwards gave: it reports the next one as "marked ready only
-        # once", or not at all if all buckets were sent by then (torch 2.13).
-        if index in self.seen and not self.replica.config.static_graph:
-            raise ReductionError(
-                f"{self.replica.names[index]} got gradients from two backwards inside one backward, as of reentrant "
-                "checkpoints that share it, and torch's C++ reducer, which reduces where the forward is not compiled, "
-                "reduces the first alone. Compile the forward, pass static_graph=True, or use "
-                "checkpoint(..., use_reentrant=False)."
-            )
-        self.seen.add(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -527,32 +507,6 @@ def _arrivals_of_the_engine(replica: Replica) -> Arrivals:
     replica.arrivals_in = current
     autograd.queue_after_backward(current.finish)
     return current
-
-
-def reduce_as_planned(of: weakref.ref[Replica], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A comm hook for torch's reducer: its buckets are reduced as ours, with the same dtype on the wire and factors.
-
-    Asks the replica each time: what gradients are divided by may change, and a reducer cannot be exchanged between the
-    micro steps of an accumulation, as it knows which parameters they used.
-    """
-    replica = of()
-    assert replica is not None
-    whole = bucket.buffer()  # of complex parameters: real and imaginary parts
-    reduction = replica.group.reduction(bucket.parameters()[0].dtype)
-    key = BucketKey(reduction, str(whole.dtype).removeprefix("torch."), whole.device.type)
-    (planned,) = plan_single([GradientSpec(0, "", (whole.numel(),), (1,), whole.dtype.itemsize, key)]).buckets
-    ops = EagerOps(planned, [whole], whole.device)
-    reducing = reduce_bucket(planned, ops)
-    next(reducing)
-    assert ops.work is not None
-
-    def result(future: torch.futures.Future[Any]) -> torch.Tensor:
-        future.value()  # raises if the collective failed: this is called then too
-        ops.is_waited_for = True  # gloo calls this before it says so to whoever waits
-        (reduced,) = finished(reducing)
-        return reduced
-
-    return ops.work.get_future().then(result)
 
 
 def check_gradients_have_hooks(replica: Replica, hooked: Sequence[int], accumulated: Sequence[torch.Tensor]) -> None:

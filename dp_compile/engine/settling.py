@@ -17,7 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -145,30 +145,6 @@ def revise_if_due(replica: Replica) -> None:
     if replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
         times = _measured(replica)
         _revise(replica, times, None if times is None else _measured_cost(replica))
-
-
-class HooksReduce(NamedTuple):
-    """Whether hooks reduce, and not torch's reducer: this backward, and those that follow."""
-
-    now: bool
-    later: bool
-
-
-def agree_on_hooks(replica: Replica, compiled: bool) -> HooksReduce:
-    """What reduces this synchronised backward on every rank: hooks, if the forward of any rank was compiled.
-
-    A reducer that comes in the middle of an accumulation does not know which parameters were used before it. If that
-    matters on any rank, the hooks that do know finish the accumulation.
-
-    Raises:
-        DesyncError: a rank has not come to this backward within the group's time-out.
-    """
-    own = (compiled, bool(replica.local.used) and replica.config.may_be_unused)
-    said, table, topic = [own], table_in_backward(replica), meeting(replica, "hooks")
-    if table is not None:
-        said = decide(table, topic, collect(table, topic, own))
-    some_compiled, some_know_more = (any(answers) for answers in zip(*said, strict=True))
-    return HooksReduce(some_compiled or some_know_more, some_compiled)
 
 
 def _has_measured_enough(replica: Replica) -> bool:
