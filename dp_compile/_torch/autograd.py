@@ -134,6 +134,13 @@ def is_aot_backward(node: object) -> bool:
     return type(node).__name__ == "CompiledFunctionBackward"
 
 
+def aliasing() -> contextlib.AbstractContextManager[object]:
+    """Inside, a tensor in the memory of another is no view of it for autograd: `detach_()` works, and Dynamo takes a
+    `.grad` whose dtype `Module.to` changes in place. The engine's own kernels make tensors so."""
+    guard: contextlib.AbstractContextManager[object] = torch._C._AutoDispatchBelowADInplaceOrView()
+    return guard
+
+
 def has_aot_backwards() -> bool:
     """Whether AOTAutograd has compiled a forward that can have a backward, anywhere in the process."""
     return any(each.__name__ == "CompiledFunction" for each in torch.autograd.Function.__subclasses__())

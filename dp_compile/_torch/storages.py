@@ -1,4 +1,4 @@
-"""Who has a part of a block of memory. Costs nothing to load."""
+"""Memory: who has a part of a block, and kernels for many tensors at once. Costs nothing to load."""
 
 from __future__ import annotations
 
@@ -45,3 +45,11 @@ def _held(tensor: torch.Tensor) -> Iterator[Any]:
     yield tensor.numpy()
     yield tensor.untyped_storage()
     yield tensor.detach().__dlpack__()
+
+
+def copy_all(targets: tuple[torch.Tensor, ...], sources: tuple[torch.Tensor, ...]) -> None:
+    torch._foreach_copy_(targets, sources)
+
+
+def multiply_all(tensors: tuple[torch.Tensor, ...], factor: float) -> None:
+    torch._foreach_mul_(tensors, factor)

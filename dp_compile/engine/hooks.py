@@ -170,7 +170,7 @@ class ReductionRound:
     memory: Callable[..., torch.Tensor] | None = field(init=False)
     """Where that of buckets comes from. It is given back with the round, but for what became somebody's gradient."""
     new: frozenset[int] = frozenset()
-    """Parameters that had no gradient before: theirs become views of their buckets. All others keep their memory."""
+    """Parameters that had no gradient before: theirs get the memory of their bucket. All others keep their own."""
     due: deque[tuple[int, int]] | None = None
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -288,11 +288,11 @@ class ReductionRound:
                 assert self.replica.after.parts_to is not None
                 self.replica.after.parts_to.take(number, *tensors)
                 continue
-            reduced.update(flight.ops.views(tensors))
+            reduced.update(flight.ops.averages(tensors))
         return reduced
 
     def _set_grads(self) -> None:
-        """Let the gradients of parameters that had one be their averages: in place, or else a view of the bucket."""
+        """Let the gradients that arrived be their averages: in place, or else in the memory of the bucket."""
         replica, is_plain = self.replica, self.replica.is_plain
         scattered, parameters = replica.after.scattered, replica.parameters
         for index in self.arrived:

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 import torch
 
+from dp_compile._torch import storages
+
 _library = torch.library.Library("dp_compile", "FRAGMENT")
 _library.define(
     "flat_bucket(Tensor[] gradients, float[] scales, int[] strides, int[] offsets, int numel, bool zero_gaps=False,"
@@ -26,6 +28,7 @@ _library.define(
 
 SMALL_NUMEL: Final = 2**15
 """Up to here a tensor stays in the processor's cache, and a second pass over it costs next to nothing."""
+_EXACT: Final = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,21 +111,22 @@ def fill(
 def multiply_into(parts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], scale: Any) -> None:
     """Let each part be its tensor times `scale`, computed in the wider of their dtypes and rounded once.
 
-    Small tensors of the part's own dtype go through two calls for all of them: a call for each takes longer than the
-    multiplication.
+    Small tensors go through two calls for all of them: a call for each takes longer than the multiplication. Not in
+    half precision: torch's multi-tensor kernels for CPUs round the factor to it (torch 2.13), which others do not.
     """
-    small: list[tuple[torch.Tensor, torch.Tensor]] = []
+    together: list[tuple[torch.Tensor, torch.Tensor]] = []
     for part, tensor in zip(parts, tensors, strict=True):
-        if scale == 1.0 or (part.dtype == tensor.dtype and (tensor.numel() <= SMALL_NUMEL or not tensor.is_cpu)):
-            small.append((part, tensor))
+        is_small = tensor.numel() <= SMALL_NUMEL or not tensor.is_cpu
+        if scale == 1.0 or (is_small and part.dtype == tensor.dtype and tensor.dtype in _EXACT):
+            together.append((part, tensor))
         else:
             wide = torch.promote_types(tensor.dtype, part.dtype)
             torch.mul(tensor.to(wide), scale, out=part)
-    if small:
-        those, values = zip(*small, strict=True)
-        torch._foreach_copy_(those, values)
+    if together:
+        targets, values = zip(*together, strict=True)
+        storages.copy_all(targets, values)
         if scale != 1.0:
-            torch._foreach_mul_(those, scale)
+            storages.multiply_all(targets, scale)
 
 
 def _shape_of_bucket(

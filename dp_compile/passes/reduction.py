@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from dp_compile._torch import distributed, pairs
+from dp_compile._torch import autograd, distributed, pairs
 from dp_compile.passes.bucket_ops import multiply_into
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
@@ -166,7 +166,7 @@ class EagerOps:
     launches: int = 0
     is_silent: bool = False
     parts: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
-    """The members' views of each tensor that was filled."""
+    """The members in each tensor that was filled."""
     _kept: Sequence[torch.Tensor] = ()
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
@@ -188,19 +188,21 @@ class EagerOps:
         with torch.no_grad():  # of a backward that is differentiated, too
             if sum(bucket.members[number].numel for number in members) < numel:
                 filled.zero_()
-            parts = [view_of(bucket.members[number], filled, bucket.places[number].offset) for number in members]
+            with autograd.aliasing():
+                parts = [view_of(bucket.members[number], filled, bucket.places[number].offset) for number in members]
             multiply_into(parts, given, scale)
         self.parts[filled] = parts
         return filled
 
-    def views(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
+    def averages(self, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
         """The members in the tensors that the reduction returned, by index, each shaped as its parameter."""
-        for members, tensor in zip(self.bucket.members_of_tensors, tensors, strict=True):
-            parts = self.parts.get(tensor)
-            for position, number in enumerate(members):
-                member = self.bucket.members[number]
-                part = view_of(member, tensor, self.bucket.places[number].offset) if parts is None else parts[position]
-                yield member.gradient.index, part
+        for numbers, tensor in zip(self.bucket.members_of_tensors, tensors, strict=True):
+            members, parts = [self.bucket.members[number] for number in numbers], self.parts.get(tensor)
+            if parts is None:
+                offsets = [self.bucket.places[number].offset for number in numbers]
+                with autograd.aliasing():
+                    parts = list(map(view_of, members, itertools.repeat(tensor), offsets))
+            yield from zip((member.gradient.index for member in members), parts, strict=True)
 
     def step_of_hook(self, hook: str, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if self._run is None:
