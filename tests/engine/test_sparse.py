@@ -22,7 +22,7 @@ AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
 class Words(nn.Module):
-    """Two tables, of which a rank may leave one out, and a dense layer."""
+    """Two tables and a dense layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,11 +30,8 @@ class Words(nn.Module):
         self.first, self.second = nn.Embedding(12, 6, sparse=True), nn.EmbeddingBag(9, 6, sparse=True, mode="sum")
         self.head = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
 
-    def forward(self, tokens: torch.Tensor, both: bool = True) -> torch.Tensor:
-        x = self.first(tokens).sum(1)
-        if both:
-            x = x + self.second(tokens % 9)
-        result: torch.Tensor = self.head(x)
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.first(tokens).sum(1) + self.second(tokens % 9))
         return result
 
 
@@ -99,31 +96,6 @@ def test_as_torch_s_ddp(ranks2: Ranks, compile_model: Callable[[nn.Module], Any]
     for found in ranks2.run(run_as_ddp, compile_model, micro):
         assert found["eager hooks"] == 3
         assert "captured" not in found
-
-
-def run_used_on_one_rank(compiled: bool) -> bool:
-    """The truth is one process on the batches of both ranks: torch's DDP raises there."""
-    ours, theirs = Words(), Words()
-    dp_compile.replicate(ours, config=dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True))
-    run = compile_blocks(ours) if compiled else ours
-    for number in range(2):
-        ours.zero_grad()
-        theirs.zero_grad()
-        run(tokens(number, dist.get_rank()), dist.get_rank() == 0).square().mean().backward()
-        for rank in range(2):
-            (theirs(tokens(number, rank), rank == 0).square().mean() / 2).backward()
-        compare(ours, theirs, layouts=False)
-        assert ours.second.weight.grad.is_sparse
-    ours.zero_grad()
-    run(tokens(5, dist.get_rank()), False).square().mean().backward()
-    nobody = ours.second.weight.grad is None
-    dp_compile.unreplicate(ours)
-    return nobody
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_table_that_one_rank_uses(ranks2: Ranks, compiled: bool) -> None:
-    assert all(ranks2.run(run_used_on_one_rank, compiled))
 
 
 def run_join() -> None:
