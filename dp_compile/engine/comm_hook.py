@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
 
 from dp_compile._torch.distributed import GradBucket
 from dp_compile.engine.hook_state import HookState
-from dp_compile.errors import ConfigError
+from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.passes.functional_hook import FunctionalHook, register
+from dp_compile.passes.reduction import EagerOps
 from dp_compile.plan.backends import Backend
-from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.buckets import Bucket, BucketPlan
+from dp_compile.plan.reduction import CALLED, Averaging
 
 TorchHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 HookFunction = TorchHook | FunctionalHook
@@ -26,18 +28,22 @@ HookFunction = TorchHook | FunctionalHook
 class CommHook:
     """`function(state, bucket)` is called when a bucket is full and returns a future of the reduced bucket.
 
-    `bucket` is a `torch.distributed.GradBucket`: a flat tensor with the local gradients, not divided. What the future
-    holds is what the gradients become; averaging is up to the hook.
+    Args:
+        averaging: what the hook does; with the key `CALLED`, only calling it shows.
+        memory: what a functional hook remembers.
+        why_called: why backwards with it are not captured; empty if they are.
     """
 
     state: Any
     function: HookFunction
-    averaging: Averaging | None = None
-    """What the hook does, if that is known: then torch's reducer does not call it, and backwards are captured."""
+    averaging: Averaging
     memory: HookState | None = None
-    """What a functional hook remembers."""
     why_called: str = ""
-    """Why torch's reducer has to call it."""
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the hook is called with each bucket, which no captured backward does."""
+        return self.averaging.hook == CALLED
 
     @property
     def name(self) -> str:
@@ -47,7 +53,87 @@ class CommHook:
     def said(self) -> str:
         """What ranks compare: where one calls the hook, all have to."""
         memory = "" if self.memory is None else f", {self.memory.said}"
-        return self.name if self.averaging is None else f"{self.name}, known: {self.averaging}{memory}"
+        return self.name if self.is_called else f"{self.name}, known: {self.averaging}{memory}"
+
+
+@dataclass(eq=False, slots=True)
+class CalledBucket:
+    """What a Python hook is given: a bucket with the methods of `torch.distributed.GradBucket`.
+
+    Args:
+        number: of the bucket, in the order in which buckets are launched.
+        is_final: it is the last one of the backward.
+        flat: the local gradients, not divided, one after the other; gaps between them are zeros.
+        parts: the gradients in it, each shaped as its parameter.
+        of: their parameters.
+    """
+
+    number: int
+    is_final: bool
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    of: list[torch.Tensor]
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.is_final
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self.flat = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.parts
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.of
+
+
+def reduce_by_call(
+    hook: CommHook, bucket: Bucket, ops: EagerOps, parameters: Sequence[torch.Tensor], plan: BucketPlan
+) -> Generator[None, None, list[torch.Tensor]]:
+    """Reduce a bucket by a Python hook. As `reduce_bucket`: pauses when the hook has launched what it launches.
+
+    Raises:
+        ReductionError: the hook returns no future, or the future holds no tensor of the bucket's size.
+    """
+    called = [each for each in plan.buckets if each.key.reduction.hook == CALLED]
+    number = next(number for number, each in enumerate(called) if each is bucket)
+    flat = ops.fill(range(len(bucket.members)), bucket.numel, 1.0, None)
+    given = CalledBucket(
+        number,
+        number == len(called) - 1,
+        flat,
+        ops.parts[flat],
+        [parameters[member.gradient.index] for member in bucket.members],
+    )
+    future = None
+    if not ops.is_silent:
+        assert not isinstance(hook.function, FunctionalHook)
+        with ops.launching():
+            future = hook.function(hook.state, given)  # type: ignore[arg-type]
+        if not isinstance(future, torch.futures.Future):
+            raise ReductionError(
+                f"comm hook {hook.name} returned a {type(future).__name__}, not a torch.futures.Future of the reduced "
+                "bucket."
+            )
+        ops.work, ops.launches = future, ops.launches + 1
+    yield
+    if future is None:
+        return [flat]
+    with ops.waiting():
+        value = future.wait()
+    reduced = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if not isinstance(reduced, torch.Tensor) or reduced.numel() != bucket.numel:
+        what = f"{reduced.numel()} elements" if isinstance(reduced, torch.Tensor) else f"a {type(reduced).__name__}"
+        raise ReductionError(
+            f"the future of comm hook {hook.name} holds {what}, not the {bucket.numel} elements of bucket {number}."
+        )
+    return [flat if reduced is flat else reduced.detach().reshape(-1).to(flat.dtype)]
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:
@@ -65,7 +151,11 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
     averaging = _averaging_of(state, function, group)
-    hook = CommHook(state, function, averaging, why_called="" if averaging else _why_unknown(state, function, group))
+    hook = (
+        CommHook(state, function, Averaging(hook=CALLED), why_called=_why_unknown(state, function, group))
+        if averaging is None
+        else CommHook(state, function, averaging)
+    )
     signature = inspect.signature(function)
     try:
         signature.bind(state, None)
@@ -79,7 +169,7 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
             f"comm hook {hook.name} must return torch.futures.Future[torch.Tensor], annotated "
             f"{signature.return_annotation}."
         )
-    if hook.averaging is None and hook.name.startswith("bf16_compress") and not backend.bf16_compress:
+    if hook.is_called and hook.name.startswith("bf16_compress") and not backend.bf16_compress:
         raise ConfigError(f"comm hook {hook.name} needs NCCL or XCCL, the group's backend is {backend}.")
     return hook
 

@@ -1,6 +1,6 @@
 """What the ranks tell each other in each synchronised backward, and what follows from it (`plan/flags.py`: how).
 
-The flags travel in the plan's last bucket; where torch's reducer reduces, in a small all-reduce behind it.
+The flags travel in the plan's last bucket.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from dp_compile.passes.functional_hook import sent_nbytes
 from dp_compile.passes.reduction import dtype_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec
 from dp_compile.plan.flags import MORE
-from dp_compile.plan.reduction import Reduction
+from dp_compile.plan.reduction import CALLED, Reduction
 
 
 def gradient_specs(
@@ -45,7 +45,7 @@ def tensor_spec(index: int, name: str, tensor: torch.Tensor, group: Group) -> Gr
         dtype, shape, stride = dtype.to_real(), (*shape, 2), (*(2 * step for step in stride), 1)
     reduction = group.reduction(tensor.dtype, name)
     key = BucketKey(reduction, str(dtype).removeprefix("torch."), tensor.device.type)
-    sent = () if reduction.hook is None else sent_nbytes(reduction, shape, dtype)
+    sent = () if reduction.hook in (None, CALLED) else sent_nbytes(reduction, shape, dtype)
     return GradientSpec(index, name, shape, stride, _on_the_wire(dtype, reduction).itemsize, key, sent)
 
 

@@ -23,6 +23,7 @@ from dp_compile._torch import autograd, pairs
 from dp_compile._torch.distributed import group_of_name
 from dp_compile.engine import observers
 from dp_compile.engine.agreement import is_of_other_ranks
+from dp_compile.engine.comm_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
 from dp_compile.engine.intact import refuse_unreduced
@@ -32,7 +33,7 @@ from dp_compile.errors import ReductionError
 from dp_compile.passes.functional_hook import State
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import Bucket
-from dp_compile.plan.reduction import is_handed_back_at_the_end, launch_order
+from dp_compile.plan.reduction import CALLED, is_handed_back_at_the_end, launch_order
 
 ResultT = TypeVar("ResultT")
 
@@ -341,7 +342,10 @@ class ReductionRound:
             state=self._state_of_hook(bucket),
             memory=self.memory,
         )
-        self.flights.append(_Flight(bucket, ops, reduce_bucket(bucket, ops)))
+        reducing, hook = reduce_bucket(bucket, ops), self.replica.called_hook
+        if hook is not None and bucket.key.reduction.hook == CALLED:
+            reducing = reduce_by_call(hook, bucket, ops, self.replica.parameters, self.replica.plan)
+        self.flights.append(_Flight(bucket, ops, reducing))
         self._await_next()
         if self.due is None:
             self.due = deque(self.order())
@@ -354,7 +358,7 @@ class ReductionRound:
             self._launch_stage()
 
     def _state_of_hook(self, bucket: Bucket) -> list[State]:
-        if bucket.key.reduction.hook is None:
+        if bucket.key.reduction.hook in (None, CALLED):
             return []
         return [self.replica.state_of_hook(member.gradient.index) for member in bucket.members]
 

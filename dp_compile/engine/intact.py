@@ -131,21 +131,6 @@ def check_not_moved(replica: Replica) -> None:
             )
 
 
-def refuse_lost(names: Sequence[str]) -> None:
-    """Refuse parameters that torch's reducer has lost.
-
-    Raises:
-        ReductionError: there are some.
-    """
-    if names:
-        shown = f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
-        raise ReductionError(
-            f"{shown} had another dtype after replicate() was called, for a while: torch's reducer hears nothing of "
-            "the gradient any more. Convert a copy of the module (copy.deepcopy), or call unreplicate() and "
-            "replicate() again; behind a compiled forward hooks reduce, which stay."
-        )
-
-
 def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:
     """Refuse gradients of the module that no hook reduces.
 

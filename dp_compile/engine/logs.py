@@ -2,7 +2,7 @@
 
 | level   | logger              | what, each once                                                                  |
 |---------|---------------------|----------------------------------------------------------------------------------|
-| WARNING | `backward`          | the forward is not compiled, torch's reducer reduces; a backward is not captured |
+| WARNING | `backward`          | a backward is not captured                                                       |
 |         |                     | gradients of torch.autograd.grad, which are those of one rank                    |
 |         | `compilation`       | a backward that is compiled late                                                 |
 |         | `decentralized`     | parameters were changed between two steps, of which little or nothing stays      |
@@ -19,7 +19,6 @@
 | INFO    | `warmup`            | each backward that compiled something, with the time so far                      |
 |         | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |
-|         | `backward`          | hooks take over from torch's reducer                                             |
 |         | `drift`             | after how many backwards parameters are compared                                 |
 |         | `measuring`         | what `measure()` saw                                                             |
 |         | `integrations`      | in a framework: which way backwards go, parameters are equal after the first step |

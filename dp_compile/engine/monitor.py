@@ -148,7 +148,7 @@ class Watched:
 
     def _labels(self, replica: Replica) -> tuple[str, ...]:
         sharing = [each for each in self._replicas if each.group.name == replica.group.name]
-        return bucket_labels(replica.plan) if replica.reducer is None and len(sharing) == 1 else ()
+        return bucket_labels(replica.plan) if len(sharing) == 1 else ()
 
     def warn_if_stuck(self) -> None:
         """Called by the monitor's thread: log who is waited for, again each time the wait has doubled."""

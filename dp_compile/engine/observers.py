@@ -24,7 +24,6 @@ CAPTURED: Final = "captured"
 
 COMPILED_IN_IT: Final = "code was compiled in it"
 NO_BUCKETS: Final = "no pass makes buckets"
-TORCH_REDUCES: Final = "torch's C++ reducer reduces it: its forward was not compiled, or there is a comm hook"
 
 UPDATE: Final = "update"
 GATHER: Final = "gather"
@@ -218,23 +217,6 @@ class TellingOfBackward:
     def __exit__(self, *error: Any) -> None:
         if self._stack is not None:
             self._stack.__exit__(*error)
-
-
-def tell_untold(begun: Backward) -> None:
-    """A backward has run of which there is nothing to tell but why."""
-    for observer in _observers(begun.replicas):
-        observer.backward(begun)
-
-
-@contextlib.contextmanager
-def telling_of_compilation(begun: Compilation) -> Iterator[tuple[CompilationListener, ...]]:
-    """Around a compilation: who looks at it."""
-    asked = [observer.compilation(begun) for observer in _observers(begun.replicas)]
-    with contextlib.ExitStack() as stack:
-        listeners = tuple(listener for listener in asked if listener is not None)
-        for listener in listeners:
-            stack.enter_context(listener)
-        yield listeners
 
 
 def tell_compiled(replicas: Sequence[Replica]) -> None:

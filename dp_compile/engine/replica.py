@@ -89,20 +89,6 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class Reducer(Protocol):
-    """What reduces instead of the hooks: torch's C++ reducer."""
-
-    def prepare(self, outputs: Sequence[torch.Tensor]) -> None: ...
-
-    def lost(self) -> list[str]: ...
-
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Uneven(Protocol):
     """Where ranks that have run out of inputs learn what the others reduce."""
 
@@ -206,7 +192,7 @@ class Replica:
     beside_shards: bool = False
     """Parts of the module are managed by `fully_shard`, whose own hooks do not survive a capture."""
     comm_hook: CommHook | None = None
-    """The user's own reduction of a bucket. If it is not known only torch's reducer can call it, and always reduces."""
+    """The user's own reduction of a bucket."""
     precision: Precision | None = None
     sparse: frozenset[int] = frozenset()
     """The parameters whose gradients are sparse, by index: they are in no bucket, and no backward is captured."""
@@ -217,8 +203,6 @@ class Replica:
     """The parameters that are DTensors: each rank reduces the part of a gradient that it holds."""
     is_plain: bool = field(init=False)
     """Whether each gradient is reduced as it is: none is a DTensor, or complex."""
-    python_hook: bool = field(init=False)
-    """Whether the user wants hooks to reduce. The environment is asked once: every backward looks here."""
 
     # The plan, which is made anew a few times (`adopt`).
     plan: BucketPlan
@@ -236,12 +220,8 @@ class Replica:
     """What the passes do, as they were when the module was replicated."""
     _factors: tuple[list[float], tuple[torch.Tensor, ...]] | None = None
 
-    # What reduces: settled in the first backward, installed until it is taken off.
-    by_hooks: bool | None = None
-    """Whether hooks reduce, or torch's reducer; the same on every rank, not decided before the first backward."""
     hooks: Removable | None = None
-    reducer: Reducer | None = None
-    make_reducer: Callable[[], Reducer] | None = None
+    """What reduces, until it is taken off."""
 
     # Switches of the next backwards.
     sync: bool = True
@@ -276,7 +256,6 @@ class Replica:
         self.plan_groups = groups_of(self.plan)
         self._passes_code = tuple(map(code_key, self.passes))
         self.code_key = self._code_key()
-        self.python_hook = self.config.uses_python_hook()
         self.dtensors = frozenset(index for index, each in enumerate(self.parameters) if is_dtensor(each))
         self.is_plain = not self.dtensors and not any(map(torch.is_complex, self.parameters))
         self.local = LocalGradients(self.parameters, self._renormalised(), self.config.check_reductions)
@@ -304,16 +283,12 @@ class Replica:
         """What reduces, for people."""
         if self.is_mixed:
             return "decentralized"
-        if self.called_hook is not None:
-            return f"torch's C++ reducer with comm hook {self.called_hook.name}"
-        if self.reducer is not None:
-            return "torch's C++ reducer"
-        return "python hooks" if self.python_hook else "not decided, no backward yet"
+        return "python hooks" if self.called_hook is None else f"python hooks, comm hook {self.called_hook.name}"
 
     @property
     def called_hook(self) -> CommHook | None:
-        """The comm hook that torch's reducer has to call, as nobody here knows what it does."""
-        return None if self.comm_hook is None or self.comm_hook.averaging is not None else self.comm_hook
+        """The comm hook that is called with each bucket, which nobody can capture."""
+        return self.comm_hook if self.comm_hook is not None and self.comm_hook.is_called else None
 
     def state_of_hook(self, index: int) -> State:
         """What a functional hook remembers of a gradient; of the flags nothing."""

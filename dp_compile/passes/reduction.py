@@ -157,7 +157,7 @@ class EagerOps:
     device: torch.device
     launching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    work: dist.Work | None = None
+    work: dist.Work | torch.futures.Future[Any] | None = None
     """The collective that was launched last."""
     is_waited_for: bool = False
     """Whether who goes on knows already that it has ended."""

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, Final, NamedTuple
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.reduction import Load, Reduction
+from dp_compile.plan.reduction import CALLED, Load, Reduction
 from dp_compile.plan.words import BYTES_PER_MB, count, format_bytes
 
 PLAN_VERSION = 3
@@ -250,7 +250,7 @@ class Layout:
 
     A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
     rounded up to a power of two, so that small gradients are not mostly padding. Gradients named in `apart` keep
-    memory of their own, unless ranks keep parts of their bucket.
+    memory of their own, unless ranks keep parts of their bucket or a Python hook is given the whole of it.
     """
 
     alignment_bytes: int
@@ -273,7 +273,7 @@ class Layout:
         end = 0
         for gradient in gradients:
             member = Member(gradient, None)
-            if gradient.name not in self.apart or key.reduction.is_scattered:
+            if gradient.name not in self.apart or key.reduction.is_scattered or key.reduction.hook == CALLED:
                 step = self._step(member)
                 member = replace(member, offset=-(-end // step) * step)
                 end = -(-end // step) * step + member.numel

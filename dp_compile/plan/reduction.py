@@ -26,6 +26,9 @@ ALL_GATHER: Final = "all_gather"
 EXCHANGE: Final = "exchange"
 ALL_TO_ALL: Final = "all_to_all"
 
+CALLED: Final = "called"
+"""The key, in place of a functional hook's, of a Python hook: it is called with each bucket, and never captured."""
+
 ROUNDS: Final = (ALL_REDUCE, ALL_TO_ALL, ALL_GATHER)
 """What a functional comm hook may ask for."""
 
@@ -113,6 +116,7 @@ class Reduction:
 
     `wire`: name of a floating dtype; `None`: the gradient's own. `hook`: key of a functional comm hook that says what
     each stage is given and what the gradients become; it has all of the bucket, and nothing is scaled or cast for it.
+    `CALLED`: the same of a Python hook, which launches its own collectives: the stage is what a cost assumes.
     `given`: how many of the two factors compiled code is given when it runs, the first one first; it has the others as
     constants, which what computes a gradient may take in.
     """
@@ -214,7 +218,7 @@ class Averaging:
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
         given: it changes often: compiled code is given the factors that follow from it.
-        hook: key of the functional comm hook that reduces instead, by the collectives `rounds`, of `ROUNDS`.
+        hook: key of the functional comm hook that reduces, by the collectives `rounds`, of `ROUNDS`; or `CALLED`.
         scattered: each rank keeps its part of the result only.
     """
 
