@@ -23,10 +23,6 @@ from dp_compile.plan.backends import CLASSES, Backend
 with named():
     from torch._C._distributed_c10d import GradBucket as GradBucket
     from torch._C._distributed_c10d import Store as Store
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-        _orthogonalize,
-        _should_compress,
-    )
     from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
         _get_default_group,
         _get_default_store,
@@ -54,16 +50,6 @@ _SENT: Final = frozenset(
     {torch.bool, torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64}
 )
 _BY_PARAMETER: Final = "param_dtype_override_fn"
-
-
-def orthogonalize(matrices: torch.Tensor, epsilon: float) -> None:
-    """Make the columns of each matrix of a batch orthonormal, in place, as torch's PowerSGD does."""
-    cast(Callable[..., None], _orthogonalize)(matrices, epsilon)
-
-
-def should_compress(rows: int, columns: int, rank: int, min_compression_rate: float) -> tuple[bool, int, int]:
-    """Whether torch's PowerSGD compresses a matrix, and its elements before and after."""
-    return cast(Any, _should_compress)(rows, columns, rank, min_compression_rate)  # type: ignore[no-any-return]
 
 
 def group_name(group: dist.ProcessGroup) -> str:

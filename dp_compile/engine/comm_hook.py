@@ -5,18 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from dp_compile._torch.distributed import GradBucket
-from dp_compile.engine.hook_state import HookState, Remembering
-from dp_compile.engine.post_local_sgd import PostLocalSGDMemory
-from dp_compile.engine.power_sgd import PLAIN, PowerSGDMemory
+from dp_compile.engine.hook_state import HookState
 from dp_compile.errors import ConfigError
 from dp_compile.passes.functional_hook import FunctionalHook, register
 from dp_compile.plan.backends import Backend
@@ -24,9 +20,6 @@ from dp_compile.plan.reduction import Averaging
 
 TorchHook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 HookFunction = TorchHook | FunctionalHook
-
-_STATES: Final = ((powerSGD_hook, PowerSGDState), (post_localSGD_hook, PostLocalSGDState))
-"""Of hooks of torch's that remember something the class of their state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +34,10 @@ class CommHook:
     function: HookFunction
     averaging: Averaging | None = None
     """What the hook does, if that is known: then torch's reducer does not call it, and backwards are captured."""
-    functional: FunctionalHook | None = None
-    """A hook that is called here, in every way that a backward goes; plans know it by name, and hold it by this."""
-    memory: Remembering | None = None
-    """What it remembers."""
+    memory: HookState | None = None
+    """What a functional hook remembers."""
     why_called: str = ""
     """Why torch's reducer has to call it."""
-
-    @property
-    def is_torchs(self) -> bool:
-        """Whether torch's reducer could call it as well."""
-        return not isinstance(self.function, FunctionalHook)
-
-    def called_by_torch(self, why: str) -> CommHook:
-        """The same, as one that torch's reducer has to call."""
-        return CommHook(self.state, self.function, why_called=why)
 
     @property
     def name(self) -> str:
@@ -76,16 +58,10 @@ def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup,
 
     Raises:
         ConfigError: not callable, not two parameters, annotated as something else, bf16 compression on a backend that
-            torch does not offer it for, or a state that torch would not have made.
+            torch does not offer it for; or the state of a functional hook is no `HookState`.
     """
     if isinstance(function, FunctionalHook):
         return _functional(state, function)
-    if function is powerSGD_hook and type(state) is PowerSGDState and _is_of(state.process_group, group):
-        memory = PowerSGDMemory(state)
-        return CommHook(state, function, PLAIN, memory.hook, memory)
-    if function is post_localSGD_hook and type(state) is PostLocalSGDState and _is_of(state.process_group, group):
-        if state.post_local_gradient_allreduce:
-            return CommHook(state, function, PLAIN, memory=PostLocalSGDMemory(state))
     if not callable(function):
         raise ConfigError(f"a comm hook must be a function of (state, bucket), got {type(function).__name__}.")
     averaging = _averaging_of(state, function, group)
@@ -114,8 +90,9 @@ def _functional(state: Any, hook: FunctionalHook) -> CommHook:
             f"functional comm hook {hook!r} needs a state that lasts, got {type(state).__name__}. Call "
             "register_comm_hook(dp_compile.HookState(), hook)."
         )
-    key, hook = register(hook)
-    return CommHook(state, hook, Averaging(hook=key, rounds=hook.rounds), hook, state.made_for(hook))
+    state.check_free()
+    key, hook = register(hook)  # plans know it by its key; the CommHook keeps it alive
+    return CommHook(state, hook, Averaging(hook=key, rounds=hook.rounds), state)
 
 
 def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> Averaging | None:
@@ -140,14 +117,9 @@ def _averaging_of(state: Any, function: TorchHook, group: dist.ProcessGroup) -> 
 
 
 def _why_unknown(state: Any, function: TorchHook, group: dist.ProcessGroup) -> str:
-    kind = next((kind for hook, kind in _STATES if function is hook), None)
-    if kind is not None and type(state) is not kind:
-        return f"its state is a {type(state).__name__}, not a {kind.__name__}"
     known = function in (hooks.allreduce_hook, hooks.fp16_compress_hook, hooks.bf16_compress_hook)
-    if (known or kind) and not _is_of(state.process_group if kind else state, group):
+    if known and not _is_of(state, group):
         return "it averages over another group than the module's"
-    if kind is PostLocalSGDState:
-        return "with post_local_gradient_allreduce=False nothing is reduced in the end"
     return "what it does is not known here, so it cannot be captured. Write a FunctionalHook that does the same"
 
 

@@ -84,9 +84,7 @@ def _is_wanted(replica: Replica) -> bool:
     checks = replica.config.check_reductions and replica.group.has_others
     if every == 0 or replica.uneven is not None or not checks:
         return False
-    return every is not None or (
-        replica.called_hook is None and replica.group.averaging.subgroup is None and replica.group.backend.equal_bits
-    )
+    return every is not None or (replica.called_hook is None and replica.group.backend.equal_bits)
 
 
 @dataclass(eq=False, slots=True)
@@ -194,7 +192,6 @@ def _no_equal_bits(replica: Replica) -> str:
         f"{CHECK_VARIABLE} is 0": check_parameters_every() == 0,
         "there is one rank": not replica.group.has_others,
         "inputs may be uneven": replica.uneven is not None,
-        "ranks average within subgroups": replica.group.averaging.subgroup is not None,
         "only the comm hook knows what they should be": replica.called_hook is not None,
         f"{replica.group.backend} may leave other bits on each rank": not replica.group.backend.equal_bits,
     }

@@ -44,7 +44,7 @@ class Group:
     def reduction_of_flags(self, dtype: torch.dtype, parameter: str) -> Reduction:
         """As that of the gradient of this parameter, but over all ranks, which all get all of it, and never by a hook,
         which may lose some."""
-        whole = replace(self, averaging=replace(self.averaging, hook=None, subgroup=None), scattered=frozenset())
+        whole = replace(self, averaging=replace(self.averaging, hook=None), scattered=frozenset())
         return whole.reduction(dtype, parameter)
 
     @property

@@ -2,47 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes.functional_hook import FunctionalHook, State
-from dp_compile.plan.reduction import Averaging
 
 Agree = Callable[[str, str], None]
 """Compare a text with what all ranks say in a call."""
-
-
-class Remembering(Protocol):
-    """What the engine asks of a hook's memory. Each is called at the same backward on every rank."""
-
-    @property
-    def said(self) -> str:
-        """What ranks compare when the hook is registered."""
-
-    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree) -> None:
-        """Belong to a module from now on."""
-
-    def unbind(self) -> None:
-        """The module is not replicated any more."""
-
-    def of(self, name: str) -> State:
-        """The tensors of a parameter's gradient, always the same ones; nothing if there is no state of it now."""
-
-    def begin(self) -> Averaging | None:
-        """A synchronised backward is about to start. How gradients are reduced from now on, if that changes."""
-
-    def ended(self) -> None:
-        """A synchronised backward has ended well."""
-
-    def snapshot(self) -> Any:
-        """What `restore` needs to bring everything back as it is."""
-
-    def restore(self, snapshot: Any) -> None: ...
 
 
 class HookState:
@@ -57,7 +27,6 @@ class HookState:
         """Synchronised backwards so far."""
         self._tensors: dict[str, dict[str, torch.Tensor]] = {}
         self._agree: Agree | None = None
-        self._hook: weakref.ref[FunctionalHook] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of all tensors: `{"backwards": int, "tensors": {parameter: {name: tensor}}}`."""
@@ -97,24 +66,23 @@ class HookState:
 
     # --- for the engine
 
-    def made_for(self, hook: FunctionalHook) -> HookState:
-        """Itself, for this hook.
+    def check_free(self) -> None:
+        """Check that no module uses it.
 
         Raises:
-            ModuleError: it is in use.
+            ModuleError: one does.
         """
         if self._agree is not None:
             raise ModuleError("this HookState belongs to a replicated module already. Make one for each module.")
-        self._hook = weakref.ref(hook)
-        return self
 
     @property
     def said(self) -> str:
         return f"after {self.backwards} backwards"
 
-    def bind(self, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree) -> None:
-        hook = None if self._hook is None else self._hook()
-        assert hook is not None
+    def bind(
+        self, hook: FunctionalHook, names: Sequence[str], parameters: Sequence[nn.Parameter], agree: Agree
+    ) -> None:
+        """Belong to a module from now on: begin with what was loaded, else with the hook's initial state."""
         fresh: dict[str, dict[str, torch.Tensor]] = {}
         for name, parameter in zip(names, parameters, strict=True):
             if not parameter.is_complex():
@@ -132,20 +100,12 @@ class HookState:
     def of(self, name: str) -> State:
         return self._tensors.get(name, {})
 
-    def begin(self) -> Averaging | None:
-        return None
-
-    def ended(self) -> None:
-        self.backwards += 1
-
-    def snapshot(self) -> Any:
-        return self.state_dict()
-
-    def restore(self, snapshot: Any) -> None:
-        self.backwards = snapshot["backwards"]
+    def restore(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy what `state_dict` gave back, on this rank alone: after a warm-up."""
+        self.backwards = state_dict["backwards"]
         for name, state in self._tensors.items():
             for key, tensor in state.items():
-                tensor.copy_(snapshot["tensors"][name][key])
+                tensor.copy_(state_dict["tensors"][name][key])
 
 
 def initial_state(hook: FunctionalHook, name: str, parameter: torch.Tensor) -> dict[str, torch.Tensor]:

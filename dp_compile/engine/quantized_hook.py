@@ -1,5 +1,8 @@
 """Gradients in eight bits on the wire: int8 or float8, a scale for each block, and what that loses sent later.
 
+Gradients of parameters of one dimension are few elements, of norms of another size than the rest: they travel in the
+same collectives in float32, each rank averages a part of them.
+
     x = gradient + error           each rank; each gradient begins a block, as they differ in size
     q, s = quantised x             s = max |x| / Q of a block, at least 2^-126; q = x / s, rounded to the nearest (even)
     all-to-all                     part r of q and s to rank r
@@ -40,18 +43,22 @@ class QuantizedHook(FunctionalHook):
     A rank sends two bytes for each element, and eight for each block, where an all-reduce of float32 sends eight for
     each element. All sums are of float32, whatever the gradients' dtype.
 
+    Gradients of parameters of one dimension, and of none, are not quantised: they travel in float32.
+
     Args:
         dtype: `torch.int8`, `torch.float8_e4m3fn` or `torch.float8_e5m2`.
         block: how many elements share a scale: few, as rows of one matrix differ in size, those of embeddings most.
         error_feedback: send later what quantising loses; takes four bytes of memory for each element.
+        min_ndim: quantise gradients of parameters with at least so many dimensions; 0 quantises all.
 
     Raises:
-        ConfigError: another dtype, or no block.
+        ConfigError: another dtype, no block, or no number of dimensions.
     """
 
     dtype: torch.dtype = torch.int8
     block: int = 64
     error_feedback: bool = True
+    min_ndim: int = 2
     rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
 
     def __post_init__(self) -> None:
@@ -59,61 +66,79 @@ class QuantizedHook(FunctionalHook):
             raise ConfigError(f"QuantizedHook.dtype must be one of {', '.join(map(str, _LARGEST))}, got {self.dtype}.")
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise ConfigError(f"QuantizedHook.block must be a number of elements >= 1, got {self.block!r}.")
+        if isinstance(self.min_ndim, bool) or not isinstance(self.min_ndim, int) or self.min_ndim < 0:
+            raise ConfigError(f"QuantizedHook.min_ndim must be a number of dimensions >= 0, got {self.min_ndim!r}.")
 
     def initial_state(self, gradient: torch.Tensor) -> State:
-        return {"error": gradient.new_zeros(gradient.shape, dtype=torch.float32)} if self.error_feedback else {}
+        if not self.error_feedback or gradient.dim() < self.min_ndim:
+            return {}
+        return {"error": gradient.new_zeros(gradient.shape, dtype=torch.float32)}
 
     def reduce(self, bucket: HookBucket) -> Generator[torch.Tensor, torch.Tensor, Reduced]:
-        blocks = sum(self._blocks(gradient) for gradient in bucket.gradients)
-        numel = self.block * max(1, -(-blocks // bucket.ranks))  # of a part
+        ranks = bucket.ranks
+        blocks = sum(self._numel(each) for each in bucket.gradients if not self._is_exact(each)) // self.block
+        numel = self.block * max(1, -(-blocks // ranks))  # of a part
+        exact_numel = -(-sum(each.numel() for each in bucket.gradients if self._is_exact(each)) // ranks)
         # In one place and its copy: memory that is new costs more than what is done to it.
-        whole = bucket.gradients[0].new_zeros(bucket.ranks * numel, dtype=torch.float32)
-        scratch = torch.empty_like(whole)
-        errors = self._views(whole, bucket)
+        whole = bucket.gradients[0].new_zeros(ranks * numel, dtype=torch.float32)
+        scratch, exact = torch.empty_like(whole), whole.new_zeros(ranks, exact_numel)
+        errors = self._views(whole, exact, bucket)
         for error, gradient, state in zip(errors, bucket.gradients, bucket.state, strict=True):
             if state:
                 torch.add(gradient, state["error"], out=error)
             else:
                 error.copy_(gradient)
-        received = yield self._quantised(whole, bucket.ranks, scratch)
-        mean = self._values(received, bucket.ranks, scratch).view(bucket.ranks, numel).sum(0).div_(bucket.ranks)
-        received = yield self._quantised(mean, 1, scratch[:numel])
-        whole[bucket.rank * numel : (bucket.rank + 1) * numel].add_(mean, alpha=bucket.ranks)
-        reduced = self._views(self._values(received, bucket.ranks, scratch), bucket)
+        received = yield self._quantised(whole, exact, scratch)
+        mean = self._values(received, exact, scratch).view(ranks, numel).sum(0).div_(ranks)
+        received = yield self._quantised(mean, exact.sum(0, keepdim=True).div_(ranks), scratch[:numel])
+        whole[bucket.rank * numel : (bucket.rank + 1) * numel].add_(mean, alpha=ranks)
+        reduced = self._views(self._values(received, exact, scratch), exact, bucket)
         states = [{"error": error} if state else {} for error, state in zip(errors, bucket.state, strict=True)]
         return [each.to(like.dtype) for each, like in zip(reduced, bucket.gradients, strict=True)], states
 
-    def _views(self, flat: torch.Tensor, bucket: HookBucket) -> list[torch.Tensor]:
-        """The gradients' places among the blocks."""
-        sizes = [self.block * self._blocks(gradient) for gradient in bucket.gradients]
-        parts = flat[: sum(sizes)].split(sizes)
-        return [part[: each.numel()].view(each.shape) for part, each in zip(parts, bucket.gradients, strict=True)]
+    def _is_exact(self, gradient: torch.Tensor) -> bool:
+        return gradient.dim() < self.min_ndim
 
-    def _blocks(self, gradient: torch.Tensor) -> int:
-        return -(-gradient.numel() // self.block)
+    def _numel(self, gradient: torch.Tensor) -> int:
+        """How many elements it takes: whole blocks where it is quantised."""
+        block = 1 if self._is_exact(gradient) else self.block
+        return -(-gradient.numel() // block) * block
 
-    def _quantised(self, x: torch.Tensor, parts: int, scratch: torch.Tensor) -> torch.Tensor:
-        """Bytes of each part of `x`: its elements, then its scales. What they lose is left in `x`."""
-        blocks, rounded = x.view(-1, self.block), scratch.view(-1, self.block)
+    def _views(self, flat: torch.Tensor, exact: torch.Tensor, bucket: HookBucket) -> list[torch.Tensor]:
+        """The gradients' places among the blocks of `flat`, or in `exact`."""
+        left = {False: flat, True: exact.flatten()}
+        found = []
+        for gradient in bucket.gradients:
+            rest = left[self._is_exact(gradient)]
+            found.append(rest[: gradient.numel()].view(gradient.shape))
+            left[self._is_exact(gradient)] = rest[self._numel(gradient) :]
+        return found
+
+    def _quantised(self, x: torch.Tensor, exact: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """Bytes of each part: elements of `x`, their scales, a row of `exact`. What they lose is left in `x`."""
+        blocks, rounded, parts = x.view(-1, self.block), scratch.view(-1, self.block), len(exact)
         torch.abs(blocks, out=rounded)
         scales = rounded.amax(1, keepdim=True).div_(_LARGEST[self.dtype]).clamp_(min=_SMALLEST_SCALE)
         torch.mul(blocks, scales.reciprocal(), out=rounded)
         numel = x.numel() // parts
-        sent = x.new_empty(parts, numel + 4 * numel // self.block, dtype=torch.int8)
+        floats = numel + 4 * numel // self.block
+        sent = x.new_empty(parts, floats + 4 * exact.shape[1], dtype=torch.int8)
         if not self.dtype.is_floating_point:
             rounded.round_()
         values = sent[:, :numel].view(self.dtype).copy_(scratch.view(parts, numel))
         if self.dtype.is_floating_point:
             scratch.view(parts, numel).copy_(values)
-        sent[:, numel:].copy_(scales.view(torch.int8).view(parts, -1))
+        sent[:, numel:floats].copy_(scales.view(torch.int8).view(parts, -1))
+        sent[:, floats:].copy_(exact.view(torch.int8))
         blocks.addcmul_(rounded, scales, value=-1)
         return sent
 
-    def _values(self, received: torch.Tensor, parts: int, scratch: torch.Tensor) -> torch.Tensor:
-        """What bytes of `_quantised` stand for, put into `scratch`."""
-        numel = scratch.numel() // parts
+    def _values(self, received: torch.Tensor, exact: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+        """What bytes of `_quantised` stand for, put into `scratch` and `exact`."""
+        parts, numel = len(exact), scratch.numel() // len(exact)
         rows = received.view(parts, -1)
         scratch.view(parts, numel).copy_(rows[:, :numel].view(self.dtype))
-        scales = rows[:, numel:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-        scratch.view(-1, self.block).mul_(scales.view(-1, 1))
+        floats = rows[:, numel:].clone(memory_format=torch.contiguous_format).view(torch.float32)
+        exact.copy_(floats[:, numel // self.block :])
+        scratch.view(-1, self.block).mul_(floats[:, : numel // self.block].reshape(-1, 1))
         return scratch

@@ -344,7 +344,7 @@ class Replica:
         """A synchronised backward has ended."""
         self.history.synced_backwards += 1
         if self.comm_hook is not None and self.comm_hook.memory is not None:
-            self.comm_hook.memory.ended()
+            self.comm_hook.memory.backwards += 1
 
     def adopt(self, planned: Planned, ready: ReadyTimes) -> None:
         """Reduce by another plan from now on. Only between backwards, and on every rank."""

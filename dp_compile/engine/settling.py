@@ -131,17 +131,13 @@ def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | No
 
 
 def revise_if_due(replica: Replica) -> None:
-    """Make the plan anew if enough has been seen, or if a comm hook now reduces in another way.
+    """Make another plan if enough has been seen.
 
     Called before each synchronised backward, on every rank.
 
     Raises:
         DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
     """
-    memory = None if replica.comm_hook is None else replica.comm_hook.memory
-    if memory is not None and (averaging := memory.begin()) is not None:
-        assert replica.revisions.average_by is not None
-        replica.revisions.average_by(averaging)
     if replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
         times = _measured(replica)
         _revise(replica, times, None if times is None else _measured_cost(replica))

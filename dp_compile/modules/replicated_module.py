@@ -34,6 +34,7 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Installed, Pending
 from dp_compile.modules.selection import refuse_sparse
 from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
+from dp_compile.passes.functional_hook import FunctionalHook
 
 logger = logging.getLogger("dp_compile.replicated_module")
 
@@ -353,12 +354,12 @@ def _averaging_options(config: ReplicateConfig) -> list[str]:
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
-    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook`, the two wrappers
-    around the first, `powerSGD_hook` and `post_localSGD_hook` do is known: backwards are captured as before, and
-    gradients travel so. Any other is called by torch's C++ reducer, which from then on reduces every backward of the
-    module; what torch compiled is used as before, but no backward is captured. A `FunctionalHook` runs in the captured
-    graph, and in every other way that a backward goes. Every rank registers the same hook: they compare them here.
-    Parts that were replicated before keep their own hooks.
+    Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
+    wrappers around the first do is known: backwards are captured as before, and gradients travel so. Any other, as
+    `powerSGD_hook` and `post_localSGD_hook`, is called by torch's C++ reducer, which from then on reduces every
+    backward of the module; what torch compiled is used as before, but no backward is captured. A `FunctionalHook` runs
+    in the captured graph, and in every other way that a backward goes. Every rank registers the same hook: they compare
+    them here. Parts that were replicated before keep their own hooks.
 
     Args:
         state: handed to the hook as its first argument; of a functional hook a `HookState`.
@@ -382,7 +383,7 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
             raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
         made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
         if made.memory is not None and isinstance(owner, Replica):
-            made = _feasible(owner, made)
+            check_functional(owner, made.name)
         if made.averaging is None and owner.group.levels is not None:
             raise ConfigError(
                 f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
@@ -427,30 +428,18 @@ def _take(replica: Replica, hook: CommHook) -> None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
 
 
-def _feasible(replica: Replica, hook: CommHook) -> CommHook:
-    """The hook; if it cannot run here, and torch's reducer could call it, one that torch's reducer calls."""
-    if hook.is_torchs and (obstacles := _obstacles(replica)):
-        return hook.called_by_torch(" and ".join(obstacles))
-    check_functional(replica, hook.name)
-    return hook
-
-
-def _obstacles(replica: Replica) -> list[str]:
-    obstacles = {
-        "the device_mesh has two dimensions": replica.group.levels is not None,
-        "with ddp_python_hook=False torch's C++ reducer reduces": not replica.python_hook,
-        "no pass makes buckets": replica.strategy == "single",
-    }
-    return [obstacle for obstacle, stands in obstacles.items() if stands]
-
-
 def check_functional(replica: Replica, name: str) -> None:
     """Whether a functional hook can reduce every backward of a module.
 
     Raises:
         ConfigError: it cannot, for an option says otherwise.
     """
-    if said := _obstacles(replica):
+    obstacles = {
+        "the device_mesh has two dimensions": replica.group.levels is not None,
+        "with ddp_python_hook=False torch's C++ reducer reduces": not replica.python_hook,
+        "no pass makes buckets": replica.strategy == "single",
+    }
+    if said := [obstacle for obstacle, stands in obstacles.items() if stands]:
         raise ConfigError(
             f"comm hook {name} reduces the buckets of a plan, over all ranks at once: {' and '.join(said)}. Leave that "
             "option as it is by default, or use another hook."
@@ -471,7 +460,8 @@ def bind_memory(replica: Replica) -> None:
             if table is not None:
                 agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
 
-        hook.memory.bind(replica.names, replica.parameters, compare)
+        assert isinstance(hook.function, FunctionalHook)
+        hook.memory.bind(hook.function, replica.names, replica.parameters, compare)
 
 
 def refuse_no_all_reduce(module: nn.Module, requires_all_reduce: object) -> None:

@@ -223,7 +223,7 @@ def _same_counts(replica: Replica) -> Iterator[None]:
     launches, used = list(replica.revisions.launches), set(replica.local.used)
     versions = dict(replica.local.versions)
     memory = None if replica.comm_hook is None else replica.comm_hook.memory
-    remembered = None if memory is None else memory.snapshot()
+    remembered = None if memory is None else memory.state_dict()
     replica.rehearses = True
     try:
         yield
@@ -231,7 +231,7 @@ def _same_counts(replica: Replica) -> Iterator[None]:
         replica.rehearses = False
         replica.local.versions = versions
         replica.history.synced_backwards = steps
-        if memory is not None:
+        if memory is not None and remembered is not None:
             memory.restore(remembered)
         replica.history.backwards.clear()  # the same object: the monitor tells other ranks what stands in it
         replica.history.backwards.update(backwards)

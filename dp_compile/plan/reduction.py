@@ -214,7 +214,6 @@ class Averaging:
         in_collective: let the collective average where the backend can.
         all_before: divide by all of it before the sum, float16 too.
         given: it changes often: compiled code is given the factors that follow from it.
-        subgroup: name and number of ranks of a group over which they are averaged, and not over all ranks.
         hook: key of the functional comm hook that reduces instead, by the collectives `rounds`, of `ROUNDS`.
         scattered: each rank keeps its part of the result only.
     """
@@ -224,7 +223,6 @@ class Averaging:
     in_collective: bool = True
     all_before: bool = False
     given: bool = False
-    subgroup: tuple[str, int] | None = None
     hook: str | None = None
     rounds: tuple[str, ...] = (ALL_REDUCE,)
     scattered: bool = False
@@ -232,8 +230,7 @@ class Averaging:
     @property
     def is_plain(self) -> bool:
         """Whether this is what torch's reducer does: the average, in the gradients' own dtype."""
-        said = self.wire, self.divide_by, self.subgroup, self.hook
-        return all(each is None for each in said)
+        return self.wire is None and self.divide_by is None and self.hook is None
 
     def reduction(
         self, group: str, backend: Backend, world_size: int, dtype: str, levels: Levels | None = None
@@ -246,8 +243,6 @@ class Averaging:
         Raises:
             ConfigError: a flag that travels with the gradients would be divided down to nothing, or be no number.
         """
-        if self.subgroup is not None:
-            (group, world_size), levels = self.subgroup, None
         if self.hook is not None:
             alike, cut = Stage(ALL_REDUCE, group, "sum"), Stage("", group, parts=world_size)
             rounds = (alike if op == ALL_REDUCE else cut._replace(op=op) for op in self.rounds)

@@ -88,7 +88,7 @@ def test_as_the_formula_and_from_a_checkpoint(ranks2: Ranks, options: dict[str, 
             np.testing.assert_allclose(mine, theirs, rtol=1e-12)
 
 
-EIGHT_BITS = dp_compile.QuantizedHook(block=4)
+EIGHT_BITS = dp_compile.QuantizedHook(block=4, min_ndim=0)
 
 
 def in_eight_bits() -> tuple[list[np.ndarray], list[np.ndarray]]:

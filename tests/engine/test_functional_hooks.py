@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_blocks, compile_whole, mlp, not_compiled, train_beside
+from beside import AOT, batch, compile_whole, mlp, not_compiled, train_beside
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -97,12 +97,10 @@ NEVER: Callable[[int], bool] = lambda step: False  # noqa: E731
 ACCUMULATED = ("captured", "one rank by hooks")
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[int], bool], dict[str, Any]]] = {
     "captured": (compile_whole, NEVER, {}),
-    "many buckets": (compile_whole, NEVER, {"config": replace(AOT, bucket_cap_mb=1e-5)}),
     "inductor": (compile_whole, NEVER, {"config": dp_compile.ReplicateConfig(bucket_cap_mb=1e-5)}),
     "a new plan": (compile_whole, NEVER, {"config": replace(AOT, replan_after=1)}),
     "one rank by hooks": (compile_whole, lambda step: step % 2 == 1 and dist.get_rank() == 1, {}),
     "not compiled": (not_compiled, NEVER, {}),
-    "blocks": (compile_blocks, NEVER, {}),
 }  # fmt: skip
 
 
@@ -119,23 +117,13 @@ def run_as_torch_s(way: str, micro: int = 1, uneven: bool = False) -> dict[str, 
     return dict(report.backwards)
 
 
-NIGHTLY = ("many buckets", "inductor", "as torch's buckets")
-
-
 @pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=[pytest.mark.nightly] if way in NIGHTLY else [])
-        for way in WAYS
-        if way not in ACCUMULATED
-    ],
+    ["a new plan", "not compiled", pytest.param("inductor", marks=pytest.mark.nightly)],
 )
 def test_as_torch_s_ddp(ranks2: Ranks, way: str) -> None:
     found = ranks2.run(run_as_torch_s, way)
-    if way in ("many buckets", "inductor", "a new plan"):
-        assert found == [{"captured": 4}] * 2
-    if way == "not compiled":
-        assert found == [{"eager hooks": 4}] * 2
+    assert found == [{"eager hooks" if way == "not compiled" else "captured": 4}] * 2
 
 
 @pytest.mark.parametrize("way", ACCUMULATED)
@@ -187,22 +175,6 @@ def test_ranks_with_other_states(ranks2: Ranks) -> None:
     for text in ranks2.run(resume, 1):
         assert "register_comm_hook(): rank 1 differs from rank 0" in text
         assert "after 1 backwards" in text
-
-
-def other_options() -> str:
-    model = dp_compile.replicate(mlp(), config=AOT)
-    try:
-        model.register_comm_hook(dp_compile.HookState(), Rounded(1.0 + dist.get_rank()))
-    except dp_compile.DesyncError as error:
-        return str(error)
-    finally:
-        dp_compile.unreplicate(model)
-    return ""
-
-
-def test_ranks_with_other_options(ranks2: Ranks) -> None:
-    for text in ranks2.run(other_options):
-        assert "Rounded(share=2.0)" in text
 
 
 def uneven_inputs() -> None:
@@ -357,153 +329,41 @@ def exchanged(way: str) -> dict[str, int]:
     return dict(report.backwards)
 
 
-@pytest.mark.parametrize(
-    "way", ["captured", "one rank by hooks", pytest.param("inductor", marks=pytest.mark.nightly), "blocks"]
-)
+@pytest.mark.parametrize("way", ["captured", "one rank by hooks", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_hooks_that_exchange_parts(ranks: Ranks, way: str) -> None:
     found = ranks.run(exchanged, way)
     if way in ("captured", "inductor"):
         assert found == [{"captured": 3}] * ranks.world_size
 
 
-@dataclass(frozen=True)
-class AddedInFloat32(dp_compile.FunctionalHook):
-    """What Megatron calls reduce_scatter_with_fp32_accumulation: bfloat16 travels, sums are of float32."""
-
-    rounds: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients]).to(BF16)
-        received = yield F.pad(flat, (0, -flat.numel() % bucket.ranks))
-        mean = received.view(bucket.ranks, -1).float().sum(0) / bucket.ranks
-        whole = (yield mean.to(BF16))[: flat.numel()].float()
-        parts = whole.split([each.numel() for each in bucket.gradients])
-        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
-
-
-def added_in_float32(by_hooks: bool) -> dict[str, int]:
+def torch_s_own(name: str) -> dict[str, int]:
+    """Both are compiled: torch's reducer makes its buckets in the order in which gradients are ready."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ours = mlp(7)
-    alone = copy.deepcopy(ours)
+    ours = Net()
+    theirs = DistributedDataParallel(compile_whole(copy.deepcopy(ours)))
     dp_compile.replicate(ours, config=AOT)
-    ours.register_comm_hook(dp_compile.HookState(), AddedInFloat32())  # type: ignore[operator]
-    (not_compiled(ours) if by_hooks and dist.get_rank() == 1 else compile_whole(ours))(batch(0)).sum().backward()
-    alone(batch(0)).sum().backward()
-    for one, other in zip(ours.parameters(), alone.parameters(), strict=True):
-        everybodys = [torch.empty_like(other) for _ in range(dist.get_world_size())]
-        dist.all_gather(everybodys, other.grad)
-        mean = torch.stack([each.to(BF16).float() for each in everybodys]).sum(0) / len(everybodys)
-        assert torch.equal(one.grad, mean.to(BF16).float())
+    alone, _ = dist.new_subgroups(1)
+    for model in (ours, theirs):
+        if name == "PowerSGD":
+            options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 1.5}
+            model.register_comm_hook(PowerSGDState(None, **options), powerSGD_hook)  # type: ignore[operator]
+        else:
+            model.register_comm_hook(PostLocalSGDState(None, alone, 2), post_localSGD_hook)  # type: ignore[operator]
+    for step in range(5):
+        for run, model in ((compile_whole(ours), ours), (theirs, theirs)):
+            model.zero_grad()
+            run(batch(step)).square().mean().backward()
+        for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
     found = dict(dp_compile.report(ours).backwards)
     dp_compile.unreplicate(ours)
     return found
 
 
-@pytest.mark.parametrize("by_hooks", [False, True])
-def test_bfloat16_on_the_wire_and_sums_in_float32(ranks3: Ranks, by_hooks: bool) -> None:
-    expected = 3 * [{"captured": 1}]
-    if by_hooks:
-        expected[1] = {"eager hooks": 1}
-    assert ranks3.run(added_in_float32, by_hooks) == expected
-
-
-@dataclass(frozen=True)
-class Halved(dp_compile.FunctionalHook):
-    """The average, of which something is made behind the sum."""
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients])
-        reduced = (yield flat) / bucket.ranks
-        reduced = reduced * 0.5
-        parts = reduced.split([each.numel() for each in bucket.gradients])
-        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
-
-
-def halved(compiled: bool) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ours = mlp()
-    theirs = copy.deepcopy(ours)
-    fully_shard(theirs)
-    theirs.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5))  # type: ignore[operator]
-    dp_compile.replicate(ours, config=AOT)
-    assert not hasattr(ours, "set_all_reduce_hook")
-    ours.register_comm_hook(dp_compile.HookState(), Halved())  # type: ignore[operator]
-    for run in (compile_whole(ours) if compiled else ours, theirs):
-        run(batch(0)).square().sum().backward()
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad.full_tensor())  # type: ignore[union-attr]
-    dp_compile.unreplicate(ours)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_what_fsdps_hook_does_behind_the_sum(ranks2: Ranks, compiled: bool) -> None:
-    ranks2.run(halved, compiled)
-
-
-@dataclass(frozen=True)
-class Looking(dp_compile.FunctionalHook):
-    """Notes what it is given."""
-
-    seen: ClassVar[list[dp_compile.HookBucket]] = []
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        self.seen.append(bucket._replace(gradients=[gradient.clone() for gradient in bucket.gradients]))
-        flat = torch.cat([gradient.flatten() for gradient in bucket.gradients])
-        parts = ((yield flat) / bucket.ranks).split([each.numel() for each in bucket.gradients])
-        return [part.view_as(like) for part, like in zip(parts, bucket.gradients, strict=True)], bucket.state
-
-
-def looking_as_torch_s(seen, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
-    """All that a bucket of torch's has."""
-    shapes = [tuple(each.shape) for each in bucket.parameters()]
-    assert [tuple(each.shape) for each in bucket.gradients()] == shapes
-    seen.append((bucket.index(), bucket.is_last(), shapes, bucket.buffer().clone()))
-    doubled = bucket.buffer() * 2
-    bucket.set_buffer(doubled)
-    assert bucket.buffer() is doubled
-    return default_hooks.allreduce_hook(None, bucket)
-
-
-def looked(functional: bool) -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ours = mlp(7)
-    theirs = DistributedDataParallel(copy.deepcopy(ours))
-    alone = copy.deepcopy(theirs.module)
-    dp_compile.replicate(ours, config=AOT)
-    seen: tuple[list[Any], list[Any]] = ([], [])
-    if functional:
-        Looking.seen.clear()
-        ours.register_comm_hook(dp_compile.HookState(), Looking())  # type: ignore[operator]
-    else:
-        ours.register_comm_hook(seen[0], looking_as_torch_s)  # type: ignore[operator]
-        theirs.register_comm_hook(seen[1], looking_as_torch_s)
-    for run in (compile_whole(ours), theirs, alone):
-        run(batch(0)).square().sum().backward()
-    if functional:
-        bucket = Looking.seen[-1]  # it was asked before what it sends, with tensors that hold nothing
-        assert bucket._fields == ("gradients", "state", "ranks", "rank")
-        assert (bucket.ranks, bucket.rank) == (dist.get_world_size(), dist.get_rank())
-        assert [dict(each) for each in bucket.state] == 4 * [{}]
-        local = {tuple(each.shape): each.grad for each in alone.parameters()}
-        for each in bucket.gradients:  # this rank's own, each in the shape of its parameter
-            assert torch.equal(each, local.pop(tuple(each.shape)))
-        assert local == {}
-    else:
-        assert len(seen[0]) == len(seen[1]) > 0
-        for (*mine, buffer), (*other, another) in zip(*seen, strict=True):
-            assert mine == other
-            assert torch.equal(buffer, another)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    dp_compile.unreplicate(ours)
-
-
-@pytest.mark.parametrize("functional", [True, False])
-def test_what_a_hook_is_given(ranks2: Ranks, functional: bool) -> None:
-    ranks2.run(looked, functional)
+@pytest.mark.parametrize("name", ["PowerSGD", "post-local SGD"])
+def test_torch_s_hooks_that_remember(ranks2: Ranks, name: str) -> None:
+    assert ranks2.run(torch_s_own, name) == [{"torch reducer": 5}] * 2
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from dp_compile.testing.ranks import Ranks
 
 STEPS = 4
 PAIRS = ((0, 1), (2, 3))
-OTHERS = {"pairs and all": ((0, 1, 2, 3),), "pairs across pairs": ((0, 2), (1, 3))}
 
 
 class Mixed(nn.Module):
@@ -118,14 +117,7 @@ def train(others: Sequence[Sequence[int]], cap_mb: float) -> Outcome:
 
 @pytest.mark.parametrize(
     ("others", "cap_mb", "of_each"),
-    [
-        pytest.param(OTHERS["pairs and all"], 1e-4, 4, id="pairs and all, small buckets"),
-        pytest.param(
-            OTHERS["pairs across pairs"], 25, 2, id="pairs across pairs, large buckets", marks=pytest.mark.nightly
-        ),
-        pytest.param(OTHERS["pairs and all"], 25, 2, id="pairs and all", marks=pytest.mark.nightly),
-        pytest.param(OTHERS["pairs across pairs"], 1e-4, 4, id="pairs across pairs", marks=pytest.mark.nightly),
-    ],
+    [(((0, 1, 2, 3),), 1e-4, 4), pytest.param(((0, 2), (1, 3)), 25, 2, marks=pytest.mark.nightly)],
 )
 def test_two_groups_two_dtypes_tied_and_repeated_parameters(
     ranks4: Ranks, others: tuple[tuple[int, ...], ...], cap_mb: float, of_each: int

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import itertools
-import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -112,49 +110,39 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int], Any]]] = {
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "compiled": {},
-    "gradients kept": {"set_to_none": "never"},
+    "gradients kept": {"set_to_none": lambda step: False},
     "accumulation": {"micro_steps": 3},
     "bf16 autocast": {"autocast": True, "rtol": 2e-2, "atol": 2e-3},
     "no passes": {"options": {"passes": ()}},
     "small buckets": {"options": {"bucket_cap_mb": 0.001}},
-    "not compiled": {"compile_model": "eager"},
-    "not compiled, accumulation": {"compile_model": "eager", "micro_steps": 3},
+    "not compiled": {"compile_model": lambda model: model, "micro_steps": 3},
     "torch's reducer": {"options": {"ddp_python_hook": False}},
 }
 
 
 def run_case(kind: str, variant: str, **changes: Any) -> Report:
     build, batch = KINDS[kind]
-    settings = VARIANTS[variant] | changes
-    if settings.get("set_to_none") == "never":
-        settings["set_to_none"] = lambda step: False
-    if settings.get("compile_model") == "eager":
-        settings["compile_model"] = lambda model: model
     torch._dynamo.reset()
-    return train_both(Case(build=build, batch=batch, **settings))
+    return train_both(Case(build=build, batch=batch, **VARIANTS[variant] | changes))
 
 
-EVERY_DAY: dict[str, set[str]] = {
+PAIRS: dict[str, set[str]] = {
     "mlp": set(VARIANTS),
     "gpt with tied weights": {"bf16 autocast", "small buckets"},
     "convnet in channels_last": {"gradients kept", "no passes", "torch's reducer"},
     "parameter used twice": {"accumulation"},
     "frozen parameter": {"compiled"},
 }
-"""The other pairs can wait: each kind and each variant is here."""
+"""Each kind and each variant; `tests/harness/parity.py` has all options together."""
 
 
 @pytest.mark.parametrize(
     ("kind", "variant"),
-    [
-        pytest.param(kind, variant, marks=() if variant in EVERY_DAY[kind] else pytest.mark.nightly)
-        for kind in KINDS
-        for variant in VARIANTS
-    ],
+    [(kind, variant) for kind in KINDS for variant in VARIANTS if variant in PAIRS[kind]],
 )
 def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
     for report in ranks.run(run_case, kind, variant):
-        if variant.startswith("not compiled") or variant == "torch's reducer":
+        if variant in ("not compiled", "torch's reducer"):
             assert report.mode == "torch's C++ reducer"
         else:
             assert set(report.backwards) <= {"captured", "captured without sync"}
@@ -162,39 +150,16 @@ def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
             assert report.captures[-1].deferred == (variant == "no passes")
 
 
-@pytest.mark.parametrize(
-    ("kind", "variants"),
-    [
-        ("mlp", ("small buckets", "accumulation")),
-        *(pytest.param(kind, tuple(VARIANTS), marks=pytest.mark.nightly, id=f"{kind}-all") for kind in KINDS),
-    ],
-)
-def test_four_ranks(ranks4: Ranks, kind: str, variants: tuple[str, ...]) -> None:
-    for variant in variants:
-        ranks4.run(run_case, kind, variant)
-
-
-@pytest.mark.parametrize(
-    ("kind", "variant"),
-    [
-        ("convnet in channels_last", "small buckets"),
-        # `dp-compile train --check` does this with a transformer.
-        pytest.param("gpt with tied weights", "small buckets", marks=pytest.mark.nightly),
-    ],
-)
-def test_inductor(ranks: Ranks, kind: str, variant: str) -> None:
+def test_inductor(ranks: Ranks) -> None:
     """The same through code generation; gradients kept from the second step on, so both forms are compiled."""
-    changes = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
-    for report in ranks.run(run_inductor_case, kind, variant, changes):
+    for report in ranks.run(run_inductor_case):
         assert all(record.graphs == 1 and not record.deferred for record in report.captures)
-        if variant == "small buckets":
-            assert 1 < report.captures[0].collectives < report.captures[0].hooks
-        else:
-            assert all(placement.apart for record in report.captures for placement in record.placements)
+        assert 1 < report.captures[0].collectives < report.captures[0].hooks
 
 
-def run_inductor_case(kind: str, variant: str, changes: dict[str, Any]) -> Report:
-    return run_case(kind, variant, set_to_none=lambda step: step % 2 == 0, **changes)
+def run_inductor_case() -> Report:
+    changes = {"backend": "inductor", "compile_model": torch.compile, "atol": 1e-5, "rtol": 1e-4}
+    return run_case("convnet in channels_last", "small buckets", set_to_none=lambda step: step % 2 == 0, **changes)
 
 
 # --- hooks that run eagerly -------------------------------------------------------------------------------------
@@ -208,8 +173,7 @@ def run_eager_hooks(kind: str, variant: str) -> Report:
         replica_of(model).by_hooks = True
         return model
 
-    settings = {key: value for key, value in VARIANTS[variant].items() if key != "set_to_none"}
-    return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **settings))
+    return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **VARIANTS[variant]))
 
 
 @pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets"])
@@ -288,22 +252,16 @@ _calls = [0]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["mlp", "convnet in channels_last"])
+@pytest.mark.parametrize("kind", ["convnet in channels_last"])
 def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, kind: str, layout: str) -> None:
     first, second, *_ = ranks.run(run_one_rank_eagerly, kind, layout)
     assert first == {"captured": 4}
     assert second == {"captured": 2, "eager hooks": 2}
 
 
-def run_eager_then_compiled() -> tuple[list[str], list[str]]:
+def run_eager_then_compiled() -> list[str]:
     """Not compiled at first, compiled later: torch's reducer works, then the hooks return. Equal to torch's DDP."""
     torch._dynamo.reset()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("dp_compile")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     torch.manual_seed(0)
     ours = MLP()
     theirs = DistributedDataParallel(copy.deepcopy(ours))
@@ -316,32 +274,26 @@ def run_eager_then_compiled() -> tuple[list[str], list[str]]:
             run(*vectors(dist.get_rank(), step)).square().mean().backward()
         compare(ours, theirs.module, f"step {step}", rtol=1e-5, atol=1e-6)
         modes.append(dp_compile.report(ours).mode)
-    logger.removeHandler(handler)
-    return modes, lines
+    return modes
 
 
 def test_hooks_return_when_the_module_is_compiled_later(ranks: Ranks) -> None:
-    for modes, lines in ranks.run(run_eager_then_compiled):
+    for modes in ranks.run(run_eager_then_compiled):
         # Compiled from the fourth backward on; ranks ask each other before the fifth.
         assert modes == ["torch's C++ reducer"] * 4 + ["python hooks"] * 2
-        lines = [line for line in lines if "plan" not in line]
-        assert len(lines) == 2
-        assert "not compiled" in lines[0]
-        assert "take over" in lines[1]
 
 
 # --- unused parameters ------------------------------------------------------------------------------------------
 
 
-def run_unused(compiled: str, micro_steps: int, kept: bool, passes: bool) -> Report:
+def run_unused(compiled: str, micro_steps: int, kept: bool) -> Report:
     torch._dynamo.reset()
-    options: dict[str, Any] = {"find_unused_parameters": True} | ({} if passes else {"passes": ()})
     case = Case(
         build=Branches,
         batch=branch_by_rank_and_step,
         steps=6,
         micro_steps=micro_steps,
-        options=options,
+        options={"find_unused_parameters": True},
         set_to_none=lambda step: not kept,
     )
     if compiled == "eager":
@@ -349,25 +301,14 @@ def run_unused(compiled: str, micro_steps: int, kept: bool, passes: bool) -> Rep
     return train_both(case)
 
 
-EVERY_DAY_UNUSED = [(False, 1, "compiled"), (True, 2, "compiled"), (True, 1, "eager"), (False, 2, "eager")]
-"""Every two of the options together."""
-
-
 @pytest.mark.parametrize(
     ("kept", "micro_steps", "compiled"),
-    [
-        pytest.param(*each, marks=() if each in EVERY_DAY_UNUSED else pytest.mark.nightly)
-        for each in itertools.product((False, True), (1, 2), ("compiled", "eager"))
-    ],
+    [(False, 1, "compiled"), (True, 2, "compiled"), (True, 1, "eager"), (False, 2, "eager")],
 )
 def test_unused_on_one_rank_with_find_unused(ranks: Ranks, compiled: str, micro_steps: int, kept: bool) -> None:
-    for report in ranks.run(run_unused, compiled, micro_steps, kept, True):
+    for report in ranks.run(run_unused, compiled, micro_steps, kept):
         if compiled == "compiled":
             assert any(record.completed for record in report.captures)
-
-
-def test_unused_on_one_rank_without_passes(ranks: Ranks) -> None:
-    ranks.run(run_unused, "compiled", 1, False, False)
 
 
 def run_unused_error(only_rank: int | None, few: int = flags.FEW_PARAMETERS) -> str:

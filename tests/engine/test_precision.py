@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,21 +29,6 @@ from dp_compile.testing.ranks import Ranks
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 HOOKS = {FP16: default_hooks.fp16_compress_hook, BF16: default_hooks.bf16_compress_hook}
-
-
-class Net(nn.Module):
-    """One of its parameters is used by every other rank only, another one is complex."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.spare = mlp(), nn.Linear(6, 6)
-        self.turn = nn.Parameter(torch.randn(3, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x)
-        if dist.get_rank() % 2:
-            x = x + self.spare(x)
-        return torch.view_as_real(torch.view_as_complex(x.view(-1, 3, 2)) * self.turn).reshape(x.shape)
 
 
 WAYS: dict[str, tuple[Callable[[nn.Module], Any], dict[str, Any]]] = {
@@ -68,29 +53,21 @@ def check_gradient(name: str, parameter: nn.Parameter, other: nn.Parameter, way:
     if dist.get_world_size() > 2:  # where a gradient lies in its bucket decides who adds first, and rounds
         bound = dist.get_world_size() * torch.finfo(wire).eps * float(other.grad.abs().max())
         torch.testing.assert_close(parameter.grad, other.grad, rtol=0, atol=bound)
-    elif parameter.is_complex():  # divided as such by torch
-        torch.testing.assert_close(parameter.grad, other.grad)
     elif way == "inductor":  # products and sums in another order, which may round to another neighbour
         torch.testing.assert_close(parameter.grad, other.grad, rtol=2 * torch.finfo(wire).eps, atol=1e-5)
     else:
         assert torch.equal(parameter.grad, other.grad), name
 
 
-def run_wire(way: str, wire: torch.dtype, given: str, unused: bool) -> tuple[dict[str, int], str]:
+def run_wire(way: str, wire: torch.dtype, given: str) -> tuple[dict[str, int], str]:
     """As torch's DDP with its compressing hook, two steps with an accumulation each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    build = Net if unused else mlp
-    model = build()
-    theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=unused, bucket_cap_mb=100)
-
-    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        # torch's own would round real and imaginary parts too.
-        return (default_hooks.allreduce_hook if bucket.parameters()[0].is_complex() else HOOKS[wire])(state, bucket)
-
-    dist._register_comm_hook(theirs.reducer, None, hook)  # DDP itself refuses bfloat16 with gloo
+    model = mlp()
+    theirs = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=100)
+    dist._register_comm_hook(theirs.reducer, None, HOOKS[wire])  # DDP itself refuses bfloat16 with gloo
     compile_model, more = WAYS[way]
-    config = dp_compile.ReplicateConfig(**{"backend": "aot_eager", "find_unused_parameters": unused} | more)
+    config = dp_compile.ReplicateConfig(**{"backend": "aot_eager"} | more)
     policy = MixedPrecisionPolicy(reduce_dtype=wire) if given == "policy" else None
     dp_compile.replicate(model, config=config, mp_policy=policy)
     if given != "policy":
@@ -116,61 +93,23 @@ def run_wire(way: str, wire: torch.dtype, given: str, unused: bool) -> tuple[dic
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
-    ("way", "wire", "given", "unused"),
+    ("way", "wire", "given"),
     [
-        ("captured", BF16, "policy", False),
-        ("captured", BF16, "policy", True),
-        ("captured", FP16, "hook", False),
-        ("captured", BF16, "wrapper", False),
-        pytest.param("inductor", BF16, "hook", False, marks=pytest.mark.nightly),
-        ("eager hooks", BF16, "policy", False),
-        ("eager hooks", FP16, "policy", True),
-        ("torch's reducer", BF16, "policy", False),
-        ("torch's reducer", FP16, "hook", False),
+        ("captured", FP16, "hook"),
+        ("captured", BF16, "wrapper"),
+        pytest.param("inductor", BF16, "hook", marks=pytest.mark.nightly),
+        ("eager hooks", FP16, "policy"),
+        ("torch's reducer", FP16, "hook"),
     ],
 )
-def test_gradients_travel_in_another_dtype(ranks: Ranks, way: str, wire: torch.dtype, given: str, unused: bool) -> None:
-    for backwards, plan in ranks.run(run_wire, way, wire, given, unused):
+def test_gradients_travel_in_another_dtype(ranks: Ranks, way: str, wire: torch.dtype, given: str) -> None:
+    for backwards, plan in ranks.run(run_wire, way, wire, given):
         expected = {"eager hooks": "eager hooks", "torch's reducer": "torch reducer"}.get(way, "captured")
         assert backwards[expected] == 2
         assert f"float32 cpu sum in {str(wire).removeprefix('torch.')}" in plan
-        assert ("complex" in plan or "turn" in plan) is unused
 
 
 # --- what is divided ------------------------------------------------------------------------------------------------
-
-
-def run_factors(way: str, options: dict[str, float], then: float | None) -> float:
-    """By how much the sum of the gradients is larger than what comes out."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = mlp().double()
-    x = batch(0).double()
-    (total,) = torch.autograd.grad(model(x).sum(), model[0].weight)
-    dist.all_reduce(total)
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
-    run = WAYS[way][0](model)
-    run(x).sum().backward()
-    if then is not None:
-        model.zero_grad()
-        model.set_gradient_divide_factor(then)
-        run(x).sum().backward()
-    found = float((total / model[0].weight.grad).mean())
-    dp_compile.unreplicate(model)
-    return found
-
-
-@pytest.mark.parametrize("way", ["captured", "torch's reducer"])
-@pytest.mark.parametrize(
-    ("options", "then", "expected"),
-    [
-        ({"gradient_divide_factor": 5.0}, None, 5.0),
-        ({}, 12.0, 12.0),
-    ],
-)
-def test_divide_factors(ranks: Ranks, way: str, options: dict[str, float], then: float | None, expected: float) -> None:
-    for found in ranks.run(run_factors, way, options, then):
-        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6, 8, 12, 64, 1000])
@@ -193,51 +132,6 @@ def test_flags_are_not_divided_down_to_nothing() -> None:
         with pytest.raises(dp_compile.ConfigError, match=r"in float16 can be divided by 1e\+06 at most, got 1e\+07"):
             averaging.reduction("0", GLOO, 2, dtype)
     assert Averaging(wire="bfloat16", divide_by=1e7).reduction("0", GLOO, 2, "float32").scale == 1e-7
-
-
-def run_large(value: float) -> tuple[float, float]:
-    model = nn.Linear(1, 1, bias=False).half()
-    dp_compile.replicate(model, config=AOT)
-    torch.compile(model, backend="aot_eager")(torch.full((1, 1), value, dtype=FP16)).sum().backward()
-    plain = torch.full((1,), value, dtype=FP16)
-    dist.all_reduce(plain)
-    found = float(model.weight.grad)
-    dp_compile.unreplicate(model)
-    return found, float(plain)
-
-
-def test_a_sum_that_does_not_fit_into_float16(ranks2: Ranks) -> None:
-    for found, plain in ranks2.run(run_large, 40_000.0):
-        assert plain == float("inf")
-        assert found == 40_000.0
-
-
-@pytest.mark.parametrize("pool", ["ranks3", "ranks4"])
-def test_a_sum_over_more_ranks_that_does_not_fit_into_float16(request: pytest.FixtureRequest, pool: str) -> None:
-    for found, plain in request.getfixturevalue(pool).run(run_large, 30_000.0):
-        assert plain == float("inf")
-        assert found == pytest.approx(30_000.0, rel=2**-10)  # a third is rounded
-
-
-def run_rounding(way: str, wire: torch.dtype, options: dict[str, float], value: float) -> float:
-    torch._dynamo.reset()
-    model = nn.Linear(1, 1, bias=False).half()
-    dp_compile.replicate(
-        model,
-        config=config_of(reduce_dtype=wire, **options, **WAYS[way][1]),
-    )
-    WAYS[way][0](model)(torch.full((1, 1), value, dtype=FP16)).sum().backward()
-    found = float(model.weight.grad)
-    dp_compile.unreplicate(model)
-    return found
-
-
-@pytest.mark.parametrize("way", ["captured", pytest.param("inductor", marks=pytest.mark.nightly), "torch's reducer"])
-def test_factors_are_applied_in_the_wider_dtype(ranks2: Ranks, way: str) -> None:
-    """What is sent in float32 does not vanish in float16 before the sum."""
-    smallest = 2.0**-24
-    for found in ranks2.run(run_rounding, way, F32, {"gradient_divide_factor": 64.0}, 32 * smallest):
-        assert found == smallest
 
 
 def run_overflow(way: str, checked: bool) -> tuple[str, float]:
@@ -272,22 +166,6 @@ def test_a_cast_that_overflows_is_found_on_every_rank(ranks2: Ranks, way: str) -
     assert ranks2.run(run_overflow, way, False) == 2 * [("", float("inf"))]
 
 
-@pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, FP16])
-@pytest.mark.parametrize("wire", [torch.bfloat16, FP16, F32])
-def test_a_graph_with_factors_around_the_sum_passes_its_own_check(dtype: torch.dtype, wire: torch.dtype) -> None:
-    torch._dynamo.reset()
-    model = nn.Linear(4, 4).to(dtype)
-    config = config_of(reduce_dtype=wire)
-    dp_compile.replicate(model, config=config)
-    compile_whole(model)(torch.ones(2, 4, dtype=dtype)).sum().backward()
-    assert dp_compile.report(model).backwards["captured"] == 1
-    torch.testing.assert_close(
-        model.bias.grad, torch.ones(4, dtype=dtype), rtol=1e-2, atol=0
-    )  # 2 rows over 2 ranks, one of them played
-    dp_compile.unreplicate(model)
-
-
 DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
     (F32, {}),
     (FP16, {}),
@@ -296,6 +174,7 @@ DIVIDED: list[tuple[torch.dtype, dict[str, Any]]] = [
     (BF16, {"gradient_divide_factor": 3.0}),
     (FP16, {"gradient_divide_factor": 12.0}),
     (F32, {"reduce_dtype": FP16, "gradient_divide_factor": 7.0}),
+    (FP16, {"reduce_dtype": F32, "gradient_divide_factor": 64.0}),  # what is sent does not vanish before the sum
 ]
 
 
@@ -303,16 +182,6 @@ def numbers_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
     """A few smallest units of float16, of which halves are rounded; what fits in it, though not its sum; others."""
     smallest = [number * 2.0**-24 for number in (3, 5, 7 + 2 * rank, 9, 300 + rank)]
     return torch.tensor([*smallest, 30_000.0, 1.5 - rank, 0.1 * (rank + 1)], dtype=dtype)
-
-
-def part_before(wire: torch.dtype, divisor: float, as_ddp: bool) -> float:
-    """By what a contribution is divided before the sum, as FSDP does: in float16 near the square root."""
-    if wire != FP16 or as_ddp:
-        return divisor
-    before = 1.0
-    while divisor % before == 0 and divisor / before > before:
-        before *= 2
-    return before
 
 
 def run_formula(way: str, alone: bool) -> list[dict[str, int]]:
@@ -329,7 +198,8 @@ def run_formula(way: str, alone: bool) -> list[dict[str, int]]:
             WAYS[way][0](model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
 
         wire, divisor = options.get("reduce_dtype", dtype), options.get("gradient_divide_factor", float(ranks))
-        before = part_before(wire, divisor, as_ddp=way == "torch's reducer" and not options)
+        as_ddp = way == "torch's reducer" and not options
+        before = before_the_sum(divisor) if wire == FP16 and not as_ddp else divisor
         sent = torch.stack([(each.double() / before).to(wire).double() for each in numbers])
         expected = (sent.sum(0).to(wire).double() * before / divisor).to(dtype).double()
         # Whose numbers are added first is the backend's affair, and each sum rounds. Smallest units are exact.
@@ -410,11 +280,8 @@ def reduced_by_hand(grad: torch.Tensor, reduction: Reduction) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("way", "dtype", "options"),
     [
-        ("captured", F32, {}),
-        pytest.param("captured", FP16, {}, marks=pytest.mark.nightly),
         ("captured", BF16, {}),
         pytest.param("captured", F32, {"reduce_dtype": FP16}, marks=pytest.mark.nightly),
-        pytest.param("inductor", F32, {"reduce_dtype": BF16}, marks=pytest.mark.nightly),
         pytest.param("inductor", torch.float64, {}, marks=pytest.mark.nightly),
     ],
 )
@@ -495,53 +362,6 @@ def test_a_hook_of_torchs_averages_over_its_state(ranks2: Ranks, everybody: bool
             assert ways == {"captured" if everybody else "torch reducer": 1}
 
 
-def run_with_momentum(wire: torch.dtype) -> tuple[dict[str, int], int]:
-    """Three steps beside torch's DDP with the very hook: parameters and momenta, bit by bit."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(mlp(7), nn.Tanh(), mlp(5))
-    theirs = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=100)
-    dist._register_comm_hook(theirs.reducer, None, HOOKS[wire])  # DDP itself refuses bfloat16 with gloo
-    dp_compile.replicate(model, config=replace(AOT, bucket_cap_mb=math.inf))
-    model.register_comm_hook(None, HOOKS[wire])  # type: ignore[operator]
-    sides = [(run, torch.optim.SGD(run.parameters(), 0.1, momentum=0.9)) for run in (compile_whole(model), theirs)]
-    for step in range(3):
-        for run, optimizer in sides:
-            optimizer.zero_grad()
-            run(batch(step)).square().mean().backward()
-            optimizer.step()
-    (_, ours), (_, other) = sides
-    for (name, one), two in zip(model.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one, two), name
-        assert torch.equal(ours.state[one]["momentum_buffer"], other.state[two]["momentum_buffer"]), name
-    report = dp_compile.report(model)
-    dp_compile.unreplicate(model)
-    return dict(report.backwards), len(report.plan.buckets)
-
-
-@pytest.mark.parametrize("wire", [BF16, FP16])
-def test_torchs_own_hooks_are_torchs_bit_by_bit(ranks2: Ranks, wire: torch.dtype) -> None:
-    assert ranks2.run(run_with_momentum, wire) == 2 * [({"captured": 3}, 1)]
-
-
-@dataclass
-class Counting:
-    """A hook with fields that are compared, which cannot be hashed."""
-
-    calls: int = 0
-
-    def __call__(self, state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        self.calls += 1
-        return default_hooks.allreduce_hook(None, bucket)  # type: ignore[arg-type]
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_hooks_of_all_kinds_are_registered() -> None:
-    model = dp_compile.replicate(mlp(), config=AOT)
-    model.register_comm_hook(None, Counting())
-    dp_compile.unreplicate(model)
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_a_hook_does_not_take_a_factor_s_place_silently() -> None:
     model = dp_compile.replicate(mlp(), config=AOT)
@@ -595,8 +415,9 @@ def test_policies_that_are_not_allowed() -> None:
     model = dp_compile.replicate(mlp(), config=AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     with pytest.raises(dp_compile.ConfigError, match="has a reduce_dtype in its mp_policy: a comm hook would"):
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-    with pytest.raises(dp_compile.ConfigError, match="must be a finite number > 0, got 0"):
-        model.set_gradient_divide_factor(0)
+    for factor in (0, -1.0, math.nan, math.inf, True, "2"):
+        with pytest.raises(dp_compile.ConfigError, match=f"must be a finite number > 0, got {factor!r}"):
+            model.set_gradient_divide_factor(factor)
     dp_compile.unreplicate(model)
 
 
@@ -623,69 +444,30 @@ def test_factors_that_float32_has_no_room_for(factor: float) -> None:
 WRONG_FACTORS = (0, -1.0, math.nan, math.inf, True, "2")
 
 
-def run_wrong_factors() -> tuple[list[str], float]:
-    model = nn.Linear(1, 1, bias=False)
-    dp_compile.replicate(model, config=AOT)
-    said = []
-    for factor in WRONG_FACTORS:
-        with pytest.raises(dp_compile.ConfigError) as error:
-            model.set_gradient_divide_factor(factor)  # type: ignore[operator]
-        said.append(str(error.value))
-    compile_whole(model)(torch.ones(1, 1)).sum().backward()
-    found = float(model.weight.grad)
-    dp_compile.unreplicate(model)
-    return said, found
+def run_different() -> None:
+    model = dp_compile.replicate(mlp(), config=AOT)
+    with pytest.raises(dp_compile.DesyncError, match="divide factor"):
+        model.set_gradient_divide_factor(2.0 + dist.get_rank())
 
 
-def test_factors_that_are_not_allowed_change_nothing_on_any_rank(ranks2: Ranks) -> None:
-    for said, found in ranks2.run(run_wrong_factors):
-        expected = [f"gradient_divide_factor must be a finite number > 0, got {each!r}." for each in WRONG_FACTORS]
-        assert said == expected
-        assert found == 1.0
-
-
-def run_different(what: str) -> str:
-    first, error = dist.get_rank() == 0, ""
-    model = mlp()
-    try:
-        dp_compile.replicate(
-            model,
-            config=AOT,
-            mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16 if what == "policy" and first else None),
-        )
-        if what == "hook":
-            model.register_comm_hook(None, HOOKS[BF16 if first else FP16])
-        if what == "factor":
-            model.set_gradient_divide_factor(2.0 if first else 3.0)
-    except dp_compile.DesyncError as found:
-        error = str(found)
-    return error
-
-
-@pytest.mark.parametrize(
-    ("what", "said"), [("policy", "mp_policy"), ("hook", "comm hook"), ("factor", "divide factor")]
-)
-def test_ranks_that_differ(ranks: Ranks, what: str, said: str) -> None:
-    for error in ranks.run(run_different, what):
-        assert said in error
+def test_ranks_that_differ(ranks: Ranks) -> None:
+    ranks.run(run_different)
 
 
 # --- in the graph ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("autocast", [True, pytest.param(False, marks=pytest.mark.nightly)])
-def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket(autocast: bool) -> None:
-    """Under autocast a product is bfloat16 and was cast for the parameter; else CPUs have no product that rounds."""
+def test_what_was_computed_in_the_wires_dtype_is_written_into_its_bucket() -> None:
+    """Under autocast a product is bfloat16 and was cast for the parameter."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
     dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
-    with torch.autocast("cpu", BF16, enabled=autocast):
+    with torch.autocast("cpu", BF16):
         loss = torch.compile(model)(torch.randn(16, 64)).square().mean()
     with inductor_config.patch(fx_graph_cache=False):  # the record is made with the code
         loss.backward()
     text = str(dp_compile.report(model))
-    assert ("addmm.out does not round to another dtype" in text) is not autocast
-    assert ("computed in their buckets: 100.0%" in text) is autocast
-    assert text.count("  copied ") == (0 if autocast else 1)
+    assert "computed in their buckets: 100.0%" in text
+    assert "  copied " not in text
     dp_compile.unreplicate(model)

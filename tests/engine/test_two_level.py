@@ -12,12 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, Untraceable, batch, mlp
-from generated_code import read_code
+from beside import AOT, batch, mlp
 from meshes import mesh_of
 from torch import nn
-from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -25,10 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.engine.calibration import calibrate
-from dp_compile.insight.observe import step_of
 from dp_compile.insight.report import Report
-from dp_compile.insight.step import Step
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16
@@ -39,16 +33,14 @@ TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
 class Net(nn.Module):
     """Sizes that no number of ranks divides, two dtypes, and what some ranks do not use."""
 
-    def __init__(self, uneven: bool = False, broken: bool = False) -> None:
+    def __init__(self, uneven: bool = False) -> None:
         super().__init__()
         self.first, self.last, self.spare = mlp(7), mlp(5), nn.Linear(6, 6, bias=False)
         self.factor = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        self.uneven, self.broken = uneven, broken
+        self.uneven = uneven
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) * self.factor.prod().float()
-        if self.broken:
-            x = Untraceable.apply(x)
         if not self.uneven or dist.get_rank() % 2:
             x = x + self.spare(x)
         result: torch.Tensor = self.last(x)
@@ -59,24 +51,15 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="aot_eager")
 
 
-def compiled_blocks(module: nn.Module) -> Any:
-    for name in ("first", "last"):
-        setattr(module, name, torch.compile(getattr(module, name), backend="aot_eager"))
-    return module
-
-
 def anomaly(on: bool) -> AbstractContextManager[object]:
     """Backwards inside are not captured."""
     return torch.autograd.detect_anomaly(check_nan=False) if on else nullcontext()
 
 
 WAYS: dict[str, Callable[[nn.Module], Any]] = {
-    "captured": compiled,
     "hooks": compiled,
     "hooks on some ranks": compiled,
     "not compiled": lambda module: module,
-    "graph break": compiled_blocks,
-    "no passes": compiled,
 }
 
 
@@ -103,14 +86,14 @@ def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
     """A step beside torch's DDP; if ranks use other parameters, another one with an accumulation."""
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())  # replicate() has to undo this
-    model = Net(uneven, broken=way == "graph break")
+    model = Net(uneven)
     theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=uneven)
     plain = copy.deepcopy(theirs.module)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
     policy = MixedPrecisionPolicy(reduce_dtype=wire)
     options = {"find_unused_parameters": uneven, "mp_policy": policy, "bucket_cap_mb": 1e-4}
     config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
-    dp_compile.replicate(model, device_mesh=mesh, config=config, **({"passes": ()} if way == "no passes" else {}))
+    dp_compile.replicate(model, device_mesh=mesh, config=config)
     run = WAYS[way](model)
     sides = [
         (run, lambda: dp_compile.no_sync(model), model),
@@ -139,23 +122,19 @@ def stages_of(report: Report) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("way", "uneven", "wire"),
     [
-        pytest.param("captured", True, None, marks=pytest.mark.nightly),  # as some ranks, where others have hooks
-        pytest.param("captured", False, BF16, marks=pytest.mark.nightly),
         ("hooks", True, BF16),
         ("hooks on some ranks", True, None),
         ("not compiled", True, None),
-        ("graph break", False, None),
-        pytest.param("no passes", False, None, marks=pytest.mark.nightly),
     ],
 )
 def test_as_torch_s_ddp(ranks4: Ranks, way: str, uneven: bool, wire: torch.dtype | None) -> None:
-    names = dict.fromkeys(("hooks", "not compiled", "graph break"), "eager hooks")
+    names = dict.fromkeys(("hooks", "not compiled"), "eager hooks")
     for rank, report in enumerate(ranks4.run(run_beside, way, uneven, wire)):
         expected = "eager hooks" if way == "hooks on some ranks" and rank in (0, 3) else names.get(way, "captured")
         assert report.backwards[expected] == (2 if uneven else 1)
         assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
         assert len(report.plan.buckets) > 2
-        for record in report.captures if way not in ("graph break", "no passes") else ():
+        for record in report.captures:
             assert (record.graphs, record.deferred) == (1, False)
             assert record.collectives in (0, 3 * len(report.plan.buckets))
 
@@ -168,40 +147,23 @@ def gradient_of(model: nn.Module, value: float) -> float:
     return float(parameter.grad)
 
 
-def run_one_level() -> list[tuple[list[list[str]], float]]:
+def run_other_meshes() -> tuple[str, list[tuple[list[list[str]], float]]]:
+    """Of a mesh that rank 3 is not in; stages and average of meshes with a dimension of size one, and of a slice."""
     torch._dynamo.reset()
-    found = []
-    for shape in ((1, 4), (4, 1)):
-        model = nn.Linear(1, 1, bias=False)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=NODES)
-        dp_compile.replicate(model, device_mesh=mesh, config=AOT)
-        average = gradient_of(model, float(dist.get_rank()))
-        found.append((stages_of(dp_compile.report(model)), average))
-    return found
-
-
-def test_a_dimension_of_size_one_is_none(ranks4: Ranks) -> None:
-    for found in ranks4.run(run_one_level):
-        assert found == [([["all_reduce"]], 1.5)] * 2
-
-
-def run_other_meshes() -> tuple[str, float, list[list[str]], float]:
-    torch._dynamo.reset()
-    rank = dist.get_rank()
-    three, said, found = DeviceMesh("cpu", [[0], [1], [2]], mesh_dim_names=NODES), "", 0.0
-    model = nn.Linear(1, 1, bias=False)
-    try:
-        dp_compile.replicate(model, device_mesh=three, config=AOT)
-        found = gradient_of(model, float(rank))
-    except dp_compile.ConfigError as error:
-        said = str(error)
-    dist.barrier()
-    # A slice of a larger mesh, whose third dimension is somebody else's.
+    rank, said, found = dist.get_rank(), "", []
+    three = DeviceMesh("cpu", [[0], [1], [2]], mesh_dim_names=NODES)
     larger = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("rows", "columns", "other"))
-    model = nn.Linear(1, 1, bias=False)
-    dp_compile.replicate(model, device_mesh=larger["rows", "columns"], config=AOT)
-    average = gradient_of(model, float(rank))
-    # Nodes whose ranks are not neighbours.
+    flat = [init_device_mesh("cpu", shape, mesh_dim_names=NODES) for shape in ((1, 4), (4, 1))]
+    for mesh in (three, *flat, larger["rows", "columns"]):
+        model = nn.Linear(1, 1, bias=False)
+        try:
+            dp_compile.replicate(model, device_mesh=mesh, config=AOT)
+        except dp_compile.ConfigError as error:
+            said = str(error)
+            continue
+        average = gradient_of(model, float(rank))
+        found.append((stages_of(dp_compile.report(model)), average))
+    # Nodes whose ranks are no neighbours.
     turned, wide = DeviceMesh("cpu", [[0, 2], [1, 3]]), mlp().double()
     dp_compile.replicate(wide, device_mesh=turned, config=AOT)
     expected = torch.autograd.grad(wide(batch(0).double()).square().mean() / 4, list(wide.parameters()))
@@ -210,15 +172,14 @@ def run_other_meshes() -> tuple[str, float, list[list[str]], float]:
     compiled(wide)(batch(0).double()).square().mean().backward()
     for parameter, each in zip(wide.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, each, rtol=1e-12, atol=1e-15)
-    return said, found, stages_of(dp_compile.report(model)), average
+    return said, found
 
 
-def test_meshes_that_are_not_the_whole_world(ranks4: Ranks) -> None:
-    for rank, (said, found, stages, average) in enumerate(ranks4.run(run_other_meshes)):
+def test_meshes_of_other_shapes(ranks4: Ranks) -> None:
+    one, two = [["all_reduce"]], [TWO_LEVELS]
+    for rank, (said, found) in enumerate(ranks4.run(run_other_meshes)):
         assert ("this rank is not in the given device_mesh" in said) is (rank == 3)
-        assert found == (1.0 if rank < 3 else 0.0)
-        assert stages == [TWO_LEVELS]
-        assert average == 1.5
+        assert found == [(one, 1.0)] * (rank < 3) + [(one, 1.5), (one, 1.5), (two, 1.5)]
 
 
 class Odd(nn.Module):
@@ -261,41 +222,6 @@ def test_odd_gradients(ranks4: Ranks, by_hooks: bool) -> None:
 # --- what goes with it ----------------------------------------------------------------------------------------------
 
 
-def run_several() -> list[bool]:
-    """Two modules in one backward, in a join context, warmed up before: as on one level."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    rank, found = dist.get_rank(), []
-    for levels in (True, False):
-        torch.manual_seed(0)
-        models = [mlp(width).double() for width in (7, 3)]
-        for model in models:
-            dp_compile.replicate(model, device_mesh=mesh if levels else None, config=AOT, bucket_cap_mb=1e-4)
-        one, other = (torch.compile(model, backend="aot_eager") for model in models)
-        if levels:
-            examples, kinds = [batch(9).double()], {"accumulation": False, "gradients_kept": False}
-            dp_compile.warmup(models[0], examples, lambda x, run=one: run(x).square().mean(), **kinds)
-        with dp_compile.join(*models):
-            for number in range(2 + rank % 2):
-                for model in models:
-                    model.zero_grad()
-                x = batch(number).double()
-                (one(x).square().mean() + other(x).square().mean()).backward()
-        if rank % 2:
-            assert [dp_compile.report(model).backwards["captured"] for model in models] == [3, 3]
-        found.append([parameter.grad.clone() for model in models for parameter in model.parameters()])
-        for model in models:
-            dp_compile.unreplicate(model)
-    # Not the same bits: sums in another order.
-    return [bool(torch.allclose(one, other, rtol=1e-12, atol=1e-15)) for one, other in zip(*found, strict=True)]
-
-
-def test_several_modules_join_and_warmup(ranks4: Ranks) -> None:
-    for rank, same in enumerate(ranks4.run(run_several)):
-        assert all(same) or rank % 2 == 0  # the others had no gradients in the last step
-        assert len(same) == 8
-
-
 def run_bad(what: str) -> str:
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
@@ -336,46 +262,6 @@ def test_what_is_not_allowed_is_said_on_every_rank(ranks4: Ranks, what: str, sai
         assert re.search(said, error), error
 
 
-def run_known_hook() -> bool:
-    """torch's casting hooks say how gradients travel, on as many levels as there are."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    grads = []
-    for policy in (MixedPrecisionPolicy(reduce_dtype=BF16), None):
-        torch.manual_seed(0)
-        model = dp_compile.replicate(mlp(), device_mesh=mesh, config=AOT, mp_policy=policy)
-        if policy is None:
-            model.register_comm_hook(None, default_hooks.bf16_compress_hook)
-        torch.compile(model, backend="aot_eager")(batch(0)).square().mean().backward()
-        assert stages_of(dp_compile.report(model)) == [TWO_LEVELS]
-        assert "two levels with 2 ranks in a node" in str(dp_compile.report(model).plan)
-        grads.append([parameter.grad for parameter in model.parameters()])
-    return all(torch.equal(one, other) for one, other in zip(*grads, strict=True))
-
-
-def test_a_hook_that_is_known(ranks4: Ranks) -> None:
-    assert all(ranks4.run(run_known_hook))
-
-
-def run_policy() -> bool:
-    """Parameters cast for compute, gradients added up in float32: as on one level."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    grads = []
-    for given in (mesh, None):
-        torch.manual_seed(0)
-        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-        model = dp_compile.replicate(mlp(), device_mesh=given, config=AOT, mp_policy=policy)
-        compiled(model)(batch(0)).float().square().mean().backward()
-        assert dp_compile.report(model).backwards == {"captured": 1}
-        grads.append([parameter.grad for parameter in model.parameters()])
-    return all(torch.allclose(one, other, rtol=1e-6, atol=1e-8) for one, other in zip(*grads, strict=True))
-
-
-def test_mixed_precision(ranks4: Ranks) -> None:
-    assert all(ranks4.run(run_policy))
-
-
 def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool) -> Report:
     """Three steps beside FSDP2's hybrid sharding over the same mesh."""
     torch._dynamo.reset()
@@ -413,7 +299,6 @@ def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool)
         # Two numbers in each stage and powers of two: no order, no rounding that is not theirs.
         (None, None, True),
         (BF16, None, True),
-        pytest.param(torch.float16, None, True, marks=pytest.mark.nightly),
         (BF16, 8.0, True),
         (None, 6.0, False),  # we multiply before the sum, they divide behind it
     ],
@@ -458,7 +343,7 @@ def test_accumulation_is_that_of_one_process_with_the_joint_batch(ranks4: Ranks)
 
 
 def run_measured() -> tuple[str, str]:
-    """The stages are measured, and the buckets planned anew from that, as on one level."""
+    """Stages are measured, and buckets planned from that, as on one level."""
     torch._dynamo.reset()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
     config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
@@ -466,21 +351,9 @@ def run_measured() -> tuple[str, str]:
     run = torch.compile(model, backend="aot_eager")
     for number in range(4):
         run(batch(number)).square().mean().backward()
-    with dp_compile.measure(model) as measured:
-        for number in range(2):
-            run(batch(number)).square().mean().backward()
-    assert measured.step is not None, str(measured)
-    assert len(measured.step.buckets) == len(dp_compile.report(model).plan.buckets)
-    for each in measured.step.buckets:  # told of the first launch and of all three waits
-        assert each.launch_s < each.wait_s
-    step = step_of(model)
-    assert Step.from_json(step.to_json()).plan.signature() == step.plan.signature()
-    assert "exposed" in str(dp_compile.explain(model))
-    report, group = dp_compile.report(model), replica_of(model).group
-    fitted = calibrate(device_mesh=mesh)
+    report, fitted = dp_compile.report(model), calibrate(device_mesh=mesh)
     assert fitted.cost.inside is not None
     assert fitted.cost.between is not None
-    assert group.levels is not None
     assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
     return fitted.to_json(), report.plan.signature()
 
@@ -488,36 +361,3 @@ def run_measured() -> tuple[str, str]:
 def test_levels_are_measured_alike_on_every_rank(ranks4: Ranks) -> None:
     first, *others = ranks4.run(run_measured)
     assert all(each == first for each in others)
-
-
-# --- generated code -------------------------------------------------------------------------------------------------
-
-
-def run_generated() -> tuple[tuple[str, ...], str, list[str]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(48, 48), nn.GELU())))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    dp_compile.replicate(model, device_mesh=mesh, bucket_cap_mb=0.001)
-    x = torch.randn(8, 48) * dist.get_rank()
-    expected = torch.autograd.grad(model(x).square().mean() / 4, list(model.parameters()))
-    for each in expected:
-        dist.all_reduce(each)
-    loss = torch.compile(model)(x).square().mean()
-    with inductor_config.patch(fx_graph_cache=False):
-        _, codes = run_and_get_code(loss.backward)
-    for parameter, other in zip(model.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, other)
-    (code,) = (code for code in codes if "all_to_all" in code)
-    placements = dp_compile.report(model).captures[-1].placements
-    return read_code(code).faults, read_code(code).order, [each.copied for each in placements if each.copied]
-
-
-def test_nobody_touches_what_is_on_its_way_and_nothing_is_copied_for_it(ranks4: Ranks) -> None:
-    for faults, order, copied in ranks4.run(run_generated):
-        assert faults == ()
-        assert copied == ["an input of the backward"]  # the flags
-        # Stages of three buckets, and the flags with the last: the parts are added up, nothing else is computed.
-        assert order.count("A") == order.count("W") == 9
-        assert order.endswith("WkAWkAWAWAWAWWW")
-        assert order[: order.index("W")].count("A") == 2  # nobody waits before the second bucket is launched

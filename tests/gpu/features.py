@@ -31,8 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -539,34 +537,6 @@ def hook_fp16(place: Place) -> Difference:
     return Pair.made(place, hook=(hook, hook)).train().compared(max(1e-5, _of_half(place)))
 
 
-@_feature("torch's powerSGD_hook")
-def hook_power_sgd(place: Place) -> Difference:
-    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
-    make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
-    pair = Pair.made(place, config={"bucket_cap_mb": math.inf}, hook=(make, make))
-    return pair.train().compared(1e-4)
-
-
-@_feature("torch's post_localSGD_hook, each rank alone")
-def hook_local_sgd(place: Place) -> Difference:
-    """After step 3 gradients are averaged over groups of one rank; every fourth step averages parameters."""
-    alone, _ = dist.new_subgroups(1)
-    make = lambda: (PostLocalSGDState(None, alone, 3), post_localSGD_hook)  # noqa: E731
-    pair = Pair.made(place, hook=(make, make))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        two = averaging.PeriodicModelAverager(4, 3), averagers.PeriodicModelAverager(4, 3)
-
-    def average() -> None:
-        for averager, module in zip(two, (pair.ours, pair.theirs), strict=True):
-            averager.average_parameters(module.parameters())  # torch's averages those that have a gradient
-
-    for number in range(STEPS):
-        pair.backward(number)
-        pair.step(before_zero=average)
-    return pair.compared()
-
-
 @dataclass(frozen=True)
 class Rounded(dp_compile.FunctionalHook):
     """Adds up in bfloat16, and sends in the next step what that has lost."""
@@ -616,7 +586,7 @@ def quantized(place: Place) -> Difference:
     theirs = copy.deepcopy(ours)
     dp_compile.replicate(ours, config=place.config(bucket_cap_mb=math.inf))
     place.exits.callback(_unreplicated, ours)
-    ours.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook(torch.int8, block))  # type: ignore[operator]
+    ours.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook(torch.int8, block, min_ndim=0))  # type: ignore[operator]
     run, mine, other = torch.compile(ours, backend=place.compiler), sgd(ours.parameters()), sgd(theirs.parameters())
     errors: list[np.ndarray] = []
     for number in range(STEPS):

@@ -55,7 +55,6 @@ BY_DAY = {
     "shard=True",
     "shard=True, clipped, scaled, inf on one rank",
     "shard=True, overlap_forward=True",
-    "torch's post_localSGD_hook, each rank alone",
 }
 """Captured; what is eager costs little and is run for all."""
 
@@ -64,7 +63,6 @@ FORMS: dict[str, set[str]] = {
     "bucket_cap_mb": {"all_reduce avg"},
     "convolutions, apart from their bucket": {"all_reduce avg x3"},
     "bf16 on the wire": {"all_reduce avg"},
-    "torch's post_localSGD_hook, each rank alone": {"all_reduce avg"},
     "QuantizedHook int8, error feedback": {"all_to_all", "all_gather"},
     "param_dtype bf16, as FSDP2": {"all_reduce avg"},
     "in_backward": {"all_reduce avg"},
@@ -158,9 +156,9 @@ def test_one_plan_by_any_name(stand_in: Ranks) -> None:
 
 
 def test_one_rank_asks_for_no_average() -> None:
-    """NCCL may return anything for AVG over one rank; FSDP2 avoids it. Also over a subgroup of one."""
+    """NCCL may return anything for AVG over one rank; FSDP2 avoids it."""
     levels = Levels("inside", "between", ((0, 1), (2, 3)))
-    for averaging, ranks in ((Averaging(), 1), (Averaging(subgroup=("alone", 1)), 2), (Averaging(scattered=True), 1)):
+    for averaging, ranks in ((Averaging(), 1), (Averaging(scattered=True), 1)):
         reduction = averaging.reduction("0", NCCL, ranks, "float32")
         assert (reduction.reduce_op, reduction.scale * reduction.post_scale) == ("sum", 1.0)
     for averaging in (Averaging(), Averaging(scattered=True)):

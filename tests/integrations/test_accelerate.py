@@ -73,14 +73,13 @@ def nothing_left_behind() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def arguments(case: str, ours: bool) -> dict[str, Any]:
-    """What both kinds of `Accelerator` are given, but that one thing depends on how torch's buckets are compiled."""
+def arguments(case: str) -> dict[str, Any]:
+    """What both kinds of `Accelerator` are given."""
     from accelerate.utils import DDPCommunicationHookType as Hook
     from accelerate.utils import DistributedDataParallelKwargs as Given
     from accelerate.utils import TorchDynamoPlugin
 
     compiled = {"dynamo_backend": "aot_eager"}
-    power_sgd = {"start_powerSGD_iter": 3, "matrix_approximation_rank": 1, "min_compression_rate": 1.2}
     return {
         "plain": {},
         "compiled": compiled | {"mixed_precision": "bf16"},
@@ -88,15 +87,12 @@ def arguments(case: str, ours: bool) -> dict[str, Any]:
         "accumulated": compiled
         | {"gradient_accumulation_steps": 3}
         | {"kwargs_handlers": [Given(comm_hook=Hook.FP16, broadcast_buffers=False)]},
-        # Qs are drawn in the order of a bucket's gradients, so: one bucket, and torch's in the order without compiler.
-        "power_sgd": (compiled if ours else {})
-        | {"kwargs_handlers": [Given(bucket_cap_mb=50, comm_hook=Hook.POWER_SGD, comm_state_option=power_sgd)]},
     }[case]
 
 
 def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], set[str], int]:
     """Losses of the steps, parameters, which way backwards went; halfway all is saved and loaded again."""
-    with accelerator(ours, **arguments(case, ours)) as this:
+    with accelerator(ours, **arguments(case)) as this:
         model = Blocks()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -139,7 +135,6 @@ def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
         "compiled",
         "regional",
         pytest.param("accumulated", marks=pytest.mark.nightly),
-        pytest.param("power_sgd", marks=pytest.mark.nightly),
     ],
 )
 def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    batched_powerSGD_hook,
-    powerSGD_hook,
-)
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
@@ -470,31 +464,19 @@ class TestCommHooks:
         ]
 
     @pytest.mark.parametrize(
-        ("hook", "options", "why"),
+        ("hook", "why"),
         [
-            ("local", {}, "what it does is not known here"),
-            ("another group", {}, "it averages over another group than the module's"),
-            ("powerSGD of another group", {}, "it averages over another group than the module's"),
-            ("powerSGD with a state of its own", {}, "its state is a Own, not a PowerSGDState"),
-            ("powerSGD of buckets", {}, "what it does is not known here"),
-            ("powerSGD", {"passes": ()}, "no pass makes buckets"),
-            ("powerSGD", {"config": replace(AOT, ddp_python_hook=False)}, "with ddp_python_hook=False torch's C++"),
+            ("local", "what it does is not known here"),
+            ("another group", "it averages over another group than the module's"),
         ],
     )
-    def test_the_report_says_why_one_is_not_captured(self, hook: str, options: dict[str, Any], why: str) -> None:
-        class Own(PowerSGDState):
-            pass
-
+    def test_the_report_says_why_one_is_not_captured(self, hook: str, why: str) -> None:
         group = dist.new_group([0])
         given: dict[str, tuple[Any, Any]] = {
             "local": ([], local_hook),
             "another group": (group, default_hooks.allreduce_hook),
-            "powerSGD of another group": (PowerSGDState(group), powerSGD_hook),
-            "powerSGD with a state of its own": (Own(None), powerSGD_hook),
-            "powerSGD of buckets": (PowerSGDState(None), batched_powerSGD_hook),
-            "powerSGD": (PowerSGDState(None), powerSGD_hook),
         }
-        model = dp_compile.replicate(Net(), **{"config": AOT} | options)
+        model = dp_compile.replicate(Net(), config=AOT)
         model.register_comm_hook(*given[hook])
         assert dp_compile.report(model).why_not_captured.startswith(
             f"comm hook {given[hook][1].__name__} is called by torch's C++ reducer: {why}"

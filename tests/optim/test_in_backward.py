@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from beside import Block, batch, compile_blocks, compile_whole, not_compiled
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -148,16 +147,10 @@ def bf16_hook(model: Any) -> None:
     model.register_comm_hook(None, torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook)
 
 
-def power_sgd(model: Any) -> None:
-    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=1.0)
-    model.register_comm_hook(state, powerSGD_hook)
-
-
 FEATURES: dict[str, tuple[dict[str, Any], int]] = {
     "tied weights": ({"build": lambda: Net(tied=True), "given": {"buckets_in_flight": 1}}, 9),
     "no passes": ({"passes": ()}, 10),
     "a casting hook": ({"prepare": bf16_hook}, 10),
-    "PowerSGD": ({"prepare": power_sgd}, 10),
     "mixed precision": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 10),
     "static graph": ({"static_graph": True}, 10),
     "unused are found": ({"find_unused_parameters": True}, 10),
@@ -175,7 +168,7 @@ def feature(name: str) -> int:
     return both.updated
 
 
-AT_NIGHT = ("PowerSGD", "static graph", "no passes", "check_nan", "a casting hook")
+AT_NIGHT = ("static graph", "no passes", "check_nan", "a casting hook")
 
 
 @pytest.mark.parametrize(
