@@ -21,13 +21,12 @@ from dp_compile.fx.collectives import (
     ALL_REDUCE,
     GROUPED_ALL_REDUCE,
     WAIT,
-    is_all_reduce,
     is_collective,
     is_wait,
     wait_counts,
     waits_of,
 )
-from dp_compile.fx.printer import op_counts, op_name, short
+from dp_compile.fx.printer import short
 from dp_compile.fx.storages import is_ordered, written_by
 from dp_compile.fx.verify import facts_of, verify
 
@@ -68,14 +67,6 @@ def dags(draw: st.DrawFn) -> tuple[fx.Graph, list[fx.Node]]:
 
 def order_of(graph: fx.Graph) -> list[str]:
     return [node.name for node in graph.nodes]
-
-
-@given(dags())
-def test_nothing_moves_without_a_reason(dag: tuple[fx.Graph, list[fx.Node]]) -> None:
-    graph, _ = dag
-    before = order_of(graph)
-    assert edit.sort_stably(graph) is False
-    assert order_of(graph) == before
 
 
 @given(dags(), st.data())
@@ -182,22 +173,6 @@ def test_an_inserted_call_knows_its_value() -> None:
     assert edit.provenance_of(launch) is None
 
 
-def test_an_inserted_call_may_take_a_list_of_nodes() -> None:
-    graph = all_reduced(torch.randn(2), torch.randn(3))
-    first, second = graph.find_nodes(op="call_function", target=WAIT)
-    output = graph.output_node()
-    node = edit.insert_call(graph, output, torch.ops.aten.cat.default, ([first, second],), MADE_HERE)
-    assert node.meta["val"].shape == (5,)
-
-
-def test_replace() -> None:
-    graph = all_reduced()
-    wait, launch = only(graph, WAIT), only(graph, ALL_REDUCE)
-    edit.replace(wait, launch)
-    assert wait not in list(graph.nodes)
-    assert graph.output_node().all_input_nodes == [launch]
-
-
 def test_uses_of_several_nodes_are_replaced_at_once() -> None:
     graph = fx.Graph()
     a, b, c = (graph.placeholder(name) for name in "abc")
@@ -217,7 +192,6 @@ def test_what_is_a_collective() -> None:
     wait, launch, mul = only(graph, WAIT), only(graph, ALL_REDUCE), only(graph, torch.ops.aten.mul.Tensor)
     assert [is_collective(node) for node in (wait, launch, mul)] == [False, True, False]
     assert [is_wait(node) for node in (wait, launch, mul)] == [True, False, False]
-    assert [is_all_reduce(node) for node in (wait, launch, mul)] == [False, True, False]
     assert waits_of(launch) == (wait,)
 
 
@@ -233,7 +207,6 @@ def test_a_coalesced_collective_has_a_wait_for_each_item() -> None:
     graph = coalesced()
     launch = only(graph, GROUPED_ALL_REDUCE)
     assert is_collective(launch)
-    assert is_all_reduce(launch)
     assert list(waits_of(launch)) == graph.find_nodes(op="call_function", target=WAIT)
     assert wait_counts(launch) == (1, 1)
     assert wait_counts(only(all_reduced(), ALL_REDUCE)) == (1,)
@@ -292,19 +265,6 @@ def test_verify_wants_a_new_collective_to_be_waited_for() -> None:
         check(all_reduced(), launch_only)
 
 
-def test_verify_finds_a_lost_wait() -> None:
-    with pytest.raises(InvalidGraphError, match="after pass 'some-pass': all_reduce has 0 waits, expected 1"):
-        check(all_reduced(), lambda graph: edit.replace(only(graph, WAIT), only(graph, ALL_REDUCE)))
-
-
-def test_verify_finds_a_second_wait() -> None:
-    def wait_again(graph: fx.Graph) -> None:
-        edit.insert_call(graph, graph.output_node(), WAIT, (only(graph, ALL_REDUCE),), MADE_HERE)
-
-    with pytest.raises(InvalidGraphError, match="all_reduce has 2 waits, expected 1"):
-        check(all_reduced(), wait_again)
-
-
 def test_verify_wants_each_result_of_a_grouped_collective_waited_for_once() -> None:
     """Two waits for two results are not enough: both may be on the same one."""
 
@@ -324,15 +284,9 @@ def test_verify_wants_each_result_of_a_grouped_collective_waited_for_once() -> N
         check(coalesced(), group_again)
 
 
-def test_verify_finds_a_use_before_the_definition() -> None:
-    with pytest.raises(InvalidGraphError, match=r"after pass 'some-pass': .*mul.* was used before it has been defined"):
-        check(all_reduced(), lambda graph: only(graph, torch.ops.aten.mul.Tensor).prepend(only(graph, ALL_REDUCE)))
-
-
 @pytest.mark.parametrize(
     ("target", "args", "text"),
     [
-        (torch.ops.aten.t.default, (), r"float32\[2, 3\] strides \[3, 1\] became float32\[3, 2\] strides \[1, 3\]"),
         (
             torch.ops.aten.as_strided.default,
             ([2, 3], [1, 2]),
@@ -381,11 +335,3 @@ sum_1 = aten.sum.dim_IntList(wait_tensor, [0], True)
 _to_copy = aten._to_copy(sum_1, dtype=torch.float64)
 return [_to_copy, None]""",
     )
-
-
-def test_names_and_counts() -> None:
-    graph = all_reduced(torch.randn(2), torch.randn(2))
-    assert op_counts(graph) == {"mul": 2, "all_reduce": 2, "wait_tensor": 2, "nodes": 9}
-    item = graph.call_function(operator.getitem, (only(all_reduced(), WAIT), 0))
-    assert op_name(item) == "getitem"
-    assert op_name(next(iter(graph.nodes))) == "arg0_1"
