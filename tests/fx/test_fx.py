@@ -22,11 +22,10 @@ from dp_compile.fx.collectives import (
     GROUPED_ALL_REDUCE,
     WAIT,
     is_collective,
-    is_wait,
     wait_counts,
     waits_of,
 )
-from dp_compile.fx.printer import short
+from dp_compile.fx.outline import outline
 from dp_compile.fx.storages import is_ordered, written_by
 from dp_compile.fx.verify import facts_of, verify
 
@@ -109,13 +108,6 @@ def test_of_two_free_nodes_the_one_with_the_lower_wish_comes_first(
             assert wish[first] <= wish[second]
 
 
-def test_ties_keep_their_order() -> None:
-    graph = all_reduced(torch.randn(2), torch.randn(2))
-    before = order_of(graph)
-    assert edit.sort_stably(graph, lambda node: 0) is False
-    assert order_of(graph) == before
-
-
 def test_a_chain_against_the_data_is_a_circle() -> None:
     graph = all_reduced()
     with pytest.raises(InvalidGraphError, match=r"circle: all_reduce, wait_tensor"):
@@ -185,14 +177,6 @@ def test_uses_of_several_nodes_are_replaced_at_once() -> None:
 
 
 # --- collectives ------------------------------------------------------------------------------------------------
-
-
-def test_what_is_a_collective() -> None:
-    graph = all_reduced()
-    wait, launch, mul = only(graph, WAIT), only(graph, ALL_REDUCE), only(graph, torch.ops.aten.mul.Tensor)
-    assert [is_collective(node) for node in (wait, launch, mul)] == [False, True, False]
-    assert [is_wait(node) for node in (wait, launch, mul)] == [True, False, False]
-    assert waits_of(launch) == (wait,)
 
 
 def coalesced() -> fx.Graph:
@@ -313,25 +297,56 @@ def test_verify_finds_a_lost_output() -> None:
         check(all_reduced(), drop)
 
 
-# --- printer ----------------------------------------------------------------------------------------------------
+# --- outline: names, marks, folding --------------------------------------------------------------------------------
 
 
-def test_short_text() -> None:
-    def function(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        first, _ = ops.all_reduce_coalesced([a, b], "sum", "0")
-        return WAIT(first).sum(0, keepdim=True).to(torch.float64), None
+def traced() -> fx.Graph:
+    def function(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        y = (x @ w + b).sin().cos()
+        one = WAIT(ALL_REDUCE(y, "sum", "0"))
+        first, second = GROUPED_ALL_REDUCE([y * 2, y * 3], "avg", "0")
+        return [one, WAIT(first), WAIT(second), x.t(), y]
 
-    graph = make_fx(function, tracing_mode="fake")(torch.randn(2, 3), torch.randn(3).bfloat16()).graph
+    return make_fx(function, tracing_mode="fake")(torch.randn(2, 3), torch.randn(3, 4), torch.randn(4)).graph
+
+
+def test_what_has_a_name_has_a_line() -> None:
+    graph = traced()
+    nodes = {node.name: node for node in graph.nodes}
+    names = {nodes["w_1"]: "head.weight", nodes["cos"]: "activation", nodes["all_reduce"]: "launch 0"}
     assert_expected_inline(
-        short(graph),
+        outline(graph, names),
         """\
-a_1: float32[2, 3]
-b_1: bfloat16[3]
-all_reduce_coalesced = _c10d_functional.all_reduce_coalesced([a_1, b_1], sum, 0)
-getitem = getitem(all_reduce_coalesced, 0)
-getitem_1 = getitem(all_reduce_coalesced, 1)
-wait_tensor = _c10d_functional.wait_tensor(getitem)
-sum_1 = aten.sum.dim_IntList(wait_tensor, [0], True)
-_to_copy = aten._to_copy(sum_1, dtype=torch.float64)
-return [_to_copy, None]""",
+   ... 1 input
+   head.weight: float32[3, 4]
+   ... 1 input
+   ... 3 nodes: add 1, mm 1, sin 1
+   activation = cos(sin): float32[2, 4]
+>> launch 0 = all_reduce(activation, sum, 0): float32[2, 4]
+<< wait_tensor = wait_tensor(launch 0): float32[2, 4]
+   ... 2 nodes: mul 2
+>> all_reduce_coalesced = all_reduce_coalesced([mul, mul], avg, 0): 2 tensors
+   ... 2 nodes: getitem 2
+<< wait_tensor = wait_tensor(getitem): float32[2, 4]
+<< wait_tensor = wait_tensor(getitem): float32[2, 4]
+   ... 1 node: t 1
+   return 5 tensors: wait_tensor, wait_tensor, .. 2 more .., activation
+""",
+    )
+
+
+def test_many_ops_are_counted_and_the_rest_summed_up() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = x.sin()
+        return x.cos().exp().tanh().sqrt().abs().neg().log()
+
+    graph = make_fx(function, tracing_mode="fake")(torch.randn(2)).graph
+    assert_expected_inline(
+        outline(graph, {}),
+        """\
+   ... 1 input
+   ... 10 nodes: sin 3, abs 1, cos 1, exp 1, log 1, neg 1, other 2
+   return 1 tensor: log
+""",
     )

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dp_compile.plan.backends import GLOO, NCCL
+from dp_compile.plan.backends import NCCL
 from dp_compile.plan.certificate import robust_partition
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.links import Link, with_levels
@@ -26,7 +26,6 @@ from dp_compile.plan.network import (
 )
 from dp_compile.plan.partition import optimal_partition
 from dp_compile.plan.reduction import (
-    ALL_REDUCE,
     BETWEEN,
     INSIDE,
     WHOLE,
@@ -37,7 +36,6 @@ from dp_compile.plan.reduction import (
 
 LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
 TWO = Averaging().reduction("all", NCCL, 4, "float32", LEVELS)
-TWO_ROUNDS = Averaging(hook="h", rounds=(ALL_REDUCE, ALL_REDUCE)).reduction("", GLOO, 4, "float32")
 COST = AllReduceCost(9.0, 9.0, inside=AllReduceCost(0.2, 0.02), between=AllReduceCost(0.5, 0.1))
 CLOSE = 1e-9
 
