@@ -163,10 +163,10 @@ def test_what_the_package_exports() -> None:
 
 def test_the_package_loads_no_compiler() -> None:
     """`import dp_compile` costs nothing beside torch, and `replicate` loads neither Dynamo nor Inductor (D20)."""
-    heavy = "{'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'dp_compile.plan.cost', 'sympy'}"
+    heavy = "{'torch._dynamo', 'torch._inductor', 'torch.distributed.fsdp', 'dp_compile.plan.cost'}"
     for source, also in (
         ("import dp_compile", []),
-        ("import dp_compile; dp_compile.replicate", ["dp_compile.plan.cost", "sympy"]),
+        ("import dp_compile; dp_compile.replicate", ["dp_compile.plan.cost"]),
     ):
         command = f"import sys, torch; {source}; print(sorted({heavy}.intersection(sys.modules)))"
         loaded = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout

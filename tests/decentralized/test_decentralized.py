@@ -22,7 +22,6 @@ import dp_compile
 from dp_compile.decentralized import mixing
 from dp_compile.decentralized.module import mixing_of
 from dp_compile.decentralized.updates import MixingUpdates
-from dp_compile.plan import topologies
 from dp_compile.plan.topologies import Edge, Topology, topology
 from dp_compile.testing.ranks import Ranks
 
@@ -42,8 +41,6 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
     "ring": lambda n: topology("ring", n),
     "one-peer-exp": lambda n: topology("one-peer-exp", n),
     "alternating-exp-ring": lambda n: topology("alternating-exp-ring", n, 2),
-    "metropolis": lambda n: topologies.metropolis(n, [(0, 1), (1, 2), *((0, rank) for rank in range(3, n))]),
-    "random": lambda n: topologies.random_matchings(n, period=5, seed=3),
     "alone": alone_now_and_then,
 }
 

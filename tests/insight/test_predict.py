@@ -23,7 +23,7 @@ from dp_compile.insight.predict import extrapolated, predict, replanned
 from dp_compile.insight.step import DECENTRALIZED, MeasuredStep, Step
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
-from dp_compile.plan.cost import EITHER, AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, ring_or_tree
 from dp_compile.plan.links import LINKS
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 
@@ -117,7 +117,7 @@ def test_a_longer_backward_hides_more(given_step: Step, scale: float) -> None:
 
 @given(st.sampled_from(LINKS), st.integers(2, 20_000), st.integers(2, 20_000))
 def test_extrapolation_finds_the_link_again(link: Any, known: int, wanted: int) -> None:
-    costs = [link.cost(ranks, formula=EITHER) for ranks in (known, wanted)]
+    costs = [link.cost(ranks, formula=ring_or_tree) for ranks in (known, wanted)]
     found = extrapolated(costs[0], from_ranks=known, to_ranks=wanted)
     assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
 
@@ -125,7 +125,7 @@ def test_extrapolation_finds_the_link_again(link: Any, known: int, wanted: int) 
 @given(st.sampled_from(LINKS), st.integers(1, 5_000), st.integers(1, 5_000))
 def test_more_ranks_are_never_predicted_faster(link: Any, ranks: int, more: int) -> None:
     """A choice of the algorithm by the ranks made 64 faster than 8."""
-    few, many = (link.cost(each, formula=EITHER) for each in (ranks, ranks + more))
+    few, many = (link.cost(each, formula=ring_or_tree) for each in (ranks, ranks + more))
     assert (few.alpha_s, few.beta_s_per_byte) <= (many.alpha_s, many.beta_s_per_byte)
 
 

@@ -106,10 +106,6 @@ def test_a_wait_is_ordered_behind_the_last_product() -> None:
     assert [None if node is None else node.name for node in behind] == [None, "mm"]
 
 
-def test_they_may_be_waited_for_together() -> None:
-    assert waiting((0, 2), most=1) == [("first_1", "second_1", "mm")]
-
-
 def test_if_inputs_are_not_those_that_were_seen_all_are_waited_for_at_the_start() -> None:
     assert waiting((0, 2), inputs=5, most=1) == [("first_1", "x_1", "second_1", "mm")]
 
