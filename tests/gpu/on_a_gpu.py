@@ -37,7 +37,7 @@ PATIENCE = 3
 """By how much limits of a rehearsal are longer. Two idle cores take less than a GPU is given, but cores are shared."""
 STOPPED = "was stopped"
 MOST_DEATHS = 4
-GRACE_S = 25.0
+GRACE_S = 10.0
 """How long the other ranks of a group may go on after one of them died."""
 CACHE = Path(os.environ.get("DP_COMPILE_GPU_CACHE", "/tmp/dp_compile_gpu"))
 """Compiled code: the second part finds what the first has compiled, on the same warm machine."""

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import re
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo import utils as dynamo_utils
 
 import dp_compile
 from dp_compile.engine import calibration
 from dp_compile.engine.bucket_events import BucketEvents
-from dp_compile.engine.calibration import calibrated
-from dp_compile.modules.replicated_module import replica_of
-from dp_compile.plan.cost import AllReduceCost
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")
 
@@ -60,19 +53,6 @@ def test_nothing_is_measured_unasked() -> None:
     assert dp_compile.step_of(model).measured is None
     assert str(dp_compile.explain(model)).startswith("Estimated, not measured: ")
     assert " ms" not in str(dp_compile.report(model))
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_report_and_explain_give_the_same_backward() -> None:
-    model = mlp()
-    train(model, 2)
-    with dp_compile.measure(model):
-        train(model, 3)
-    step, report = dp_compile.step_of(model), str(dp_compile.report(model))
-    assert step.measured is not None
-    (shown,) = re.findall(r"^backward: (\S+) ms", report, re.MULTILINE)
-    assert float(shown) == pytest.approx(step.measured.backward_s * 1e3, rel=0.01)
-    assert "measured on rank 0" in str(dp_compile.explain(model)).splitlines()[0]
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -125,15 +105,6 @@ def test_a_backward_that_breaks_is_measured_and_the_log_says_what_broke_it(caplo
 # --- what an all-reduce costs ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def known() -> Iterator[AllReduceCost]:
-    cost = AllReduceCost(1e-3, 2e-9)
-    assert dist.group.WORLD is not None
-    calibration._known[dist.group.WORLD] = {"cpu": cost}
-    yield cost
-    calibration._known.clear()
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_a_sweep_that_shows_no_bandwidth_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that does other things: one sweep in which small messages took as long as large ones is no result."""
@@ -159,33 +130,7 @@ def test_a_sweep_that_shows_no_bandwidth_is_made_again(monkeypatch: pytest.Monke
     assert len(sweeps) == 3 * len(calibration.SIZES)
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_what_calibrate_found_is_said_and_not_planned_with(known: AllReduceCost) -> None:
-    assert dist.group.WORLD is not None
-    model = mlp()
-    train(model, 1)
-    step = dp_compile.step_of(model)
-    assert (step.cost, step.cost_source) == (known, "measured by calibrate()")
-    replica = replica_of(model)
-    assert replica.certificate is not None
-    assert replica.certificate.cost != known
-    assert calibrated(dist.group.WORLD, torch.device("cuda"), with_levels=False) is None
-    assert calibrated(dist.group.WORLD, torch.device("cpu"), with_levels=True) is None
-
-
 # --- what was silent ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_warm_up_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    model, said = mlp(), []
-    run = torch.compile(model, backend="aot_eager")
-    batches = [torch.ones(4, 8)]
-    with caplog.at_level(logging.INFO, "dp_compile.warmup"):
-        record = dp_compile.warmup(run, batches, lambda x: run(x).sum(), gradients_kept=False, progress=said.append)
-    assert said == [each.message for each in caplog.records if each.name == "dp_compile.warmup"]
-    assert said[0].startswith("warm-up, round 1: backward 1 of ")
-    assert sum(int(re.findall(r"compiled (\d+) graph", line)[0]) for line in said) == record.graphs
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -199,14 +144,3 @@ def test_a_late_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert said.startswith("synchronised backward 13 was compiled anew: the step took ")
     train(model, 2, run, batch=6)
     assert sum("compiled anew" in each.message for each in caplog.records) == 1
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_after_a_warm_up_every_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    model = mlp()
-    run = torch.compile(model, backend="aot_eager")
-    dp_compile.warmup(run, [torch.ones(4, 8)], lambda x: run(x).sum(), accumulation=False, gradients_kept=False)
-    train(model, 2, run)
-    assert not [each for each in caplog.records if "compiled anew" in each.message]
-    train(model, 1, run, batch=6)
-    assert [each for each in caplog.records if "synchronised backward 3 was compiled anew" in each.message]

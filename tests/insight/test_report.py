@@ -7,18 +7,7 @@ from graphs import bucket_key
 
 from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.insight.report import Report
-from dp_compile.passes.result import PassRecord, PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import GradientSpec, plan_single
-
-BUCKETING = PassRecord(
-    "bucket-reductions",
-    PassResult(True, (Refusal("reduce_grad_7", "the gradient is not a node but 1.0"),)),
-    {"mm": 2, "reduce_grad": 4, "nodes": 9},
-    {"mm": 2, "all_reduce": 1, "nodes": 12},
-    1.26,
-)
-MOVED = PassRecord("schedule-collectives", PassResult(True), {"mm": 1, "nodes": 3}, {"mm": 1, "nodes": 3}, 0.1)
-IDLE = PassRecord("schedule-collectives", PassResult(False), {"nodes": 3}, {"nodes": 3}, 0.04)
 
 
 def capture(**changes: object) -> CaptureRecord:
@@ -33,45 +22,6 @@ def capture(**changes: object) -> CaptureRecord:
         "synced": True,
     }
     return CaptureRecord(**(facts | changes))  # type: ignore[arg-type]
-
-
-def test_pass_records() -> None:
-    assert_expected_inline(
-        "\n".join(map(str, (BUCKETING, MOVED, IDLE))),
-        """\
-bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms of compilation)
-schedule-collectives: moved nodes (0.1 ms of compilation)
-schedule-collectives: nothing to do (0.0 ms of compilation)""",
-    )
-
-
-def test_capture_record() -> None:
-    assert_expected_inline(
-        capture(passes=(BUCKETING, MOVED)).text(verbose=True),
-        """\
-4 gradients + 1 flag word -> 2 collectives, 1 graph
-  bucket-reductions: all_reduce 0 -> 1, reduce_grad 4 -> 0, nodes 9 -> 12 (1.3 ms of compilation)
-  schedule-collectives: moved nodes (0.1 ms of compilation)
-  refused reduce_grad_7: the gradient is not a node but 1.0""",
-    )
-
-
-def test_capture_record_with_placements() -> None:
-    placements = (
-        Placement("head.weight", 3 << 20, None),
-        Placement("conv_2.weight", 1 << 20, "aten.convolution_backward.default allocates its result itself"),
-        Placement("conv_1.weight", 1 << 10, "aten.convolution_backward.default allocates its result itself"),
-        Placement("flags", 8, "an input of the backward"),
-    )
-    assert_expected_inline(
-        str(capture(placements=placements)).replace(": aten", ":\n    aten"),
-        """\
-4 gradients + 1 flag word -> 2 collectives, 1 graph
-  computed in their buckets: 75.0% of 4.0 MiB
-  copied 2 gradients, 1.0 MiB, conv_2.weight .. conv_1.weight:
-    aten.convolution_backward.default allocates its result itself
-  copied 1 gradient, 8 B, flags: an input of the backward""",
-    )
 
 
 def test_capture_record_with_members_apart() -> None:
@@ -96,21 +46,6 @@ def test_capture_record_with_members_apart() -> None:
     )
 
 
-def test_capture_record_with_the_simulated_peak() -> None:
-    """Of the largest graph; code from a cache was made without the passes, so nothing is known of it."""
-    small, large = (
-        PassRecord("schedule-collectives", PassResult(True, memory=PeakMemory(size, "mm", 5 << 20)), {}, {}, 0.1)
-        for size in (1 << 20, 3 << 20)
-    )
-    assert_expected_inline(
-        str(capture(passes=(large, small))),
-        """\
-4 gradients + 1 flag word -> 2 collectives, 1 graph
-  simulated peak memory: 3.0 MiB, as torch's DDP 5.0 MiB""",
-    )
-    assert capture(cached=True).memory is None
-
-
 def test_capture_record_of_something_unusual() -> None:
     record = capture(hooks=1, reductions=1, collectives=1, completed=2, graphs=3, deferred=True, cached=True)
     assert_expected_inline(
@@ -120,10 +55,6 @@ def test_capture_record_of_something_unusual() -> None:
 all reductions at the end of the backward;
 code from the compiler's cache, so collectives are counted in the plan)""",
     )
-
-
-def test_capture_record_without_synchronisation() -> None:
-    assert str(capture(synced=False)) == "without synchronisation, 1 graph"
 
 
 def test_report() -> None:
@@ -138,14 +69,4 @@ plan: 1 bucket, 1 gradient, 64 B
     0        64 B      1 gradient  bfloat16 cuda avg  head.weight  (no bucketing)
 captured backward 0: 4 gradients + 1 flag word -> 2 collectives, 1 graph
 captured backward 1: without synchronisation, 1 graph""",
-    )
-
-
-def test_report_before_the_first_backward() -> None:
-    text = str(Report("not decided, no backward yet", 2, plan_single([]), ()))
-    assert_expected_inline(
-        text,
-        """\
-mode: not decided, no backward yet, 2 ranks, backwards: none yet
-plan: 0 buckets, 0 gradients, 0 B""",
     )

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,9 +21,7 @@ from dp_compile.insight.explain import SHORTEST_S, Explanation, explanation_of
 from dp_compile.insight.measure import Measurement
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import predict
-from dp_compile.insight.profile import measured_step
 from dp_compile.insight.step import Step
-from dp_compile.insight.timeline import COMPUTE, EXPOSED, events_of, timeline_page
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0002)
@@ -177,48 +174,6 @@ def test_to_json_and_back(seen: dict[str, Seen], way: str) -> None:
     assert (again.optimizers, again.measured, again.left) == (step.optimizers, step.measured, step.left)
     assert str(explanation_of(again)) == str(explanation)
     assert predict(again).end_s == step.end_s
-
-
-def test_timelines_have_two_halves(seen: dict[str, Seen]) -> None:
-    for way in ("crossing", "sharded crossing"):
-        step = seen[way].step
-        for view in ("planned", "measured"):
-            compute = {each.name: each for each in events_of(step) if (each.view, each.lane) == (view, COMPUTE)}
-            assert set(compute) == {"backward", "next forward"}
-            assert compute["backward"].end_s <= compute["next forward"].start_s + 1e-12
-        (forward,) = (each for each in events_of(step) if (each.view, each.name) == ("planned", "next forward"))
-        assert forward.end_s - forward.start_s >= step.forward_s
-    assert "next forward" in timeline_page(step)
-    gathers = [each for each in events_of(seen["sharded"].step) if each.name == "all-gather of parameters"]
-    assert [each.view for each in gathers].count("planned") == 1
-    assert [each.view for each in gathers].count("measured") == 4  # three launches, each after an update, and the wait
-    assert any(each.lane == EXPOSED for each in events_of(seen["sharded"].step))
-
-
-def test_a_forward_that_is_in_pieces_lets_step_wait(seen: dict[str, Seen]) -> None:
-    step = seen["crossing"].step
-    waited = tuple(dataclasses.replace(each, stayed=False) for each in step.optimizers)
-    other = dataclasses.replace(step, optimizers=waited)
-    assert not other.left
-    assert "step() waits for what AdamW defers" in " ".join(str(explanation_of(other)).split())
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_in_a_profile(tmp_path: Path) -> None:
-    loop, path = Loop("crossing"), tmp_path / "trace.json"
-    loop.train(2)
-    with torch.profiler.profile() as profile:
-        loop.train(3)
-    profile.export_chrome_trace(str(path))
-    measured = measured_step(path, step_of(loop.model))
-    assert "median of 2 backwards" in measured.source  # the last one's updates are in no forward
-    assert [measured.is_after(bucket.wait_s) for bucket in measured.buckets] == [
-        False,
-        *[True] * (len(measured.buckets) - 1),
-    ]
-    assert measured.next_forward is not None
-    assert measured.next_forward_s is not None
-    assert measured.next_forward_s < measured.next_forward.seconds  # waits and updates in it are none of it
 
 
 nap_s = [0.0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from generated_code import LAUNCH, Span, kernel_arguments, read_code, triton_sources
+from generated_code import Span, read_code
 
 WRAPPER = """
 cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''...''')
@@ -52,11 +52,6 @@ def test_calls_in_their_order_with_what_they_read_and_write() -> None:
     ]
     assert found.calls[1].reads == (Span("buf0", 0, 32), Span("buf9", 0, 32))
     assert found.calls[-1].reads == (bucket,)
-
-
-def test_kernels_of_a_gpu() -> None:
-    (source,) = triton_sources(code()).values()
-    assert kernel_arguments(source) == ("in_ptr0", "out_ptr0", "xnumel", "XBLOCK")
 
 
 @pytest.mark.parametrize(
@@ -129,9 +124,7 @@ def two_levels(stage: int = 0, in_flight: str = "") -> str:
     [
         (1, ANEW.format("buf3"), "frees buf3[0:6] while reduce_scatter_tensor"),
         (1, "del buf9", "frees buf9[0:48] while reduce_scatter_tensor"),
-        (2, ANEW.format("buf3"), "frees buf3[0:6] while all_reduce_"),
         (2, "cpp_fused_0(arg0_1, buf3)", "cpp_fused_0 writes buf3[0:6] while all_reduce_"),
-        (3, ANEW.format("buf3"), "frees buf3[0:6] while all_gather_into_tensor"),
         (3, ANEW.format("buf4"), "frees buf4[0:48] while all_gather_into_tensor"),
         (3, "cpp_fused_0(arg0_1, buf3)", "cpp_fused_0 writes buf3[0:6], which is being sent"),
         (3, "cpp_fused_0(buf4, buf0)", "cpp_fused_0 reads buf4[0:48] while all_gather_into_tensor"),
@@ -140,11 +133,3 @@ def two_levels(stage: int = 0, in_flight: str = "") -> str:
 def test_faults_between_stages(stage: int, in_flight: str, fault: str) -> None:
     faults = read_code(two_levels(stage, in_flight)).faults
     assert any(fault in each for each in faults), faults
-
-
-def test_what_is_allowed_between_stages() -> None:
-    found = read_code(two_levels(1, "cpp_fused_0(buf9, buf0)"))
-    assert not found.faults
-    whole, part, gathered = Span("buf9", 0, 48), Span("buf3", 0, 6), Span("buf4", 0, 48)
-    launches = [(call.reads, call.writes) for call in found.calls if call.kind == LAUNCH]
-    assert launches == [((whole,), (part,)), ((part,), (part,)), ((part,), (gathered,))]
