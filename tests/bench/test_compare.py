@@ -40,7 +40,6 @@ def run_of(seed: int, factors: Mapping[str, float] = FACTORS, *, noise: float = 
                 name in ("oracle", "comm"),
                 results.MEASURED,
                 step_s=tuple(float(x) for x in shared * factor * np.exp(noise * random.standard_normal(15))),
-                others=(0.01,) * 15,
                 starts_s=(10.5,),
                 peak_nbytes=400 * 2**20,
                 gradient_error=1e-6,
@@ -149,8 +148,8 @@ def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch: pytest.Monkey
     ("text", "error"),
     [
         (None, "cannot be read"),
-        ('{"version": 1}', "has version 1, this is 3. Run the benchmark again"),
-        ('{"version": 3}', r"is not what `dp-compile bench run` writes: KeyError\('suite'\)"),
+        ('{"version": 1}', "has version 1, this is 4. Run the benchmark again"),
+        ('{"version": 4}', r"is not what `dp-compile bench run` writes: KeyError\('suite'\)"),
     ],
 )
 def test_a_bad_file_is_refused(

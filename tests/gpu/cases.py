@@ -75,12 +75,6 @@ def unused() -> Subject:
     return Tied(unused=True), torch.randint(0, 97, (2, 11))
 
 
-def norms() -> Subject:
-    """So many rows that reductions over both dimensions pay together: `mix_order_reduction`."""
-    layers = nn.Linear(256, 256), nn.LayerNorm(256), nn.GELU(), nn.Linear(256, 256)
-    return nn.Sequential(*layers), torch.randn(32768, 256)
-
-
 def residual() -> Subject:
     return Residual(), torch.randn(2, 16, 8, 8).to(memory_format=torch.channels_last)
 
@@ -100,7 +94,6 @@ class Case:
         config: options of `ReplicateConfig`.
         settings: of Inductor, by their names in torch's config.
         backwards: so many, each adds to the gradients of those before.
-        mix_order_reduction: torch's default, which our compile switches off.
         nodes: on two levels of network, the ranks in so many nodes; 1: one level.
     """
 
@@ -109,7 +102,6 @@ class Case:
     config: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
     backwards: int = 1
-    mix_order_reduction: bool = False
     nodes: int = 1
 
 
@@ -132,8 +124,6 @@ SMALL = MappingProxyType(
         "policy-bf16": Case(mlp, config={**_capped(15_000), "mp_policy": HALF}),
         "two-level": Case(mlp, config=_capped(31_457), nodes=2),
         "padded": Case(padded, settings=PADDED),
-        "mixed": Case(norms, mix_order_reduction=True),
-        "not-mixed": Case(norms),
     }
 )
 LARGE = MappingProxyType(

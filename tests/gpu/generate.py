@@ -11,14 +11,11 @@ import played
 if __name__ == "__main__":
     played.load()
 
-import contextlib
 import json
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import cases
 import torch
@@ -29,7 +26,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_pg
 
 import dp_compile
-from dp_compile._torch import inductor
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.modules.replicate import replicate_without_values, unreplicate
 from dp_compile.plan.backends import CLASSES, FABRIC, Backend
@@ -79,20 +75,6 @@ def graph_order(graph: torch.fx.Graph) -> str:
     return "".join("A" if node in launches else waits.get(node, "") for node in graph.nodes)
 
 
-@contextlib.contextmanager
-def settings_of(case: cases.Case) -> Iterator[None]:
-    """`mix_order_reduction`: as torch has it, which our compile switches off."""
-    compile_fx = inductor._compile_fx
-
-    def as_torch_has_it(*args: Any, config_patches: dict[str, Any], **options: Any) -> Any:
-        patches = {name: each for name, each in config_patches.items() if "mix_order" not in name}
-        return compile_fx(*args, config_patches=patches, **options)
-
-    chosen = as_torch_has_it if case.mix_order_reduction else compile_fx
-    with torch._inductor.config.patch(dict(case.settings)), mock.patch.object(inductor, "_compile_fx", chosen):
-        yield
-
-
 def result_of(case: cases.Case) -> dict[str, Any]:
     torch._dynamo.reset()
     current.run = run = Run()
@@ -104,7 +86,7 @@ def result_of(case: cases.Case) -> dict[str, Any]:
         torch.set_default_dtype(torch.float32)
     # A mesh of CUDA devices would ask them for more than is played.
     mesh = None if case.nodes == 1 else init_device_mesh("cpu", (case.nodes, RANKS // case.nodes))
-    with settings_of(case):
+    with torch._inductor.config.patch(dict(case.settings)):
         config = dp_compile.ReplicateConfig(**{"check_reductions": False, **case.config})
         replicate_without_values(model, config, device_mesh=mesh)
         compiled = torch.compile(Squared(model))

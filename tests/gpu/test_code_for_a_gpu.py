@@ -43,15 +43,10 @@ def result(request: pytest.FixtureRequest) -> dict[str, Any]:
     return request.getfixturevalue(which)[name] | {"name": name}
 
 
-def of_cases(*without: str) -> pytest.MarkDecorator:
-    """The test for each case, but for those that are there to fail it."""
-    chosen = [each for each in RESULTS if each.values[1] not in ("mixed", *without)]
+def of_cases(*names: str) -> pytest.MarkDecorator:
+    """The test for each of these cases, or for all."""
+    chosen = [each for each in RESULTS if not names or each.values[1] in names]
     params = [pytest.param(each.values, id=each.id, marks=each.marks) for each in chosen]
-    return pytest.mark.parametrize("result", params, indirect=True)
-
-
-def the(*names: str) -> pytest.MarkDecorator:
-    params = [pytest.param(each.values, id=each.id, marks=each.marks) for each in RESULTS if each.values[1] in names]
     return pytest.mark.parametrize("result", params, indirect=True)
 
 
@@ -174,7 +169,7 @@ def test_stages_hand_on_the_memory_that_they_wrote(result: dict[str, Any]) -> No
             before[id(bucket)] = launch
 
 
-@the("mlp", "odd", "two-level", "gpt")
+@of_cases("mlp", "odd", "two-level", "gpt")
 def test_the_first_bucket_flies_while_the_rest_is_computed(result: dict[str, Any]) -> None:
     order = read_code(result["codes"][0]).order
     after = order[order.index("A") :]
@@ -248,7 +243,7 @@ def planted(code: str) -> Iterator[str]:
             yield "\n".join([*lines[:after], indent + done.format(name), *lines[after:]])
 
 
-@the("mlp", "two-level")
+@of_cases("mlp", "two-level")
 def test_planted_faults_are_found(result: dict[str, Any]) -> None:
     texts = list(planted(result["codes"][-1]))
     assert len(texts) == (15 if result["name"] == "two-level" else 5)
@@ -257,18 +252,6 @@ def test_planted_faults_are_found(result: dict[str, Any]) -> None:
 
 
 # --- what only code for a GPU shows ---------------------------------------------------------------------------------
-
-
-def test_mix_order_reduction_would_lose_gradients(small: cases.Results) -> None:
-    """On by default, for GPUs only: it gives a gradient's name to another memory, and its place is never written.
-
-    That is why our compile switches it off. When this fails, torch writes slices of a bucket there too.
-    """
-    mixed, ours = small["mixed"], small["not-mixed"]
-    assert "mix order reduction" in mixed["codes"][0]
-    assert unwritten(mixed, read_code(mixed["codes"][0]))
-    assert "mix order reduction" not in ours["codes"][0]
-    assert not unwritten(ours, read_code(ours["codes"][0]))
 
 
 def test_the_report_names_copies_out_of_padded_products(small: cases.Results) -> None:
