@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from graphs import bucket_key
 from torch import nn
+from torch._dynamo import utils as dynamo_utils
 
 import dp_compile
 from dp_compile._torch import compiler, distributed
+from dp_compile.engine import calibration
 from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.observers import Audience, BackwardListener
 from dp_compile.insight.observe import step_of
@@ -237,3 +241,113 @@ def test_a_typical_step_is_longer_than_its_backward() -> None:
     last = MeasuredStep(4.0, (), "clock")
     assert typical_step([known[0], known[1], last]).step_s == 2.5
     assert typical_step([known[0], last, known[2]]).step_s == 4.5
+
+
+# --- measured when asked for, and what is logged ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_nothing_is_measured_unasked() -> None:
+    """No clock is made, and no mode sees the ops of compiled code."""
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    with (
+        mock.patch("dp_compile.engine.launch_clock.LaunchClock.__init__", side_effect=AssertionError) as clock,
+        mock.patch.object(BucketEvents, "__torch_dispatch__", side_effect=AssertionError) as mode,
+    ):
+        train(model, torch.compile(model, backend="aot_eager"), 5)
+    clock.assert_not_called()
+    mode.assert_not_called()
+    assert dp_compile.step_of(model).measured is None
+    assert str(dp_compile.explain(model)).startswith("Estimated, not measured: ")
+    assert " ms" not in str(dp_compile.report(model))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_ops_are_listened_to_without_dynamo_around_each() -> None:
+    """torch wraps what a mode does with an op in what takes longer than the op: a backward would seem twice as long."""
+    dispatch = BucketEvents.__torch_dispatch__
+    assert inspect.unwrap(dispatch) is dispatch
+    assert not hasattr(dispatch, "_torchdynamo_disable")
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    run = torch.compile(model, backend="aot_eager")
+    train(model, run, 2)
+    dynamo_utils.counters.clear()
+    with dp_compile.measure(model) as measurement:
+        train(model, run, 3)
+    assert len(measurement.backwards) == 3
+    assert not dynamo_utils.counters["frames"]  # Dynamo is off there anyway
+
+
+class Breaks(nn.Module):
+    """Its backward breaks: a hook on an activation looks at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        if y.requires_grad:
+            y.register_hook(look_at_it)
+        return self.two(y)
+
+
+def look_at_it(grad: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_backward_that_breaks_is_measured_and_the_log_says_what_broke_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = dp_compile.replicate(Breaks(), config=CONFIG)
+    train(model, torch.compile(model, backend="aot_eager"), 3)
+    assert not dp_compile.step_of(model).deferred
+    (said,) = [each.message for each in caplog.records if "its hooks run eagerly" in each.message]
+    assert "look_at_it" in said
+    with dp_compile.measure(model) as measurement:
+        train(model, torch.compile(model, backend="aot_eager"), 2)
+    assert measurement.step is not None
+    assert len(measurement.step.buckets) == len(dp_compile.step_of(model).plan.buckets)
+
+
+# --- what an all-reduce costs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_sweep_that_shows_no_bandwidth_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does other things: one sweep in which small messages took as long as large ones is no result."""
+    sweeps: list[int] = []
+
+    def seconds(nbytes: int, *_: object) -> float:
+        sweeps.append(nbytes)
+        return 1e-3 if sweeps.count(nbytes) <= busy else 1e-4 + 1e-8 * nbytes
+
+    monkeypatch.setattr(calibration, "_seconds", seconds)
+    monkeypatch.setattr(calibration, "_known", {})
+    busy = 1
+    cost = calibration.calibrate().cost
+    assert cost.beta_s_per_byte > 0
+    assert len(sweeps) == 2 * len(calibration.SIZES)
+    sweeps.clear()
+    busy = calibration.SWEEPS
+    with pytest.raises(
+        dp_compile.ConfigError,
+        match=r"1,024 to 16,777,216 bytes took 1 to 1 ms, not more for more bytes, in 3 sweeps\. Calibrate again when",
+    ):
+        calibration.calibrate()
+    assert len(sweeps) == 3 * len(calibration.SIZES)
+
+
+# --- what was silent ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_late_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    run = torch.compile(model, backend="aot_eager")
+    train(model, run, 12)
+    assert not [each for each in caplog.records if "compiled anew" in each.message]
+    train(model, run, 1, batch=6)
+    (said,) = [each.message for each in caplog.records if "compiled anew" in each.message]
+    assert said.startswith("synchronised backward 13 was compiled anew: the step took ")
+    train(model, run, 2, batch=6)
+    assert sum("compiled anew" in each.message for each in caplog.records) == 1
