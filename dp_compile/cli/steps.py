@@ -57,14 +57,12 @@ A step file is written after a training step, by dp-compile train --save-step st
     )
     parser.add_argument("step", metavar="STEP.json")
     parser.add_argument("--profile", metavar="TRACE", help="a torch.profiler trace of steps under this plan; .gz too")
-    parser.add_argument("--json", action="store_true", help="print data instead of text")
     parser.add_argument("--buckets", action="store_true", help="all buckets, with members and reasons")
     parser.set_defaults(run=_explain)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    explanation = explanation_of(_read_step(args.step, args.profile))
-    print(explanation.to_json() if args.json else explanation.text(verbose=args.buckets))
+    print(explanation_of(_read_step(args.step, args.profile)).text(verbose=args.buckets))
     return 0
 
 
@@ -131,7 +129,6 @@ Nothing is run and nothing is measured. Buckets are planned for each row if the 
     parser.add_argument("--ranks", metavar="N,..", default="", help="numbers of ranks")
     parser.add_argument("--link", metavar="NAME,..", default="", help="every hop between ranks is such a link")
     parser.add_argument("--dtype", metavar="NAME,..", default="", help="in which gradients are sent")
-    parser.add_argument("--json", action="store_true", help="print JSON, times in seconds")
     parser.set_defaults(run=_predict)
 
 
@@ -146,7 +143,7 @@ def _predict(args: argparse.Namespace) -> int:
         predict(step, ranks=n, link=link, dtype=SHORT_NAMES.get(dtype or "", dtype))
         for n, link, dtype in itertools.product(ranks, *names[1:])
     ]
-    print(json.dumps([row.to_dict() for row in rows], indent=1) if args.json else "\n".join(_table(rows)))
+    print("\n".join(_table(rows)))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,7 +157,6 @@ def test_the_figures_are_those_of_the_timeline(
     assert len(explained.advice) <= MOST_ADVICE
     assert all(each.gain_s > 0 and SMALLEST_GAIN < each.share <= 1 for each in explained.advice)
     assert max(map(len, str(explained).splitlines())) <= WIDTH
-    assert json.loads(explained.to_json())["exposed_s"] == explained.exposed_s
 
 
 def changes(step: Step) -> dict[str, float]:
@@ -199,7 +197,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for options, text in (
         ([], str(explanation_of(step(0.004)))),
         (["--buckets"], explanation_of(step(0.004)).text(verbose=True)),
-        (["--json"], explanation_of(step(0.004)).to_json()),
     ):
         assert main(["explain", str(file), *options]) == 0
         assert capsys.readouterr().out == f"{text}\n"
