@@ -25,33 +25,18 @@ def test_every_mutant_can_be_planted_and_its_tests_exist() -> None:
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"old": "a * b"}, "holds the text 0 times"),
+def test_what_cannot_be_planted(tmp_path: Path) -> None:
+    fields = {"id": "add", "file": "sums.py", "old": "a + b", "new": "a - b", "tests": ("t",), "why": "w"}
+    for changed, text in (
         ({"old": "a"}, "holds the text 3 times"),
         ({"new": "a +"}, "is no Python"),
         ({"new": "(a + b)"}, "means the same"),
-    ],
-)
-def test_what_cannot_be_planted(changed: dict[str, str], said: str) -> None:
-    fields = {"id": "add", "file": "sums.py", "old": "a + b", "new": "a - b", "tests": ("t",), "why": "w"}
-    with pytest.raises(NotPlanted, match=said):
-        Mutant(**fields | changed).planted("def add(a, b):\n    return a + b\n")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[[mutant]]\nid = "a"', "has the keys id"),
-        ('[[mutant]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\ntests = []\nwhy = "w"', "says nothing"),
-        ('[[mutant]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\ntests = ["t"]\nwhy = "w"\n' * 2, "more than one"),
-    ],
-)
-def test_a_list_that_is_wrong_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    ):
+        with pytest.raises(NotPlanted, match=text):
+            Mutant(**fields | changed).planted("def add(a, b):\n    return a + b\n")  # type: ignore[arg-type]
     path = tmp_path / "list.toml"
-    path.write_text(text)
-    with pytest.raises(NotPlanted, match=said):
+    path.write_text('[[mutant]]\nid = "a"')
+    with pytest.raises(NotPlanted, match="has the keys id"):
         load([path])
 
 

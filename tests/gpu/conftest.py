@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import LARGE, SMALL, Results
+from generate import LARGE, SMALL, Results
 
 HERE = Path(__file__).parent
 

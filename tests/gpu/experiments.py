@@ -17,6 +17,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -648,10 +649,15 @@ def main(text: str) -> None:
     if planted := os.environ.get(PLANT):
         module, _, function = planted.partition(":")
         getattr(importlib.import_module(module), function)()
-    EXPERIMENTS[task.experiment](task)
+    status = 0
+    try:
+        EXPERIMENTS[task.experiment](task)
+    except Exception:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a communicator that another rank has left may wait for ever
+    os._exit(status)  # a communicator that another rank has left may wait for ever
 
 
 if __name__ == "__main__":

@@ -361,7 +361,6 @@ def _pair(
     build: Callable[[], nn.Module] = Net,
     *,
     tolerance: Tolerance = None,
-    states: bool = True,
     train: Mapping[str, Any] | None = None,
     ranks: tuple[int, ...] = (2, 4),
     needs: str = "",
@@ -370,7 +369,7 @@ def _pair(
     """A feature that a `Pair` made with these options trains, by steps with the options `train`."""
 
     def run(place: Place) -> Difference:
-        return Pair.made(place, build, **options).train(**(train or {})).compared(tolerance, states=states)
+        return Pair.made(place, build, **options).train(**(train or {})).compared(tolerance)
 
     _features.append(Feature(name, run, ranks, needs))
 
@@ -679,7 +678,7 @@ def mixed_precision(place: Place) -> Difference:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
     reference = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
-    return Pair.made(place, reference=reference, mp_policy=policy).train().compared(of_half)
+    return Pair.made(place, reference=reference, mp_policy=policy).train().compared(of_half, states=False)
 
 
 _pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocast": True}, tolerance=of_half)
@@ -792,7 +791,7 @@ def tensor_parallel(place: Place) -> Difference:
         device_mesh=mesh["dp"],
     )
     pair.data_rank = mesh.get_local_rank("dp")
-    return pair.train().compared(LOOSE)
+    return pair.train().compared(LOOSE, states=False)
 
 
 FEATURES: Final = tuple(_features)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import cases
+import generate
 import pytest
 from generated_code import (
     KERNEL,
@@ -28,8 +28,8 @@ from dp_compile.plan.buckets import UNUSED_FLAGS
 from dp_compile.plan.reduction import Stage, launch_order
 
 RESULTS = [
-    *(pytest.param("small", name, id=name) for name in cases.SMALL),
-    *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in cases.LARGE),
+    *(pytest.param("small", name, id=name) for name in generate.SMALL),
+    *(pytest.param("large", name, id=name, marks=pytest.mark.nightly) for name in generate.LARGE),
 ]
 # Padded products, rows in half precision, cuDNN's own memory, and with a wire of another dtype what was computed in
 # the parameters': no product rounds to another dtype.
@@ -254,7 +254,7 @@ def test_planted_faults_are_found(result: dict[str, Any]) -> None:
 # --- what only code for a GPU shows ---------------------------------------------------------------------------------
 
 
-def test_the_report_names_copies_out_of_padded_products(small: cases.Results) -> None:
+def test_the_report_names_copies_out_of_padded_products(small: generate.Results) -> None:
     """65 and 63 are no multiples of 4. Padded, a product is larger than the gradient, which is cut out of it."""
     copied = small["padded"]["copied"]
     assert {name for name in copied if name != UNUSED_FLAGS} == {"0.weight", "2.weight"}
