@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,6 @@ import torch.distributed as dist
 from features import CAPTURED, FEATURES, Difference, Feature, Net, Place, Verdict, run_feature
 from meshes import keep_groups
 from torch import nn
-from torch.distributed import ReduceOp
 
 import dp_compile
 import dp_compile.plan.crossing
@@ -226,82 +224,3 @@ def test_one_failure_does_not_stop_the_others() -> None:
     assert different.detail == "rank 1: layers.0.weight differs, the largest difference is 0.5, allowed is 0.1"
     assert right.detail == "equal bits"
     assert "rank 0 has not ended 'differs', eager. This rank: layers.0.weight differs" in ended
-
-
-# --- the stand-in -------------------------------------------------------------------------------------------------
-
-
-def collectives() -> None:
-    nccl_stand_in.use()
-    rank = dist.get_rank()
-    own = torch.full((4,), float(rank + 1))
-    work = dist.all_reduce(own, op=ReduceOp.AVG, async_op=True)
-    assert work is not None
-    time.sleep(0.05)
-    assert own.isnan().all()  # until it was waited for
-    work.wait()
-    assert own.tolist() == [1.5] * 4
-    part = torch.empty(2)
-    dist.reduce_scatter_tensor(part, torch.arange(4.0) + rank)
-    assert part.tolist() == [[1.0, 3.0], [5.0, 7.0]][rank]
-    whole = torch.tensor([-1.0, -1.0])
-    whole[rank] = rank
-    dist.all_gather_into_tensor(whole, whole[rank : rank + 1])  # in place
-    assert whole.tolist() == [0.0, 1.0]
-    received = torch.empty(2)
-    dist.all_to_all_single(received, torch.arange(2.0) + 10 * rank)
-    assert received.tolist() == [rank, 10.0 + rank]
-    sent = torch.tensor([float(rank)])
-    dist.broadcast(sent, 1)
-    assert sent.item() == 1.0
-    flags = torch.tensor([rank == 1, False])
-    dist.all_reduce(flags)
-    assert flags.tolist() == [True, False]
-
-
-def refusals() -> list[str]:
-    nccl_stand_in.use()
-    alone, _ = dist.new_subgroups(1)
-    texts = []
-
-    def written_in_flight() -> None:
-        part, whole = torch.empty(2), torch.ones(4)
-        work = dist.reduce_scatter_tensor(part, whole, async_op=True)
-        whole[0] = 2.0
-        assert work is not None
-        work.wait()
-
-    for call in (
-        lambda: dist.all_reduce(torch.ones(1), op=ReduceOp.AVG, group=alone),
-        lambda: dist.all_reduce(torch.ones(1, dtype=torch.int32), op=ReduceOp.BOR),
-        lambda: dist.all_reduce(torch.ones(1, dtype=torch.int16)),
-        lambda: dist.all_reduce(torch.ones(2, 2)[:, 0]),
-        lambda: dist.all_reduce(torch.ones(1, device="meta")),
-        lambda: dist.reduce_scatter_tensor(torch.empty(2), torch.ones(3)),
-        written_in_flight,
-    ):
-        with pytest.raises(Exception) as raised:  # noqa: PT011
-            call()
-        texts.append(str(raised.value))
-    return texts
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_stand_in(stand_in: Ranks) -> None:
-    stand_in.run(collectives)
-    (texts, others) = stand_in.run(refusals)
-    assert texts == others
-    for text, part in zip(
-        texts,
-        (
-            "AVG over one rank",
-            "with NCCL",
-            "sends no torch.int16",
-            "must be contiguous",
-            "device type meta",
-            "same type and size",
-            "written between its launch and its wait",
-        ),
-        strict=True,
-    ):
-        assert part in text
