@@ -159,7 +159,7 @@ class Runner:
 
     def _turn(self, workers: Workers) -> float:
         """Seconds a step of the slowest rank."""
-        return max(workers.ask("steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S))
+        return float(max(workers.ask("steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
 
     def _cache(self, name: str, mode: str) -> Path | None:
         """The cache of compiled code of a start; `None`: that of the machine."""

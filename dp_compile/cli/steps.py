@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -90,7 +91,8 @@ All times are predictions unless the step was measured; then both are shown, on 
 
 
 def _timeline(args: argparse.Namespace) -> int:
-    draw = {".svg": timeline_picture, ".html": timeline_page, ".json": lambda step: json.dumps(timeline_trace(step))}
+    draw: dict[str, Callable[[Step], str]] = {".svg": timeline_picture, ".html": timeline_page}
+    draw[".json"] = lambda step: json.dumps(timeline_trace(step))
     for path in args.output:
         if path.suffix not in draw:
             raise ConfigError(f"what is {path}? Name it *.svg, *.html or *.json.")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -108,19 +108,18 @@ class _Naming:
         self.names.setdefault(node, name if name.endswith("flags") else f"grad {name}")
 
     def _look_at_bucket(self, node: fx.Node, provenance: Provenance, replica: int, bucket: Bucket) -> None:
-        unit, given = self._unit(provenance.unit), node.args[0] if node.args else None
+        unit, given = self._unit(provenance.unit), cast(Any, node.args[0] if node.args else None)
         if node.target is FLAT_BUCKET:
-            for number, source in zip(provenance.members, given, strict=True):  # type: ignore[arg-type]
-                self._name_gradient(source, self._of(replica, bucket.members[int(number)].label))  # type: ignore[arg-type]
-            launch = next((user for user in node.users if is_launch(user.target)), None)
-            several = launch is not None and isinstance(launch.args[0], (list, tuple))
-            self.names[node] = f"bucket {unit}" + (f"/{launch.args[0].index(node)}" if several else "")  # type: ignore[union-attr]
+            for number, source in zip(provenance.members, given, strict=True):
+                self._name_gradient(source, self._of(replica, bucket.members[int(number)].label))
+            launched: list[Any] = [user.args[0] for user in node.users if is_launch(user.target)]
+            several = [f"/{each.index(node)}" for each in launched if isinstance(each, (list, tuple))]
+            self.names[node] = f"bucket {unit}{''.join(several[:1])}"
         elif is_launch(node.target):
             self.names[node] = f"launch {unit}{_stage_of(node)}"
         elif node.target is operator.getitem:
             self.names[node] = f"launch {unit}/{node.args[1]}"
         elif is_wait(node):
-            assert isinstance(given, fx.Node)
             _, slash, tensor = self.names.get(given, "").partition("/")
             self.names[node] = f"wait {unit}{slash}{tensor}{_stage_of(given)}"
             self._lies_in[node] = provenance, int(tensor or 0)

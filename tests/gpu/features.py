@@ -348,8 +348,9 @@ class Pair:
             mine |= named(self.ours.named_buffers())
             other |= named(theirs.named_buffers())
         if self.in_backward.get("shard"):
-            mine |= by_index(dp_compile.optim.full_state_dict(self.mine))
-            other |= by_index(self.other.state_dict())
+            whole = dp_compile.optim.full_state_dict(self.mine)
+            mine |= by_index(whole) if states else {}
+            other |= by_index(self.other.state_dict()) if states else {}
         elif states:
             mine |= remembered(self.ours, self.mine)
             other |= remembered(theirs, self.other)
@@ -702,9 +703,8 @@ def sharded_as_zero(place: Place) -> Difference:
         pair.theirs.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3, parameters_as_bucket_view=False
     )
     pair.train()
-    for rank in range(dist.get_world_size()):
-        pair.other.consolidate_state_dict(to=rank)
-    return pair.compared()
+    pair.other.consolidate_state_dict(to=0)
+    return pair.compared(states=dist.get_rank() == 0)
 
 
 _pair(
