@@ -23,7 +23,6 @@ from dp_compile.plan.reduction import stages_of
 from dp_compile.plan.strategies import plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
-"""Strategies that plan from a cost and from ready times."""
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LINK_INSIDE: Final = "nvlink4"
 """What joins the ranks of a node in a prediction for two levels of network."""
@@ -50,10 +49,6 @@ class Prediction(NamedTuple):
     bound_s: float
     basis: str
     step: Step
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the step."""
-        return {name: value for name, value in self._asdict().items() if name != "step"}
 
     def __str__(self) -> str:
         return (
