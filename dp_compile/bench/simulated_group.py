@@ -101,6 +101,10 @@ class SimulatedGroup(dist.ProcessGroup):
                     tensor.copy_(own)
         return self._send(0.5, [tensor for each in outputs for tensor in each], _nothing)
 
+    def all_gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> dist.Work:
+        """torch 2.15 gathers objects so; earlier ones by `allgather`."""
+        return self.allgather([list(output.view(self.size(), *given.shape))], [given])
+
     def barrier(self, opts: Any = None) -> dist.Work:
         """An all-reduce that the process waits for, as NCCL's."""
         for network in self._streams.values():

@@ -88,13 +88,14 @@ def test_calibration_is_on_the_device_of_the_group(
         return CostFit(AllReduceCost(1e-4, 1e-9), 0.0, 1, 1)
 
     of = {"cpu": GLOO, "cuda": Backend("x", works_on)}
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
-    monkeypatch.setattr(distributed, "backend_of", lambda _, kind: of[kind])
-    monkeypatch.setattr(calibration, "_fit", fitted)
-    monkeypatch.setattr(calibration, "_meet", lambda *_: None)
-    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
-    with group(None):
+    with group(None):  # before there seems to be a GPU: since torch 2.14 it would be asked for
+        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+        monkeypatch.setattr(distributed, "backend_of", lambda _, kind: of[kind])
+        monkeypatch.setattr(calibration, "_fit", fitted)
+        monkeypatch.setattr(calibration, "_meet", lambda *_: None)
+        monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
         assert dist.get_backend() == "undefined"
         dp_compile.calibrate()
+        monkeypatch.undo()
     assert devices == [expected]
