@@ -126,7 +126,8 @@ def train(*arguments: str) -> str:
     process = start("-m", "dp_compile", "train", *TINY, *arguments)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, f"{out}\n{err}"
-    assert err == ""
+    # A build of torch for GPUs on a machine that has none but CUDA's folder says so.
+    assert [line for line in err.splitlines() if "No CUDA runtime is found" not in line] == []
     return out
 
 
