@@ -15,7 +15,6 @@
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
 |         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `integrations`      | options of a framework that say nothing of the backward                          |
-|         | `kept`              | a backward that was kept, and cannot be used; at DEBUG what could not be kept    |
 | ERROR   | `ddp`               | what a script hands to `logger.set_error_and_log` of the wrapper                 |
 | INFO    | `warmup`            | each backward that compiled something, with the time so far                      |
 |         | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |
@@ -25,7 +24,7 @@
 |         | `measuring`         | what `measure()` saw                                                             |
 |         | `integrations`      | in a framework: which way backwards go, parameters are equal after the first step |
 | DEBUG   | `compilation`       | each graph that is compiled                                                      |
-|         | `capture`           | estimates of a captured backward that are not kept for later processes           |
+|         | `capture`           | a graph that does not say when its gradients are ready                           |
 
 A fallback is said once for each module, not in each step. Nothing is installed and no level is set here: your own
 `logging` configuration counts, and without any Python shows warnings on stderr (`logging.lastResort`; a `NullHandler`

@@ -676,7 +676,7 @@ def test_accumulation(ranks2: Ranks) -> None:
     ranks2.run(accumulated)
 
 
-@pytest.mark.usefixtures("fake_group")
+@pytest.mark.usefixtures("one_rank")
 def test_reductions_that_do_not_run_are_not_measured() -> None:
     with pytest.raises(dp_compile.ModuleError, match="decentralized module has none"):
         with dp_compile.measure(decentral(mlp(), "ring")):

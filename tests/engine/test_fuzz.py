@@ -238,8 +238,8 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         met.update(outcomes[0].backwards.keys())
         for step in case.steps:
             met.update({step.transform or "no transform", step.failure.where if step.failure else "no error"})
-            met.update({f"depth {each.depth}" for each in step.micros}, {each.edit for each in step.micros})
-            met.update({each.loss for each in step.micros})
+            met.update({f"depth {each.depth}" for each in step.micros})
+            met.update({each.edit for each in step.micros} | {each.loss for each in step.micros})
         met.update({case.update or "step()", "adamw" if case.adamw else "sgd"})
         met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
         hooks = {f"{case.comm_hook} hook": case.comm_hook, "hook of torch": case.torch_hook}

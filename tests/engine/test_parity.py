@@ -166,7 +166,6 @@ def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
     ("kind", "variants"),
     [
         ("mlp", ("small buckets", "accumulation")),
-        pytest.param("convnet in channels_last", ("coalesced",), marks=pytest.mark.nightly),
         *(pytest.param(kind, tuple(VARIANTS), marks=pytest.mark.nightly, id=f"{kind}-all") for kind in KINDS),
     ],
 )
@@ -179,9 +178,7 @@ def test_four_ranks(ranks4: Ranks, kind: str, variants: tuple[str, ...]) -> None
     ("kind", "variant"),
     [
         ("convnet in channels_last", "small buckets"),
-        pytest.param("convnet in channels_last", "coalesced", marks=pytest.mark.nightly),
         # `dp-compile train --check` does this with a transformer.
-        pytest.param("gpt with tied weights", "coalesced", marks=pytest.mark.nightly),
         pytest.param("gpt with tied weights", "small buckets", marks=pytest.mark.nightly),
     ],
 )
@@ -215,7 +212,7 @@ def run_eager_hooks(kind: str, variant: str) -> Report:
     return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **settings))
 
 
-@pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets", "coalesced"])
+@pytest.mark.parametrize("variant", ["compiled", "accumulation", "no passes", "small buckets"])
 def test_eager_hooks(ranks: Ranks, variant: str) -> None:
     for kind in KINDS:
         for report in ranks.run(run_eager_hooks, kind, variant):

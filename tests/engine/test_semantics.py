@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -43,7 +40,6 @@ import dp_compile
 from dp_compile._torch import compiler
 from dp_compile.config import CHECK_VARIABLE
 from dp_compile.insight.report import Report
-from dp_compile.plan.buckets import PLAN_VERSION, UNUSED_FLAGS
 from dp_compile.testing.ranks import Ranks
 
 nothing_beside = mock.patch.dict(os.environ, {CHECK_VARIABLE: "0"})
@@ -799,8 +795,6 @@ def differ(how: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if how == "parameter order":
             model = Ordered(["b", "a"] if second else ["a", "b"])
-        if how == "plan file":
-            options["plan"] = str(plan_file(second))
         if second and how == "version of the package":
             patch.setitem(dp_compile.replicate.__globals__, "version", lambda name: "0.0.7")
         if second and how == "version of torch":
@@ -814,20 +808,10 @@ def differ(how: str) -> str:
     return "no error"
 
 
-def plan_file(separate: bool) -> Path:
-    """One bucket, or one for each parameter."""
-    buckets = [["a"], ["b", UNUSED_FLAGS]] if separate else [["a", "b", UNUSED_FLAGS]]
-    members = [{"members": [{"gradient": {"name": name}, "offset": None} for name in names]} for names in buckets]
-    file = Path(tempfile.mkdtemp(), "plan.json")
-    file.write_text(json.dumps({"version": PLAN_VERSION, "buckets": members}))
-    return file
-
-
 @pytest.mark.parametrize(
     ("how", "difference"),
     [
         ("parameter order", 'trainable parameters[0] is "b: float32[2] strides [1]" there'),
-        ("plan file", "plan is"),
         ("version of the package", 'dp_compile is "0.0.7" there'),
         ("version of torch", 'torch is "2.12.1" there'),
         ("environment", "options.ddp_python_hook is false there, true on rank 0"),
