@@ -7,7 +7,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
@@ -24,9 +24,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
+from dp_compile.errors import VoidBackwardError
 from dp_compile.modules.replicated_module import set_gradient_divide_factor
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
 
+Batch = tuple[torch.Tensor, torch.Tensor, tuple[tuple[None, ...], ...]]
 VOCABULARY = 7
 # Newer torches warn of the name that older ones have alone.
 SYNC_BUFFERS = next(
@@ -67,7 +69,26 @@ class Micro:
     eager: tuple[bool, bool] = (False, False)
     """Which ranks cannot capture this one."""
     other: tuple[bool, bool] = (False, False)
-    """Which ranks run a backward of another module, that nobody replicates, between this forward and its backward."""
+    """Which ranks run a backward of another, unreplicated module between this forward and its backward."""
+    depth: int = 1
+    """How often each block is called."""
+    loss: str = ""
+    """Of `LOSSES`."""
+    edit: str = ""
+    """What the loop does to `.grad` after the backward, of `EDITS`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception of the user's code, raised once and caught. The loop then runs the whole step again."""
+
+    where: str
+    """Of `FAILS`."""
+    ranks: tuple[bool, bool] = (True, True)
+    """Whether even and odd ranks raise it."""
+    micro: int = 0
+    parameter: int = 0
+    """Which of the parameters that all ranks use has the hook; the gradient of the first is complete last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,9 @@ class Step:
 
     micros: tuple[Micro, ...]
     set_to_none: bool = True
+    failure: Failure | None = None
+    transform: str = ""
+    """A functional transform before the step, of `TRANSFORMS`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +141,11 @@ class FuzzCase:
     """A submodule, by name, that is replicated first: its gradients are reduced in another way than all others."""
     apart_by: str = ""
     """`hook`, or the dtype in which they travel."""
+    update: str = ""
+    """`in_backward`, `shard`, or the optimizer's `step()` updates the parameters."""
+    adamw: bool = False
+    max_norm: float | None = None
+    """For `in_backward(max_norm=...)`."""
     levels: str = ""
     """`always`: two nodes with two ranks each, buckets are reduced on both levels."""
     seed: int = 0
@@ -408,9 +437,9 @@ def _set_hooks(case: FuzzCase, model: nn.Module) -> None:
 
 
 class Stack(nn.Module):
-    """The blocks one after the other, without those whose place in `uses` says so, and a head that is always used.
+    """The blocks, each called as often as `calls` has elements for it, and a head that is always used.
 
-    Not a tuple of positions: with dynamic=True, torch 2.13 miscompiles `position not in positions`.
+    Not numbers of calls: with dynamic=True they would be symbols, and torch 2.13 miscompiles some code with them.
     """
 
     def __init__(self, case: FuzzCase) -> None:
@@ -418,19 +447,108 @@ class Stack(nn.Module):
         self.blocks = nn.ModuleList(KINDS[spec.kind](case.width, spec) for spec in case.blocks)
         self.head = Linear(case.width, BlockSpec("linear"))
 
-    def forward(self, x: torch.Tensor, tokens: torch.Tensor, uses: tuple[bool, ...]) -> torch.Tensor:
-        for block, is_used in zip(self.blocks, uses, strict=True):
-            if is_used:
+    def forward(self, x: torch.Tensor, tokens: torch.Tensor, calls: tuple[tuple[None, ...], ...]) -> torch.Tensor:
+        for block, times in zip(self.blocks, calls, strict=True):
+            for _ in times:
                 x = torch.tanh(block(x, tokens))  # bounded: runs that diverge say nothing
         return self.head(x, tokens)
 
 
+# --- what users do in their loops ---------------------------------------------------------------------------------
+
+# Sums, not means: a rank may have no rows at all.
+LOSSES: dict[str, Callable[[torch.Tensor], list[torch.Tensor]]] = {
+    "": lambda output: [output.square().sum() / 8],
+    "a term for each row": lambda output: [sum((row.square().sum() / 8 for row in output), output.sum() / 16)],
+    "two backwards": lambda output: [output.square().sum() / 8, output.sum() / 16],
+}
+"""Losses of one forward. Of several, each has a backward, but in a synchronised one: torch's DDP reduces only the first
+backward after a forward."""
+
+
+def _scale(parameters: list[torch.Tensor]) -> None:
+    for each in parameters:
+        if each.grad is not None:
+            each.grad.mul_(0.5)
+
+
+def _replace(parameters: list[torch.Tensor]) -> None:
+    for each in parameters:
+        each.grad = None if each.grad is None else 0.5 * each.grad
+
+
+def _remove(parameters: list[torch.Tensor]) -> None:
+    for each in parameters[::2]:
+        each.grad = None
+
+
+EDITS: dict[str, Callable[[list[torch.Tensor]], object]] = {
+    "scale": _scale,
+    "replace": _replace,
+    "remove": _remove,
+    "clip the norm": partial(nn.utils.clip_grad_norm_, max_norm=0.05),
+}
+
+
+class UserError(Exception):
+    """What code of the user raises."""
+
+
+def _fail(*_: Any) -> None:
+    raise UserError
+
+
+FAILS = ("loss", "tensor hook", "hook", "before the step", "after the step")
+
+
+def _functional_loss(model: nn.Module, batch: Batch, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    buffers = {name: each.clone() for name, each in model.named_buffers()}
+    return _losses(lambda *args: torch.func.functional_call(model, {**buffers, **given}, args), batch)[0]
+
+
+def _func_grad(model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    return [*torch.func.grad(partial(_functional_loss, model, batch))(parameters).values()]
+
+
+def _gradients_of_rows(model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
+    def of_row(given: Mapping[str, torch.Tensor], x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return _functional_loss(model, (x[None], tokens[None], batch[2]), given)
+
+    parameters = {name: each.detach() for name, each in model.named_parameters()}
+    return [*torch.func.vmap(torch.func.grad(of_row), (None, 0, 0))(parameters, *batch[:2]).values()]
+
+
+def _functional_call(model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
+    """With other parameters, and gradients of the module's through them."""
+    parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    loss = _functional_loss(model, batch, {name: 0.5 * each for name, each in parameters.items()})
+    return torch.autograd.grad(loss, [*parameters.values()], materialize_grads=True)
+
+
+def _autograd_grad(model: nn.Module, batch: Batch) -> Sequence[torch.Tensor]:
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    return torch.autograd.grad(_losses(model, batch)[0], parameters, materialize_grads=True)
+
+
+TRANSFORMS: dict[str, Callable[[nn.Module, Batch], Sequence[torch.Tensor]]] = {
+    "func.grad": _func_grad,
+    "vmap": _gradients_of_rows,
+    "functional_call": _functional_call,
+    "autograd.grad": _autograd_grad,
+}
+
+
+def _transformed(kind: str, model: nn.Module, batch: Batch) -> Any:
+    """The values, or which error torch raises: vmap does not know all that the blocks do."""
+    with nullcontext() if kind == "autograd.grad" else torch.compiler.set_stance("force_eager"):
+        try:
+            return TRANSFORMS[kind](model, batch)
+        except (RuntimeError, ValueError) as error:
+            return type(error)
+
+
 # --- how it is compiled -----------------------------------------------------------------------------------------
-
-
-def _loss(model: Callable[..., torch.Tensor], *batch: Any) -> torch.Tensor:
-    # Not a mean: a rank may have no rows at all.
-    return model(*batch).square().sum() / 8
 
 
 def _compiled_model(model: nn.Module, stack: Stack, **options: Any) -> Any:
@@ -645,17 +763,24 @@ def run_case(case: FuzzCase, fault: str = "") -> Outcome:
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_name, case, names, {}))
     elif case.wire or case.divides:
         dist._register_comm_hook(theirs.reducer, divisor, partial(_reduced_by_torch, case))
-    with _planted(fault, stack), ExitStack() as exits:
+    several = any(micro.loss == "two backwards" for step in case.steps for micro in step.micros)
+    # For several backwards torch asks for this: compiled code reuses the memory of what a forward has saved.
+    donated = torch._functorch.config.patch(donated_buffer=not several)
+    with donated, _planted(fault, stack), ExitStack() as exits:
         ours = _replicated(case, stack)
         exits.callback(dp_compile.unreplicate, stack)
         for part in _parts(case, ours, stack)[1:]:
             exits.callback(dp_compile.unreplicate, part)
         if case.hooks_late:
             _set_hooks(case, stack)
-        sides = ours, stack, theirs, twin
-        difference = _train_both(case, *sides, divisor, eight_bits, never_sync=fault == "never synchronised")
+        both = Both(
+            case=case, ours=ours, stack=stack, theirs=theirs, twin=twin, divisor=divisor, eight_bits=eight_bits,
+            fault=fault, differences=[],
+        )  # fmt: skip
+        both.train()
         report = dp_compile.report(stack)
     stages = frozenset(len(bucket.key.reduction.stages) for bucket in report.plan.buckets)
+    difference = next(iter(both.differences), "")
     return Outcome(difference, report.mode, dict(report.backwards), stages, _digest(stack))
 
 
@@ -663,7 +788,7 @@ def _digest(stack: nn.Module) -> str:
     hashed = hashlib.sha256()
     for parameter in stack.parameters():
         for value in (parameter.detach(), parameter.grad):
-            hashed.update(b"" if value is None else value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            hashed.update(b"" if value is None else value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()[:12]
 
 
@@ -717,41 +842,163 @@ def _parts(case: FuzzCase, ours: nn.Module, stack: Stack) -> tuple[nn.Module, ..
     return (ours, stack.get_submodule(name)) if name else (ours,)
 
 
-def _train_both(
-    case: FuzzCase,
-    ours: nn.Module,
-    stack: Stack,
-    theirs: TorchDDP,
-    twin: nn.Module,
-    divisor: list[float],
-    eight_bits: EightBits | None,
-    *,
-    never_sync: bool,
-) -> str:
-    options = {"backend": "aot_eager", "dynamic": case.dynamic}
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in (stack, theirs)]
-    compiled, run = COMPILED[case.compiled](ours, stack, **options), None
-    difference = ""
-    for number, step in enumerate(case.steps):
-        run = ours if case.compiled == "late" and number == 0 else compiled
-        if case.divides:
-            divisor[0] = case.divides[number % len(case.divides)]
-            for part in _parts(case, ours, stack)[: 1 if case.apart_by == "hook" else None]:
-                set_gradient_divide_factor(part, divisor[0])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """A case's two models and what trains them; the first difference that this rank saw."""
+
+    case: FuzzCase
+    ours: nn.Module
+    stack: Stack
+    theirs: TorchDDP
+    twin: Stack
+    divisor: list[float]
+    eight_bits: EightBits | None
+    fault: str
+    differences: list[str]
+
+    def train(self) -> None:
+        case = self.case
+        compiled = COMPILED[case.compiled](self.ours, self.stack, backend="aot_eager", dynamic=case.dynamic)
+        optimizers = [_optimizer(case, model) for model in (self.stack, self.twin)]
+        if case.update:
+            options = {"max_norm": case.max_norm, "shard": case.update == "shard"}
+            dp_compile.optim.in_backward(self.ours, optimizers[0], **options)
+        for number, step in enumerate(case.steps):
+            run = self.ours if case.compiled == "late" and number == 0 else compiled
+            if case.divides:
+                self.divisor[0] = case.divides[number % len(case.divides)]
+                for part in _parts(case, self.ours, self.stack)[: 1 if case.apart_by == "hook" else None]:
+                    set_gradient_divide_factor(part, self.divisor[0])
+            if step.transform:
+                self.transform(number, step, run)
+            self.step(number, step, run, optimizers)
+        self.note(_difference(case, self.stack, self.twin, "the end"))
+
+    def note(self, difference: str) -> None:
+        if difference:
+            self.differences.append(difference)
+
+    def step(self, number: int, step: Step, run: Any, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        case, failure = self.case, step.failure
+        in_backward = failure is not None and failure.where in FAILS[:3]
+        for tried in (failure, None) if in_backward else (None,):
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=step.set_to_none)
+            self.backwards(number, step, run, tried)
+        # On all ranks, whatever one has seen: they talk to each other.
+        if not case.update:
+            self.note(_difference(case, self.stack, self.twin, f"step {number}", self.eight_bits))
+            self.edit(step.micros[-1])
+        elif case.max_norm is not None:
+            nn.utils.clip_grad_norm_(self.twin.parameters(), case.max_norm)
         for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=step.set_to_none)
+            _step(optimizer, None if in_backward else failure)
+        if case.update:
+            optimizers[1].zero_grad()  # as `in_backward` does
+            self.note(_difference(case, self.stack, self.twin, f"after step {number}"))
+
+    def backwards(self, number: int, step: Step, run: Any, failure: Failure | None) -> None:
+        """The micro steps of a step, up to the one that fails."""
+        if failure is not None and failure.micro + 1 < len(step.micros) and not failure.ranks[_parity()]:
+            return  # what fails without synchronisation on other ranks is not noticed on this one
         for position, micro in enumerate(step.micros):
             local = position + 1 < len(step.micros)
-            batch = _batch(case, micro, 10 * number + position)
-            with dp_compile.no_sync(ours) if local or never_sync else nullcontext():
-                _backward(case, run, batch, scope=_scope(case, micro), other=micro.other[dist.get_rank() % 2])
-            with theirs.no_sync() if local else nullcontext():
-                _backward(case, theirs, batch, scope=nullcontext())
-        found = _difference(case, stack, twin, f"step {number}", eight_bits)  # on all ranks: they talk to each other
-        difference = difference or found
-        for optimizer in optimizers:
-            optimizer.step()
-    return difference or _difference(case, stack, twin, "the end")
+            failing = failure if failure is not None and failure.micro == position else None
+            case, batch = self.case, _batch(self.case, micro, 10 * number + position, dist.get_rank())
+            with ExitStack() as scopes:
+                if local or self.fault == "never synchronised":
+                    scopes.enter_context(dp_compile.no_sync(self.ours))
+                losses = self.forward(run, batch, micro)
+                scopes.enter_context(_scope(case, micro))
+                self.backward(losses, micro, self.stack, failing, local=local)
+            with self.theirs.no_sync() if local else nullcontext():
+                losses = self.forward(self.theirs, batch, micro)
+                # After an exception in a synchronised backward torch's DDP raises in the next forward, for its reducer
+                # waits for the rest of that backward. So the reference is a step without that backward.
+                if local or failing is None:
+                    self.backward(losses, micro, self.twin, failing, local=local)
+            if failing is not None:
+                return
+            if local:
+                self.edit(micro)
+
+    def forward(self, model: Any, batch: Batch, micro: Micro) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16) if self.case.autocast else nullcontext():
+            losses = _losses(model, batch, micro.loss)
+        if micro.other[_parity()]:
+            nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
+        return losses
+
+    def backward(
+        self, losses: list[torch.Tensor], micro: Micro, stack: Stack, failing: Failure | None, *, local: bool
+    ) -> None:
+        """One for each loss, or one for all together if it is synchronised."""
+        with nullcontext() if failing is None else self.failing(failing, micro, stack):
+            if failing is not None and failing.where == "loss":
+                _fail()
+            for number, loss in enumerate(losses if local else [sum(losses[1:], losses[0])], 1):
+                loss.backward(retain_graph=local and number < len(losses))
+
+    @contextmanager
+    def failing(self, failure: Failure, micro: Micro, stack: Stack) -> Iterator[None]:
+        """Make the backward inside raise, and see that it does."""
+        fails = failure.ranks[_parity()]
+        wanted = UserError if fails else VoidBackwardError
+        calls = [_calls(self.case, micro, rank) for rank in range(2)]
+        used = [block for block, *times in zip(stack.blocks, *calls, strict=True) if all(times)]
+        parameters = [each for part in (*used, stack.head) for each in part.parameters() if each.requires_grad]
+        chosen = parameters[failure.parameter % len(parameters)]
+        register = chosen.register_hook if failure.where == "tensor hook" else chosen.register_post_accumulate_grad_hook
+        handle = register(_fail) if fails else None
+        try:
+            yield
+            self.note(f"no {wanted.__name__}")
+        except (UserError, VoidBackwardError) as error:
+            self.note("" if type(error) is wanted else f"{error!r} in place of {wanted.__name__}")
+        finally:
+            if handle is not None:
+                handle.remove()
+
+    def edit(self, micro: Micro) -> None:
+        for stack in (self.twin,) if self.fault == "an edit is lost" else (self.stack, self.twin):
+            if micro.edit:
+                EDITS[micro.edit](list(stack.parameters()))
+
+    def transform(self, number: int, step: Step, run: Any) -> None:
+        """The same data on all ranks: buffers that a forward changes stay the same on all."""
+        batch = _batch(self.case, step.micros[0], 10 * number, 0)
+        mine = _transformed(step.transform, run if step.transform == "autograd.grad" else self.stack, batch)
+        other = _transformed(step.transform, self.theirs.module, batch)
+        rtol, atol = TOLERANCES[self.case.coarsest]
+        try:
+            torch.testing.assert_close(mine, other, rtol=rtol, atol=atol)
+        except (AssertionError, TypeError) as error:
+            self.note("" if mine is other else f"before step {number}: {step.transform}: {error}")
+
+
+def _optimizer(case: FuzzCase, stack: Stack) -> torch.optim.Optimizer:
+    if not case.adamw:
+        return torch.optim.SGD(stack.parameters(), lr=0.05, momentum=0.9)
+    groups = [{"params": [*stack.blocks.parameters()]}, {"params": [*stack.head.parameters()], "lr": 0.02}]
+    # With a small eps AdamW would make steps of rounding errors, where a gradient is zero but for those.
+    return torch.optim.AdamW(groups, lr=0.05, eps=0.1)
+
+
+def _step(optimizer: torch.optim.Optimizer, failure: Failure | None) -> None:
+    if failure is None or not failure.ranks[_parity()]:
+        optimizer.step()
+        return
+    before = failure.where == "before the step"
+    handle = (optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook)(_fail)
+    with suppress(UserError):
+        optimizer.step()
+    handle.remove()
+    if before:
+        optimizer.step()
+
+
+def _parity() -> int:
+    return dist.get_rank() % 2
 
 
 @contextmanager
@@ -759,36 +1006,26 @@ def _scope(case: FuzzCase, micro: Micro) -> Iterator[None]:
     with ExitStack() as scopes:
         if case.compiled == "backward":
             scopes.enter_context(dp_compile.compiled_backward())
-        if micro.eager[dist.get_rank() % 2]:
+        if micro.eager[_parity()]:
             scopes.enter_context(warnings.catch_warnings(action="ignore"))
             scopes.enter_context(torch.autograd.detect_anomaly(check_nan=False))
         yield
 
 
-def _batch(case: FuzzCase, micro: Micro, number: int) -> tuple[torch.Tensor, torch.Tensor, tuple[bool, ...]]:
-    rank = dist.get_rank()
+def _calls(case: FuzzCase, micro: Micro, rank: int) -> tuple[tuple[None, ...], ...]:
+    left_out = case.ways[micro.way[rank % 2]]
+    return tuple((None,) * micro.depth * (position not in left_out) for position in range(len(case.blocks)))
+
+
+def _batch(case: FuzzCase, micro: Micro, number: int, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(1000 * case.seed + 100 * rank + number)
     rows = micro.batch[rank % 2]
     x = torch.randn(rows, case.width, generator=generator)
-    left_out = case.ways[micro.way[rank % 2]]
-    uses = tuple(position not in left_out for position in range(len(case.blocks)))
-    return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), uses
+    return x, torch.randint(0, VOCABULARY, (rows,), generator=generator), _calls(case, micro, rank)
 
 
-def _backward(
-    case: FuzzCase,
-    model: Any,
-    batch: tuple[Any, ...],
-    *,
-    scope: AbstractContextManager[None],
-    other: bool = False,
-) -> None:
-    with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
-        loss = _loss(model, *batch)
-    if other:
-        nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()
-    with scope:
-        loss.backward()
+def _losses(model: Callable[..., torch.Tensor], batch: Batch, kind: str = "") -> list[torch.Tensor]:
+    return LOSSES[kind](model(*batch))
 
 
 def _difference(
@@ -807,6 +1044,7 @@ def _difference(
 # --- faults, to see that the comparison can fail ----------------------------------------------------------------
 
 FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never synchronised")
+LOOP_FAULTS = ("an edit is lost", "each block is called once")
 EIGHT_BITS_FAULTS: dict[str, Callable[[dp_compile.HookBucket], dp_compile.HookBucket]] = {
     "a sum": lambda bucket: bucket._replace(gradients=[each * bucket.ranks for each in bucket.gradients]),
     "rank 1 is missing": lambda bucket: bucket._replace(
@@ -833,6 +1071,9 @@ def _planted(fault: str, stack: Stack) -> Iterator[None]:
         Averaging.reduction = lambda _, group, *__: Reduction((Stage("all_reduce", group, "sum"),), 1.0)
     if fault == "a gradient doubled on rank 1" and dist.get_rank() == 1:
         next(p for p in stack.parameters() if p.requires_grad).register_hook(lambda grad: 2 * grad)
+    if fault == "each block is called once":
+        forward = stack.forward
+        stack.forward = lambda x, tokens, calls: forward(x, tokens, tuple(each[:1] for each in calls))  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -12,11 +12,30 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import fuzzing
 import pytest
-from fuzzing import BUCKETS, COMPILED, EIGHT_BITS_FAULTS, FAULTS, HOOKS, KINDS, WIRES, BlockSpec, FuzzCase, Micro, Step
+from fuzzing import (
+    BUCKETS,
+    COMPILED,
+    EDITS,
+    EIGHT_BITS_FAULTS,
+    FAILS,
+    FAULTS,
+    HOOKS,
+    KINDS,
+    LOOP_FAULTS,
+    LOSSES,
+    TRANSFORMS,
+    WIRES,
+    BlockSpec,
+    Failure,
+    FuzzCase,
+    Micro,
+    Step,
+)  # fmt: skip
 from hypothesis import Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from hypothesis.internal.conjecture.engine import ConjectureRunner
@@ -52,23 +71,55 @@ def block_specs(draw: st.DrawFn) -> BlockSpec:
 
 
 @st.composite
-def train_steps(draw: st.DrawFn, fewest_rows: int, ways: int) -> tuple[Step, ...]:
+def failures(draw: st.DrawFn, fails: Sequence[str], micros: int, *, voids: bool) -> Failure | None:
+    """`voids`: an exception in a synchronised backward of one rank ends that of the others."""
+    if not draw(st.sampled_from([False] * 5 + [True])):
+        return None
+    where, micro = draw(st.sampled_from(fails)), draw(st.integers(0, micros - 1))
+    # A rank that does not come to a synchronised backward leaves the others waiting, with torch's DDP too.
+    alone = micro + 1 < micros or "step" in where or (voids and "hook" in where)
+    ranks = draw(st.sampled_from([(True, True), (True, False), (False, True)][: 3 if alone else 1]))
+    return Failure(where, ranks, micro, draw(st.integers(0, 5)))
+
+
+@dataclass(frozen=True)
+class Loops:
+    """What training loops may do, with the model and the reductions that they have."""
+
+    fewest_rows: int
+    ways: int
+    edits: bool
+    """`.grad` is the loop's between the backward and `step()`."""
+    fails: Sequence[str]
+    voids: bool
+    transforms: Sequence[str]
+
+
+@st.composite
+def train_steps(draw: st.DrawFn, loops: Loops) -> tuple[Step, ...]:
     """What varies is drawn for the run as a whole first: every new batch size or pattern costs a compilation."""
     sizes = draw(st.sampled_from([1, 1, 2]))
-    batches = draw(st.lists(st.tuples(*[st.integers(fewest_rows, 5)] * 2), min_size=sizes, max_size=sizes))
-    cleared = draw(st.sampled_from([[True], [True], [False], [True, False]]))
+    batches = draw(st.lists(st.tuples(*[st.integers(loops.fewest_rows, 5)] * 2), min_size=sizes, max_size=sizes))
+    cleared = draw(st.sampled_from([[True], [True], [False], [True, False]])) if loops.edits else [True]
     counts = draw(st.sampled_from([[1], [1], [2], [1, 2, 3]]))
-    way = st.integers(0, ways - 1)
+    depths = draw(st.sampled_from([[1]] * 5 + [[1, 2, 3]]))
+    losses = draw(st.sampled_from([[""]] * 4 + [[each] for each in LOSSES] + [[*LOSSES]]))
+    edits = draw(st.sampled_from([[""]] * 2 + [["", *EDITS]])) if loops.edits else [""]
+    way = st.integers(0, loops.ways - 1)
     eager = st.sampled_from([(False, False)] * 4 + [(True, False), (False, True)])
     other = st.sampled_from([(False, False)] * 6 + [(True, False), (True, True)])
+    micros = st.builds(
+        Micro, st.sampled_from(batches), st.tuples(way, way), eager, other,
+        st.sampled_from(depths), st.sampled_from(losses), st.sampled_from(edits),
+    )  # fmt: skip
     steps = []
     for _ in range(draw(st.sampled_from([2, 2, 2, 2, 3, 4]))):
         count = draw(st.sampled_from(counts))
-        micros = tuple(
-            Micro(draw(st.sampled_from(batches)), (draw(way), draw(way)), draw(eager), draw(other))
-            for _ in range(count)
+        failure = draw(failures(loops.fails, count, voids=loops.voids))
+        transform = draw(st.sampled_from([""] * 9 + [*loops.transforms]))
+        steps.append(
+            Step(tuple(draw(micros) for _ in range(count)), draw(st.sampled_from(cleared)), failure, transform)
         )
-        steps.append(Step(micros, draw(st.sampled_from(cleared))))
     return tuple(steps)
 
 
@@ -103,9 +154,20 @@ def reductions(
         "wire": draw(st.sampled_from(["", "", "", *WIRES])),
         "compute": draw(st.sampled_from([""] * 6 + ["bfloat16"])) if is_cast else "",
         "divides": draw(st.sampled_from([()] * 4 + [(3.0,), (0.7, 5.0), (2.0, 3.0, 0.3)])),
-        # torch's reducer knows neither hooks of ours nor levels.
-        "python_hook": bool(levels) or draw(st.sampled_from([True] * 15 + [False])),
+        **draw(updates(buckets, blocks, levels)),
     }
+
+
+@st.composite
+def updates(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], levels: str) -> dict[str, Any]:
+    """Which optimizer steps, and where."""
+    adamw, has_gaps = draw(st.booleans()), "layouts" in {block.kind for block in blocks}
+    can_shard = buckets != "no passes" and not levels and not has_gaps
+    update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
+    if update:
+        return {"adamw": adamw, "update": update, "max_norm": draw(st.sampled_from([None, 0.05]))}
+    # torch's reducer knows neither hooks of ours nor levels.
+    return {"adamw": adamw, "python_hook": bool(levels) or draw(st.sampled_from([True] * 9 + [False]))}
 
 
 @st.composite
@@ -122,24 +184,38 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     buckets = draw(st.sampled_from(list(BUCKETS)))
     reduction = draw(reductions(buckets, blocks, world_size, find_unused=find_unused))
     wrapper = buckets not in ("per module", "no passes") and not reduction.get("levels") and draw(st.booleans())
+    compiled = draw(st.sampled_from(["model", "model", "head", "nothing", *COMPILED]))
+    broadcast_buffers = draw(st.sampled_from([True, True, False]))
+    in_backward = bool(reduction.get("update"))
+    loops = Loops(
+        fewest_rows,
+        len(ways),
+        edits=not in_backward,
+        # torch's DDP copies buffers before each forward, this package after a synchronised backward that succeeded.
+        fails=FAILS[3:] if broadcast_buffers and "running scale" in kinds else FAILS,
+        # torch's reducer leaves the other ranks waiting; updates in a backward that is void later need a checkpoint.
+        voids=compiled not in ("nothing", "late") and reduction.get("python_hook", True) and not in_backward,
+        # An inner backward accumulates gradients in `torch.autograd.grad` too.
+        transforms=[each for each in TRANSFORMS if (each, kinds & {"recomputed"}) != ("autograd.grad", {"recomputed"})],
+    )
     return FuzzCase(
         blocks=blocks,
         width=draw(st.integers(1, 6)),
-        steps=draw(train_steps(fewest_rows, len(ways))),
+        steps=draw(train_steps(loops)),
         ways=ways,
-        compiled=draw(st.sampled_from(["model", "model", "head", "nothing", *COMPILED])),
+        compiled=compiled,
         dynamic=draw(st.sampled_from([None] * 5 + [True, False])),
         buckets=buckets,
         wrapper=wrapper,
         find_unused=find_unused,
-        broadcast_buffers=draw(st.sampled_from([True, True, False])),
+        broadcast_buffers=broadcast_buffers,
         check_reductions=draw(st.sampled_from([True, True, True, False])),
         # What is computed again in a backward is computed without autocast.
         autocast="recomputed" not in kinds and draw(st.sampled_from([False] * 7 + [True])),
         hook=hook,
         hooks_late=draw(st.booleans()),
         # A module that is left out as a whole, on one rank, is an error.
-        split=not (wrapper or find_unused or reduction.get("apart")) and draw(st.booleans()),
+        split=not (wrapper or find_unused or in_backward or reduction.get("apart")) and draw(st.booleans()),
         **reduction,
         seed=draw(st.integers(0, 99)),
     )
@@ -164,6 +240,11 @@ def run_cases(ranks: Ranks, examples: int) -> Counter[str]:
         assert not any(outcome.difference for outcome in outcomes), [outcome.difference for outcome in outcomes]
         met.update({case.compiled, case.buckets, outcomes[0].mode, *(block.kind for block in case.blocks)})
         met.update(outcomes[0].backwards.keys())
+        for step in case.steps:
+            met.update({step.transform or "no transform", step.failure.where if step.failure else "no error"})
+            met.update({f"depth {each.depth}" for each in step.micros})
+            met.update({each.edit for each in step.micros} | {each.loss for each in step.micros})
+        met.update({case.update or "step()", "adamw" if case.adamw else "sgd"})
         met.update({case.hook or "no hook", "split" if case.split else "whole", case.wire or "own dtype"})
         hooks = {f"{case.comm_hook} hook": case.comm_hook, "hook of torch": case.torch_hook}
         hooks |= {f"apart by {case.apart_by}": case.apart}
@@ -188,7 +269,8 @@ def test_random_training_runs(ranks2: Ranks) -> None:
         assert set(met) >= {*KINDS, *COMPILED, *BUCKETS, "captured", "captured without sync", "torch's C++ reducer"}
         reduced = {"compute", "divides", "other factors"}
         hooks = {"rounded hook", "int8 hook", "hook of torch", "apart by hook"}
-        assert set(met) >= {*reduced, *hooks, *WIRES}
+        assert set(met) >= {*reduced, *hooks, *WIRES, "in_backward", "shard", "adamw"}
+        assert set(met) >= {*EDITS, *FAILS, *TRANSFORMS, *LOSSES, "depth 3"}
         if EXAMPLES >= 1000:
             assert set(met) >= {f"{hook} beside a policy" for hook in hooks}
 
@@ -215,6 +297,44 @@ def test_a_plain_run_is_equal(ranks2: Ranks) -> None:
     for outcome in ranks2.run(fuzzing.run_case, PLAIN):
         assert outcome.difference == ""
         assert outcome.backwards == {"captured": 2, "captured without sync": 1}
+
+
+PAIR = (Micro((2, 3)), Micro((3, 2)))
+EDITED = replace(
+    PLAIN, steps=(Step((replace(PAIR[0], edit="replace"), replace(PAIR[1], edit="clip the norm"))), PLAIN.steps[1])
+)
+DEEPER = replace(
+    PLAIN, steps=tuple(Step((Micro((2, 3), depth=depth, loss="a term for each row"),)) for depth in (1, 2))
+)
+SAMPLES = {
+    "errors on all ranks": replace(PLAIN, steps=tuple(Step(PAIR, failure=Failure(each, micro=1)) for each in FAILS)),
+    "errors on one rank": replace(
+        PLAIN,
+        steps=(
+            Step(PAIR, failure=Failure("hook", (True, False), micro=1)),
+            Step(PAIR, failure=Failure("tensor hook", (False, True), micro=1, parameter=3)),
+            Step(PAIR, failure=Failure("hook", (False, True))),
+        ),
+    ),
+    "edits": EDITED,
+    "deeper": DEEPER,
+    "transforms": replace(PLAIN, steps=tuple(Step(PAIR[:1], transform=each) for each in TRANSFORMS)),
+    "in_backward": replace(PLAIN, steps=(Step(PAIR), Step(PAIR)), update="in_backward", max_norm=0.05),
+    "shard": replace(PLAIN, steps=(Step(PAIR), Step(PAIR)), update="shard", adamw=True),
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_a_sample_is_equal(ranks2: Ranks, sample: str) -> None:
+    for outcome in ranks2.run(fuzzing.run_case, SAMPLES[sample]):
+        assert outcome.difference == ""
+        assert outcome.backwards["captured"] >= 2
+
+
+@pytest.mark.parametrize(("fault", "case"), [*zip(LOOP_FAULTS, (EDITED, DEEPER), strict=True)], ids=LOOP_FAULTS)
+def test_a_planted_fault_of_the_loop_is_seen(ranks2: Ranks, fault: str, case: FuzzCase) -> None:
+    for outcome in ranks2.run(fuzzing.run_case, case, fault):
+        assert "gradient of blocks.0" in outcome.difference
 
 
 @pytest.mark.parametrize("fault", FAULTS)
