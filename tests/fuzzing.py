@@ -148,8 +148,9 @@ KINDS: dict[str, type[Block]] = {}
 class Block(nn.Module):
     """Takes and returns float32; computes in the dtype of its parameters, or in that to which a policy casts them."""
 
-    def __init_subclass__(cls, kind: str) -> None:
-        KINDS[kind] = cls
+    def __init_subclass__(cls, kind: str = "") -> None:
+        if kind:  # else `replicate` makes a class of a class
+            KINDS[kind] = cls
 
     def __init__(self, width: int, spec: BlockSpec) -> None:
         super().__init__()
@@ -388,28 +389,20 @@ LOSSES: dict[str, Callable[[Tensor], list[Tensor]]] = {
 backward after a forward."""
 
 
-def _halve(parameters: list[Tensor]) -> None:
-    for each in parameters:
-        if each.grad is not None:
+EDITS = ("scale", "replace", "remove", "clip the norm")
+
+
+def _edit(kind: str, parameters: list[Tensor]) -> None:
+    """What loops do to `.grad` before `step()`."""
+    if kind == "clip the norm":
+        nn.utils.clip_grad_norm_(parameters, max_norm=0.05)
+    for number, each in enumerate(parameters):
+        if each.grad is not None and kind == "scale":
             each.grad.mul_(0.5)
-
-
-def _replace(parameters: list[Tensor]) -> None:
-    for each in parameters:
-        each.grad = None if each.grad is None else 0.5 * each.grad
-
-
-def _remove(parameters: list[Tensor]) -> None:
-    for each in parameters[::2]:
-        each.grad = None
-
-
-EDITS: dict[str, Callable[[list[Tensor]], object]] = {
-    "scale": _halve,
-    "replace": _replace,
-    "remove": _remove,
-    "clip the norm": partial(nn.utils.clip_grad_norm_, max_norm=0.05),
-}
+        elif each.grad is not None and kind == "replace":
+            each.grad = 0.5 * each.grad
+        elif kind == "remove" and number % 2 == 0:
+            each.grad = None
 
 
 class UserError(Exception):
@@ -819,8 +812,7 @@ class Run:
 
     def edit(self, micro: Micro) -> None:
         for stack in (self.twin,) if self.fault == "an edit is lost" else (self.stack, self.twin):
-            if micro.edit:
-                EDITS[micro.edit](list(stack.parameters()))
+            _edit(micro.edit, list(stack.parameters()))
 
     def transform(self, number: int, step: Step, run: Any) -> None:
         """The same data on all ranks: buffers that a forward changes stay the same on all."""
@@ -883,20 +875,15 @@ def _batch(case: FuzzCase, micro: Micro, number: int, rank: int) -> Batch:
 # --- faults, to see that the comparison can fail ----------------------------------------------------------------
 
 FAULTS = ("sums instead of averages", "a gradient doubled on rank 1", "never synchronised")
-LOOP_FAULTS = ("an edit is lost", "each block is called once")
 EIGHT_BITS_FAULTS: dict[str, Callable[[dp_compile.HookBucket], dp_compile.HookBucket]] = {
-    "a sum": lambda bucket: bucket._replace(gradients=[each * bucket.ranks for each in bucket.gradients]),
     "rank 1 is missing": lambda bucket: bucket._replace(
         gradients=[each * (bucket.rank != 1) for each in bucket.gradients]
     ),
-    "errors are forgotten": lambda bucket: bucket._replace(state=_times(0, bucket.state)),
-    "errors are sent twice": lambda bucket: bucket._replace(state=_times(2, bucket.state)),
+    "errors are forgotten": lambda bucket: bucket._replace(
+        state=[{name: 0 * each for name, each in state.items()} for state in bucket.state]
+    ),
 }
 """What the hook is given in place of its bucket."""
-
-
-def _times(factor: int, states: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    return [{name: factor * each for name, each in state.items()} for state in states]
 
 
 @contextmanager
