@@ -80,6 +80,8 @@ class Loops:
 
     fewest_rows: int
     ways: int
+    deep: bool
+    """Blocks may be called several times."""
     edits: bool
     """`.grad` is the loop's between the backward and `step()`."""
     fails: Sequence[str]
@@ -94,7 +96,7 @@ def train_steps(draw: st.DrawFn, loops: Loops) -> tuple[Step, ...]:
     batches = draw(st.lists(st.tuples(*[st.integers(loops.fewest_rows, 5)] * 2), min_size=sizes, max_size=sizes))
     cleared = draw(st.sampled_from([[True], [True], [False], [True, False]])) if loops.edits else [True]
     counts = draw(st.sampled_from([[1], [1], [2], [1, 2, 3]]))
-    depths = draw(st.sampled_from([[1]] * 5 + [[1, 2, 3]]))
+    depths = draw(st.sampled_from([[1]] * 5 + [[1, 2, 3]])) if loops.deep else [1]
     losses = draw(st.sampled_from([[""]] * 4 + [[each] for each in fuzzing.LOSSES] + [[*fuzzing.LOSSES]]))
     edits = draw(st.sampled_from([[""]] * 2 + [["", *fuzzing.EDITS]])) if loops.edits else [""]
     way = st.integers(0, loops.ways - 1)
@@ -188,6 +190,7 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     loops = Loops(
         fewest_rows,
         len(ways),
+        deep="recomputed" not in kinds,  # torch's DDP knows one inner backward of each parameter
         edits=not in_backward,
         # torch's DDP copies buffers before each forward, this package after a synchronised backward that succeeded.
         fails=fuzzing.FAILS[3:] if broadcast_buffers and "running scale" in kinds else fuzzing.FAILS,
