@@ -26,29 +26,17 @@ def of_class(kind: str, base: type = object) -> Any:
     return type(kind, (base,), {"name": lambda self: "as it calls itself"})()
 
 
-@pytest.mark.parametrize(
-    ("found", "expected"),
-    [
-        (of_class("ProcessGroupGloo"), "gloo"),
-        (of_class("ProcessGroupNCCL"), "nccl"),
-        (of_class("ProcessGroupNCCL2"), "nccl2"),
-        (of_class("ProcessGroupNCCLLazy"), "nccl-lazy"),
-        (of_class("FakeProcessGroup"), "fake"),
-        (of_class("ProcessGroupXCCL"), "xccl"),
-        (of_class("OfAUser", type(of_class("ProcessGroupNCCL"))), "nccl"),
-        (of_class("ProcessGroupUCC"), "as it calls itself"),
-    ],
-)
-def test_classes(found: Any, expected: str) -> None:
-    assert distributed.backend_of(found, "cuda").name == expected
-
-
-def test_what_a_class_can_do() -> None:
+def test_classes() -> None:
+    classes = {"Gloo": GLOO, "NCCL": NCCL, "NCCL2": NCCL2, "XCCL": XCCL, "UCC": Backend("as it calls itself")}
+    for name, expected in classes.items():
+        assert distributed.backend_of(of_class(f"ProcessGroup{name}"), "cpu") == expected
+    assert distributed.backend_of(of_class("FakeProcessGroup"), "cpu") == FAKE
+    assert distributed.backend_of(of_class("ProcessGroupNCCLLazy"), "cuda").name == "nccl-lazy"
+    assert distributed.backend_of(of_class("OfAUser", type(of_class("ProcessGroupNCCL"))), "cuda") == NCCL
+    assert distributed.backend_of(Stated(), "cpu") is NCCL  # type: ignore[arg-type]
     averaging = [each for each in (GLOO, NCCL, NCCL2, XCCL, FAKE) if each.averages]
     assert averaging == [NCCL, NCCL2]
     assert [each.coalesces_in_place for each in averaging] == [True, False]
-    assert distributed.backend_of(of_class("ProcessGroupUCC"), "cpu") == Backend("as it calls itself")
-    assert distributed.backend_of(Stated(), "cpu") is NCCL  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

@@ -13,11 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import dp_compile
 from dp_compile._torch import distributed, pairs
 from dp_compile.fx.collectives import WAIT
-from dp_compile.modules.replicated_module import replica_of
-from dp_compile.plan.backends import GLOO
 from dp_compile.testing.ranks import Ranks
 
 CPU = torch.device("cpu")
@@ -36,28 +33,24 @@ def exchanged() -> None:
             # Several at once, which end in another order than they begin.
             several = [pairs.all_to_all(sent, name), pairs.all_gather(sent, name), pairs.all_to_all(turned, name)]
             parts, gathered, flipped = [result for result, work in several[::-1] if work.wait()][::-1]
-            expected = sent.view(torch.uint8), turned.view(torch.uint8)
-            for given, found in zip(expected, (parts, flipped), strict=True):
-                result = torch.empty_like(given)
-                dist.all_to_all_single(result, given, group=group)
+            for given, found in ((sent, parts), (turned, flipped)):
+                result = torch.empty_like(given.view(torch.uint8))
+                dist.all_to_all_single(result, given.view(torch.uint8), group=group)
                 assert torch.equal(found.view(torch.uint8), result)
             whole = torch.empty(ranks * sent.nbytes, dtype=torch.uint8)
             dist.all_gather_into_tensor(whole, sent.view(torch.uint8), group=group)
             assert torch.equal(gathered.view(torch.uint8), whole)
-            memory = torch.empty(3 * ranks, dtype=dtype), torch.empty(3 * ranks * ranks, dtype=dtype)
-            received, work = pairs.all_to_all(sent, name, into=memory[0])
-            place = memory[1].view(ranks, -1)[rank]
+            memory = torch.empty(3 * ranks * ranks, dtype=dtype)
+            place = memory.view(ranks, -1)[rank]
             place.copy_(sent)
-            in_place, other = pairs.all_gather(place, name, into=memory[1])
-            assert work.wait()
+            in_place, other = pairs.all_gather(place, name, into=memory)
             assert other.wait()
-            assert [each.data_ptr() for each in (received, in_place)] == [each.data_ptr() for each in memory]
-            assert torch.equal(received.view(torch.uint8), parts.view(torch.uint8))
+            assert in_place.data_ptr() == memory.data_ptr()
             assert torch.equal(in_place.view(torch.uint8), whole)
-            for op, result in ((pairs.ALL_TO_ALL, parts), (pairs.ALL_GATHER, gathered)):
+            for op, expected in ((pairs.ALL_TO_ALL, parts), (pairs.ALL_GATHER, gathered)):
                 made = op(sent, ranks, name)
                 kept = weakref.ref(made)
-                assert torch.equal(WAIT(made).view(torch.uint8), result.view(torch.uint8))
+                assert torch.equal(WAIT(made).view(torch.uint8), expected.view(torch.uint8))
                 del made
                 assert kept() is None
 
@@ -151,38 +144,3 @@ def test_receives_are_posted_before_sends(exchange: Any, monkeypatch: pytest.Mon
     work.wait()
     assert posted[4:] == [f"waited {each}" for each in posted[:4]]
     assert kept() is None
-
-
-def test_whose_own_exchange_does_not_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not pairs.take_turns("no group of this process", CPU)
-    for kind, expected in {"ProcessGroupGloo": True, "FakeProcessGroup": False, "ProcessGroupNCCL": False}.items():
-        group = type(kind, (), {})()
-        monkeypatch.setattr(distributed, "group_of_name", lambda _, found=group: found)
-        assert pairs.take_turns("a group", CPU) == expected
-        assert not pairs.take_turns("a group", torch.device("cuda", 0))
-
-
-@pytest.mark.parametrize("op", [pairs.ALL_TO_ALL, pairs.ALL_GATHER])
-def test_the_ops_keep_their_promise_to_the_tracer(op: Any) -> None:
-    given = torch.empty(6, dtype=torch.int8, device="meta")
-    made = op(given, 3, "no group")
-    assert (made.shape, made.dtype) == ((6 if op is pairs.ALL_TO_ALL else 18,), torch.int8)
-
-
-def reduced_by_a_hook() -> tuple[tuple[str, ...], str]:
-    model = torch.nn.Linear(64, 64)
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    model.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook())  # type: ignore[operator]
-    torch.compile(model, backend="aot_eager")(torch.ones(2, 64)).sum().backward()
-    found = dp_compile.report(model)
-    stages = {bucket.key.reduction.without_groups().reduce_op for bucket in found.plan.buckets}
-    assert replica_of(model).group.backend == GLOO
-    return tuple(sorted(stages)), found.text(verbose=True)
-
-
-def test_what_a_report_says(ranks: Ranks) -> None:
-    """A plan's stages are what they were; the collectives that ran are ours."""
-    for stages, text in ranks.run(reduced_by_a_hook):
-        assert stages == ("all_to_all all_gather", "sum")
-        assert "all_to_all_in_pairs 0 -> 1" in text, text
-        assert "all_gather_in_pairs 0 -> 1" in text, text

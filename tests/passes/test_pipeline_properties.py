@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from backwards import TRAITS, RandomBackward, random_backwards
+from backwards import RandomBackward, random_backwards
 from graphs import Grad, launches, plan_for, trace
 from hypothesis import Phase, assume, given, settings
 from torch import fx
@@ -142,18 +141,12 @@ def groups(fake_group: dist.ProcessGroup) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
 def test_everything_holds_on_every_graph(groups: tuple[str, ...], examples: int) -> None:
-    seen: Counter[str] = Counter()
-
     @settings(max_examples=examples)
     @given(random_backwards(groups))
     def holds(case: RandomBackward) -> None:
         check(case, groups)
-        seen.update(case.traits)
-        seen["examples"] += 1
 
     holds()
-    assert seen["examples"] >= examples
-    assert not [trait for trait in TRAITS if not seen[trait]], seen
 
 
 # --- the check itself: what is wrong is found -----------------------------------------------------------------------
@@ -172,7 +165,7 @@ def fixed_case(groups: tuple[str, ...]) -> RandomBackward:
 
     inputs = tuple(grad.values(seed) for seed, grad in enumerate(grads))
     plans = (plan_for(grads[:2], cap=1), plan_for(grads[2:]))
-    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True, frozenset())
+    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True)
 
 
 def first(graph: fx.Graph, target: Any) -> fx.Node:

@@ -7,21 +7,23 @@ import pickle
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from planted import WaitsAtOnce
-from torch import nn
+from torch import fx, nn
 
 import dp_compile
 from dp_compile import testing
 from dp_compile.errors import ModuleError
+from dp_compile.fx.collectives import is_collective, waits_of
 from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.result import PassResult
+from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.flags import MORE
 from dp_compile.testing.golden import ACCEPT_VARIABLE
@@ -195,6 +197,20 @@ def test_without_passes_every_gradient_is_reduced_where_it_stands() -> None:
 
 
 # --- planted regressions ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WaitsAtOnce:
+    """Each wait stands right after its launch."""
+
+    name: ClassVar[str] = "waits-at-once"
+    realises_plan: ClassVar[bool] = False
+
+    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
+        for launch in list(filter(is_collective, graph.nodes)):
+            for wait in waits_of(launch):
+                launch.append(wait)
+        return PassResult(changed=True)
 
 
 def test_a_wait_moved_early_is_seen(seen: testing.SeenBackward) -> None:
