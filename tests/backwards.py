@@ -115,20 +115,16 @@ class Builder:
             scale=scale,
             replica=replica,
         )
-        arguments = (grad.index, grad.replica)
-        reduced = self.call(REDUCE_GRAD, source, *arguments)
+        reduced = self.call(REDUCE_GRAD, source, grad.index, grad.replica)
         self.after_wait.add(reduced)
         self.pool.append(reduced)
         return grad, reduced
 
-    def store(self, reduced: fx.Node) -> bool:
+    def store(self, reduced: fx.Node) -> None:
         """Copy a reduced gradient into an input, as into a `.grad` that exists. At the end of a graph only."""
         inputs = self.graph.find_nodes(op="placeholder")
-        fitting = [node for node in inputs if _kind(node) == _kind(reduced)]
-        if not fitting:
-            return False
-        self.call(aten.copy_.default, self.draw(st.sampled_from(fitting)), reduced)
-        return True
+        if fitting := [node for node in inputs if _kind(node) == _kind(reduced)]:
+            self.call(aten.copy_.default, self.draw(st.sampled_from(fitting)), reduced)
 
 
 def value(node: fx.Node) -> torch.Tensor:

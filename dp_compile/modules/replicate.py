@@ -34,7 +34,7 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.hooks import install_hooks, reduce_as_planned
 from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
-from dp_compile.engine.monitor import unwatch, watch
+from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Reducer, Replica, Revision, Revisions
 from dp_compile.engine.settling import describe_plan
@@ -604,7 +604,7 @@ def _install(module: nn.Module, replica: Replica) -> None:
     # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
     nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
     install_entry()
-    watch(replica)
+    MONITOR.watch(replica)
     logger.info("the plan: %s", describe_plan(replica))
 
 
@@ -633,7 +633,7 @@ def _release(replica: Replica) -> None:
     if root is not None:
         take_precision_off(root)
     owners.remove(replica)
-    unwatch(replica)
+    MONITOR.unwatch(replica)
 
 
 def _move_inputs(module: nn.Module, device: torch.device | None) -> None:

@@ -220,7 +220,7 @@ def run_counted() -> int:
     dp_compile.warmup(model, [tokens(4, 9)], loss)
     with dp_compile.no_sync(model):
         loss(tokens(4, 9)).backward()
-    return monitor._records[replica_of(model).topic].standing(None).local
+    return monitor._records[replica_of(model).topic].progress(None).local
 
 
 def test_the_monitor_goes_on_counting(ranks: Ranks) -> None:
