@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from twins import ADAMW, SGD, SMALL, Make, Net, Twins, twins, two_groups
+from twins import ADAMW, SGD, SMALL, Make, Net, Twins, id_of, twins, two_groups
 
 import dp_compile
 import dp_compile.plan.crossing
@@ -603,23 +603,6 @@ def other_backends() -> None:
     both.compare()
 
 
-@pytest.mark.parametrize(
-    "scenario",
-    [
-        in_autocast,
-        groups_and_memory,
-        optimizer_s_own_state,
-        recompiled_too_often,
-        head_outside,
-        of_any_size,
-        in_a_wrapper,
-        other_backends,
-    ],
-)
-def test_one_by_one(ranks2: Ranks, scenario: Callable[[], None]) -> None:
-    ranks2.run(scenario)
-
-
 class Varies(Tied):
     """A forward may leave a layer out, and computes another again in the backward."""
 
@@ -635,7 +618,8 @@ class Varies(Tied):
         return result
 
 
-def varied(shard: bool, change: str) -> list[int]:
+def varied(shard: bool, change: str) -> None:
+    """In flight from the step before: nobody waits for a layer that is left out, the step behind it has to."""
     with poisoned():
         both = crossing(Varies, ADAMW, shard=shard, find_unused_parameters=True, compile_theirs=True)
         counts = []
@@ -650,14 +634,7 @@ def varied(shard: bool, change: str) -> list[int]:
             if number == 3:
                 both.compare()
         both.compare()
-    return counts
-
-
-@pytest.mark.parametrize(("shard", "change"), [(False, "left out"), (False, "frozen"), (True, "left out")])
-def test_layers_that_a_forward_does_not_read_or_reads_twice(ranks2: Ranks, shard: bool, change: str) -> None:
-    """In flight from the step before: nobody waits for a layer that is left out, the step behind it has to."""
-    for counts in ranks2.run(varied, shard, change):
-        assert max(counts) > 0
+    assert max(counts) > 0
 
 
 # --- whatever comes between -------------------------------------------------------------------------------------------
@@ -809,8 +786,8 @@ def test_many_orders(
     ranks2.run(in_order, names, make, shard, max_norm if shard else None, scaled and shard)
 
 
-def interrupted(kind: type[BaseException], shard: bool) -> int:
-    """Before an update that is in flight has written anything."""
+def interrupted(kind: type[BaseException], shard: bool) -> None:
+    """Before an update that is in flight has written anything: it stays there."""
     both = crossing(shard=shard)
     go(both, 0)
     go(both, 1)
@@ -822,27 +799,17 @@ def interrupted(kind: type[BaseException], shard: bool) -> int:
             raise kind("planted")
         plain(self)
 
-    Left._finish = finish  # type: ignore[method-assign]
-    try:
-        with pytest.raises(kind, match="planted"):
-            dp_compile.optim.synchronize(both.ours)
-    finally:
-        Left._finish = plain  # type: ignore[method-assign]
-    in_the_air = left()
+    with mock.patch.object(Left, "_finish", finish), pytest.raises(kind, match="planted"):
+        dp_compile.optim.synchronize(both.ours)
+    assert left()
     go(both, 2)
     dp_compile.optim.synchronize(both.ours)
     both.compare()
-    return in_the_air
 
 
-@pytest.mark.parametrize(("kind", "shard"), [(RuntimeError, False), (KeyboardInterrupt, True)])
-def test_an_update_that_has_written_nothing_stays_in_flight(
-    ranks2: Ranks, kind: type[BaseException], shard: bool
-) -> None:
-    assert all(ranks2.run(interrupted, kind, shard))
-
-
-def written(way: str) -> list[str]:
+def written(way: str) -> None:
+    """The update would be of what was there before, or what was written lost; one that failed would be missing on one
+    rank."""
     both = crossing(shard=way == "written to, sharded")
     go(both, 0)
     state = copy.deepcopy((both.ours.state_dict(), dp_compile.optim.full_state_dict(both.mine)))
@@ -855,50 +822,64 @@ def written(way: str) -> list[str]:
         weight.data = weight.data.clone()
     else:
         both.mine.state[weight]["momentum_buffer"] = torch.zeros(5)
-    said = []
-    for attempt in (lambda: both.run(batch(2)), lambda: both.run(batch(2)).sum().backward(), both.mine.step):
-        with pytest.raises(Exception) as error:  # noqa: PT011
+    with pytest.raises(Exception) as error:  # noqa: PT011
+        both.run(batch(2))
+    assert ("synchronize(model)" in str(error.value)) is (way != "its update fails")
+    for attempt in (lambda: both.run(batch(2)).sum().backward(), both.mine.step):
+        with pytest.raises(Exception, match="load_state_dict"):
             attempt()
-        said.append(str(error.value))
     for model, optimizer in ((both.ours, both.mine), (both.theirs, both.other)):
         model.load_state_dict(state[0])
         optimizer.load_state_dict(copy.deepcopy(state[1]))
     go(both, 3)
     both.compare()
-    return said
 
 
-@pytest.mark.parametrize("way", ["written to", "written to, sharded", "elsewhere", "its update fails"])
-def test_parameters_that_change_in_flight(ranks2: Ranks, way: str) -> None:
-    """The update would be of what was there before, or what was written lost; one that failed would be missing on one
-    rank."""
-    for first, *others in ranks2.run(written, way):
-        assert ("synchronize(model)" in first) is (way != "its update fails")
-        assert all("load_state_dict" in each for each in others)
-
-
-def dropped(shard: bool) -> list[int]:
+def dropped(shard: bool) -> None:
+    """A module that goes takes what is in flight with it."""
     with poisoned():
         both = crossing(shard=shard)
         go(both, 0)
-        counts = [left()]
+        assert left() == LEFT
         dp_compile.unreplicate(both.ours)
-        counts.append(left())
+        assert left() == 0
         assert b"dp_compile" not in pickle.dumps(both.ours.layers[0])  # type: ignore[index]
-        for one, other in zip(both.ours.parameters(), both.theirs.parameters(), strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, both.ours.parameters(), both.theirs.parameters()))
         again = crossing(shard=shard)
         go(again, 0)
-        counts.append(left())
+        assert left() == LEFT
         del both, again
         gc.collect()
-        counts.append(left())
-    return counts
+        assert left() == 0
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_a_module_that_goes_takes_what_is_in_flight_with_it(ranks2: Ranks, shard: bool) -> None:
-    assert ranks2.run(dropped, shard) == [[LEFT, 0, LEFT, 0]] * 2
+@pytest.mark.parametrize(
+    ("scenario", "args"),
+    [
+        (in_autocast, ()),
+        (groups_and_memory, ()),
+        (optimizer_s_own_state, ()),
+        (recompiled_too_often, ()),
+        (head_outside, ()),
+        (of_any_size, ()),
+        (in_a_wrapper, ()),
+        (other_backends, ()),
+        (varied, (False, "left out")),
+        (varied, (False, "frozen")),
+        (varied, (True, "left out")),
+        (interrupted, (RuntimeError, False)),
+        (interrupted, (KeyboardInterrupt, True)),
+        (written, ("written to",)),
+        (written, ("written to, sharded",)),
+        (written, ("elsewhere",)),
+        (written, ("its update fails",)),
+        (dropped, (False,)),
+        (dropped, (True,)),
+    ],
+    ids=id_of,
+)
+def test_one_by_one(ranks2: Ranks, scenario: Callable[..., None], args: tuple[Any, ...]) -> None:
+    ranks2.run(scenario, *args)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import Block, Untraceable, batch, compile_blocks, compile_whole, mlp, not_compiled
+from beside import Block, Untraceable, batch, compile_blocks, compile_whole, not_compiled
 from poison import poisoned
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -139,19 +139,6 @@ def one_rank_falls_back(way: str, max_norm: float | None) -> int:
     return both[0].updated
 
 
-class Mixed(nn.Module):
-    """Two dtypes: buckets of each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.factor = nn.ModuleList(mlp(5) for _ in range(2)), nn.Parameter(torch.ones(7).double())
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x) * self.factor.prod().float()
-        return x
-
-
 class Broken(Net):
     """Its backward has a graph break, so hooks reduce eagerly."""
 
@@ -168,7 +155,6 @@ class Reentrant(Net):
         return result
 
 
-ONE = {"make": lambda parameters: torch.optim.AdamW(parameters, lr=0.01)}
 FEATURES: dict[tuple[str, str], tuple[dict[str, Any], int]] = {
     ("whole", "mixed precision"): ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, 10),
     ("whole", "compiled in parts"): (
@@ -186,8 +172,10 @@ FEATURES: dict[tuple[str, str], tuple[dict[str, Any], int]] = {
     ),
     ("whole", "check_nan, at night"): ({"config": dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)}, 0),
     ("sharded", "tied weights, at night"): ({"build": lambda: Net(tied=True)}, 9),
-    ("sharded", "channels last, at night"): ({"build": Last, **ONE}, 5),
-    ("sharded", "two dtypes, at night"): ({"build": Mixed, **ONE}, 9),
+    ("sharded", "channels last, at night"): (
+        {"build": Last, "make": lambda parameters: torch.optim.AdamW(parameters, lr=0.01)},
+        5,
+    ),
     ("sharded", "reduced in bfloat16, at night"): (
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
         10,
