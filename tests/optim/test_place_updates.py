@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -48,7 +47,7 @@ def placed() -> fx.Graph:
 def placed_at_once(shares: Sequence[int]) -> fx.Graph:
     """As where ranks mix parameters: nothing is launched, and gradients are this rank's own."""
     values = [torch.randn(SIDE, SIDE) for _ in range(6)]
-    graph = trace(partial(backward, reduces=False), *values).graph
+    graph = trace(lambda *each: backward(*each, reduces=False), *values).graph
     PlaceUpdates(tuple(shares), at_once=True)(graph, [PLAN])
     return graph
 
