@@ -131,7 +131,7 @@ class PlaceUpdates:
     Args:
         shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
             Parameters that are written to together have one number.
-        at_once: in a graph that launches nothing, put each update right behind what it needs; else all stand at the
+        at_once: in a graph that launches nothing, put each update right after what it needs; else all stand at the
             end, in the order of buckets.
     """
 

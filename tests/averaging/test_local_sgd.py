@@ -91,7 +91,7 @@ def crossing_model(
 def train(how: str, momenta_too: bool = True, bucket_mb: float = 25.0) -> tuple[list[int], list[torch.Tensor]]:
     """Reduced, then local with averages, then reduced again. The drift check looks at every reduced backward.
 
-    Returns how many buckets are in flight behind each local step, and the parameters.
+    Returns how many buckets are in flight after each local step, and the parameters.
     """
     exchange.BUCKET_MB = bucket_mb  # type: ignore[misc]
     torch._dynamo.reset()

@@ -619,7 +619,7 @@ class Varies(Tied):
 
 
 def varied(shard: bool, change: str) -> None:
-    """In flight from the step before: nobody waits for a layer that is left out, the step behind it has to."""
+    """In flight from the step before: nothing waits for a layer that is left out until the next step does."""
     with poisoned():
         both = crossing(Varies, ADAMW, shard=shard, find_unused_parameters=True, compile_theirs=True)
         counts = []

@@ -1,4 +1,4 @@
-"""Where updates stand in a graph: behind all that reads what they write."""
+"""Where updates stand in a graph: after all that reads what they write."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def train(way: str, name: str, max_norm: float | None, compile_model: Callable[[
     ],
 )
 def test_the_same_parameters_as_ddp(ranks: Ranks, way: str, name: str, max_norm: float | None) -> None:
-    """Two parameter groups and a scheduler; a changed learning rate compiles nothing anew."""
+    """Two parameter groups and a scheduler; another learning rate compiles nothing."""
     assert set(ranks.run(train, way, name, max_norm, compile_whole)) == {(10, 1)}
 
 
@@ -105,7 +105,7 @@ def test_sgd_is_ddp_s_bit_for_bit(ranks2: Ranks) -> None:
 
 
 def as_zero() -> None:
-    """torch's ZeroRedundancyOptimizer: all-reduces, and a step of its own."""
+    """torch's ZeroRedundancyOptimizer: all-reduces, and updates in `step()`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer
