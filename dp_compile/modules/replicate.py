@@ -8,16 +8,15 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import compiler, distributed, optim
+from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import (
     CHECK_VARIABLE,
@@ -94,7 +93,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
-_APPLIED: Final = "dp_compile.optim.applied"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -395,9 +393,6 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         check_copied(target, buffers=config.copies_buffers_at_start or config.broadcast_buffers)
         check_dtensors(target, order.meeting.group, config)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
-        stepping = any(map(optim.in_backward_optimizers, target.trainable.values()))
-        # Above this room, and of use to few.
-        take_over = import_module(_APPLIED).check(module, target.trainable) if stepping else None
         swapped = None if order.keeps_class else replicated_class(module, casts=config.casts)
         replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
         replica.precision = precision
@@ -415,8 +410,6 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         install_precision(module, precision)
     if swapped is not None:
         give_class(module, swapped)
-    if take_over is not None:  # behind everything: a backward may follow
-        take_over()
 
 
 def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) -> Replica:
@@ -574,11 +567,6 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
         "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
-        "optimizers in the backward": [
-            f"{name}: {type(optimizer).__name__}"
-            for name, parameter in target.trainable.items()
-            for optimizer in optim.in_backward_optimizers(parameter)
-        ],
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }
 

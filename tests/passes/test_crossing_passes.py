@@ -34,9 +34,8 @@ def left(
         return [reduced[index] for index in returned] or x + 1
 
     bucket_of = {m.gradient.index: number for number, bucket in enumerate(plan.buckets) for m in bucket.members}
-    shares, in_flight = (-1, 0, 1, 2, 3), ((None,) * len(updates),)
     values = [torch.randn(4, 4) for _ in range(5)]
-    graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates(shares, in_flight))).graph
+    graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates((-1, 0, 1, 2, 3)))).graph
     LeaveReductions((plan,), ((crosses,) * len(updates),))(graph)
     graph.lint()
     return graph

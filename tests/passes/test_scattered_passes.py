@@ -42,9 +42,9 @@ def backward(*values: torch.Tensor) -> torch.Tensor:
     return sources[0].cos()
 
 
-def run(*edits: Callable[[fx.Graph], Any], chosen: BucketPlan | None = None, in_flight: int | None = None) -> fx.Graph:
+def run(*edits: Callable[[fx.Graph], Any], chosen: BucketPlan | None = None) -> fx.Graph:
     values = [grad.values() for grad in GRADS * 2]
-    place = PlaceUpdates((0, 1, 2, 3, -1, -1, -1, -1), ((in_flight,),))
+    place = PlaceUpdates((0, 1, 2, 3, -1, -1, -1, -1))
     passes = (*DEFAULT_PASSES, *map(Changed, edits), place)
     return run_passes(trace(backward, *values), chosen or plan(), passes=passes).graph
 
@@ -65,11 +65,9 @@ def test_an_update_is_given_the_part_of_its_bucket(backend: Backend, wire: str |
         assert part.meta["val"].dtype == torch.float32
 
 
-def test_updates_stand_at_the_end_or_make_room() -> None:
-    for in_flight, expected in ((None, "LLUU"), (1, "LULU")):
-        graph = run(in_flight=in_flight)
-        marks = "".join("L" if is_collective(node) else "U" if node.target is UPDATE else "" for node in graph.nodes)
-        assert marks == expected
+def test_updates_stand_at_the_end() -> None:
+    marks = "".join("L" if is_collective(node) else "U" if node.target is UPDATE else "" for node in run().nodes)
+    assert marks == "LLUU"
 
 
 def another_bucket_s_part(graph: fx.Graph) -> None:
