@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.utils import _pytree
+from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective
@@ -27,9 +27,6 @@ from dp_compile.passes.producers import SCATTERED, is_cast, is_view, stride_befo
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, StateInGraph, analyse, dtype_of, states_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
-
-Use = tuple[Any, ...]
-"""What reads a node, and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Reductions:
     factors: Mapping[fx.Node, tuple[Any, ...]]
     states: Mapping[tuple[int, int], StateInGraph]
     whose: Mapping[fx.Node, tuple[int, int]]
-    uses: Mapping[Use, fx.Node]
+    uses: Mapping[tuple[Any, ...], fx.Node]
     nodes: frozenset[fx.Node]
 
 
@@ -127,16 +124,27 @@ def _name(replica: int, index: int, plans: Sequence[BucketPlan]) -> str:
     return next((each.name for each in gradients if each.index == index), f"index {index}")
 
 
-def _reads(node: fx.Node) -> Iterator[tuple[Use, fx.Node]]:
+def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
     """What a node reads. Ours that take the place of another read the same by another name."""
     if node.target in (UPDATE, UPDATE_LATER):
         update = read_update(node)
         for index, gradient in zip(update.indices, update.gradients, strict=True):
             yield ("the update", update.replica, update.optimizer, index), gradient
     elif node.target is not REDUCE_GRAD:
-        leaves = [each for each in _pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(each, fx.Node)]
+        given = _nodes_in((node.args, node.kwargs))
         # From the last: a product that takes in a factor is given one argument more in front.
-        yield from (((node.name, place - len(leaves)), each) for place, each in enumerate(leaves))
+        yield from (((node.name, place - len(given)), each) for place, each in enumerate(given))
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    map_arg(arguments, note)
+    return found
 
 
 def _sources(grad: fx.Node, gradient: GradientSpec) -> dict[fx.Node, tuple[int, ...]]:
@@ -166,7 +174,7 @@ class _Written(Site):
     read: set[fx.Node]
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        first = next(each for each in _pytree.arg_tree_leaves(*arguments) if isinstance(each, fx.Node))
+        first = _nodes_in(arguments)[0]
         found = [each for each in first.users if each.target is target and _plain(each.args) == _plain(arguments)]
         launches = list(filter(is_collective, first.users))
         if not found or (found[0] in launches and len(launches) > 1):
