@@ -75,7 +75,7 @@ def check_reductions(graph: fx.Graph, before: Reductions, plans: Sequence[Bucket
             _wrong(made_by, _name(each.replica, each.index, plans), f"{each.node.name} is a reduction more, or another")
     now = {each.node: each.node for each in left}
     now |= {node: node for state in states_in(graph).values() for node in state.items.values()}
-    read: set[fx.Node] = set()
+    read: dict[fx.Node, str] = {}
     if len(left) < len(known):
         now |= _bucketed(graph, before, plans, now, made_by, read)
     found = {use: value for node in graph.nodes for use, value in _reads(node) if use in before.uses}
@@ -85,12 +85,12 @@ def check_reductions(graph: fx.Graph, before: Reductions, plans: Sequence[Bucket
             name = _name(*before.whose[was], plans)
             text = f"pass '{made_by}' changed where reduced gradients go: {use[0]} no longer reads that of {name}"
             raise InvalidGraphError(text)
-    memory = {storage for node in read for storage in storages_of(node)}
+    memory = {storage: names for node, names in read.items() for storage in storages_of(node)}
     for node in graph.nodes:
         if node not in before.nodes and node.target is not UPDATE:
-            written = {storage for each in written_by(node) for storage in storages_of(each)}
-            if not memory.isdisjoint(written):
-                _wrong(made_by, "a bucket", f"{node.name} writes to its memory")
+            for storage in (storage for each in written_by(node) for storage in storages_of(each)):
+                if storage in memory:
+                    _wrong(made_by, memory[storage], f"{node.name} writes to memory of its bucket")
 
 
 def _bucketed(
@@ -99,7 +99,7 @@ def _bucketed(
     plans: Sequence[BucketPlan],
     left: Mapping[fx.Node, fx.Node],
     made_by: str,
-    read: set[fx.Node],
+    read: dict[fx.Node, str],
 ) -> dict[fx.Node, fx.Node]:
     """What each reduction has become that is left no more, and each tensor of a hook's state."""
     now: dict[fx.Node, fx.Node] = {}
@@ -171,17 +171,17 @@ class _Written(Site):
 
     made_by: str
     names: str
-    read: set[fx.Node]
+    read: dict[fx.Node, str]
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        first = _nodes_in(arguments)[0]
+        first, *others = _nodes_in(arguments)
         found = [each for each in first.users if each.target is target and _plain(each.args) == _plain(arguments)]
         launches = list(filter(is_collective, first.users))
         if not found or (found[0] in launches and len(launches) > 1):
             there = ", ".join(f"{each.target}{each.args[1:]}" for each in first.users if each.target is target)
             wanted = f"once {target}{arguments[1:]} of {first.name}, found {there or 'none'}"
             _wrong(self.made_by, self.names, f"the bucket needs {wanted}")
-        self.read.update((first, found[0]))
+        self.read.update(dict.fromkeys((first, *others, found[0]), self.names))
         return found[0]
 
     def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
