@@ -49,7 +49,6 @@ _PAIRED: Final = {
     ALL_TO_ALL: collectives.PAIRED_ALL_TO_ALL,
     ALL_GATHER: collectives.PAIRED_ALL_GATHER,
 }
-"""As `_PAIRED` of `reduction.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.utils import _pytree
+from torch.fx.node import map_arg
 
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.collectives import is_collective
@@ -27,9 +27,6 @@ from dp_compile.passes.producers import SCATTERED, is_cast, is_view, stride_befo
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, StateInGraph, analyse, dtype_of, states_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
-
-Use = tuple[Any, ...]
-"""What reads a node, and where."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +43,7 @@ class Reductions:
     factors: Mapping[fx.Node, tuple[Any, ...]]
     states: Mapping[tuple[int, int], StateInGraph]
     whose: Mapping[fx.Node, tuple[int, int]]
-    uses: Mapping[Use, fx.Node]
+    uses: Mapping[tuple[Any, ...], fx.Node]
     nodes: frozenset[fx.Node]
 
 
@@ -78,7 +75,7 @@ def check_reductions(graph: fx.Graph, before: Reductions, plans: Sequence[Bucket
             _wrong(made_by, _name(each.replica, each.index, plans), f"{each.node.name} is a reduction more, or another")
     now = {each.node: each.node for each in left}
     now |= {node: node for state in states_in(graph).values() for node in state.items.values()}
-    read: set[fx.Node] = set()
+    read: dict[fx.Node, str] = {}
     if len(left) < len(known):
         now |= _bucketed(graph, before, plans, now, made_by, read)
     found = {use: value for node in graph.nodes for use, value in _reads(node) if use in before.uses}
@@ -88,12 +85,12 @@ def check_reductions(graph: fx.Graph, before: Reductions, plans: Sequence[Bucket
             name = _name(*before.whose[was], plans)
             text = f"pass '{made_by}' changed where reduced gradients go: {use[0]} no longer reads that of {name}"
             raise InvalidGraphError(text)
-    memory = {storage for node in read for storage in storages_of(node)}
+    memory = {storage: names for node, names in read.items() for storage in storages_of(node)}
     for node in graph.nodes:
         if node not in before.nodes and node.target is not UPDATE:
-            written = {storage for each in written_by(node) for storage in storages_of(each)}
-            if not memory.isdisjoint(written):
-                _wrong(made_by, "a bucket", f"{node.name} writes to its memory")
+            for storage in (storage for each in written_by(node) for storage in storages_of(each)):
+                if storage in memory:
+                    _wrong(made_by, memory[storage], f"{node.name} writes to memory of its bucket")
 
 
 def _bucketed(
@@ -102,7 +99,7 @@ def _bucketed(
     plans: Sequence[BucketPlan],
     left: Mapping[fx.Node, fx.Node],
     made_by: str,
-    read: set[fx.Node],
+    read: dict[fx.Node, str],
 ) -> dict[fx.Node, fx.Node]:
     """What each reduction has become that is left no more, and each tensor of a hook's state."""
     now: dict[fx.Node, fx.Node] = {}
@@ -127,16 +124,27 @@ def _name(replica: int, index: int, plans: Sequence[BucketPlan]) -> str:
     return next((each.name for each in gradients if each.index == index), f"index {index}")
 
 
-def _reads(node: fx.Node) -> Iterator[tuple[Use, fx.Node]]:
+def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
     """What a node reads. Ours that take the place of another read the same by another name."""
     if node.target in (UPDATE, UPDATE_LATER):
         update = read_update(node)
         for index, gradient in zip(update.indices, update.gradients, strict=True):
             yield ("the update", update.replica, update.optimizer, index), gradient
     elif node.target is not REDUCE_GRAD:
-        leaves = [each for each in _pytree.arg_tree_leaves(*node.args, **node.kwargs) if isinstance(each, fx.Node)]
+        given = _nodes_in((node.args, node.kwargs))
         # From the last: a product that takes in a factor is given one argument more in front.
-        yield from (((node.name, place - len(leaves)), each) for place, each in enumerate(leaves))
+        yield from (((node.name, place - len(given)), each) for place, each in enumerate(given))
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+
+    def note(node: fx.Node) -> fx.Node:
+        found.append(node)
+        return node
+
+    map_arg(arguments, note)
+    return found
 
 
 def _sources(grad: fx.Node, gradient: GradientSpec) -> dict[fx.Node, tuple[int, ...]]:
@@ -163,17 +171,17 @@ class _Written(Site):
 
     made_by: str
     names: str
-    read: set[fx.Node]
+    read: dict[fx.Node, str]
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        first = next(each for each in _pytree.arg_tree_leaves(*arguments) if isinstance(each, fx.Node))
+        first, *others = _nodes_in(arguments)
         found = [each for each in first.users if each.target is target and _plain(each.args) == _plain(arguments)]
         launches = list(filter(is_collective, first.users))
         if not found or (found[0] in launches and len(launches) > 1):
             there = ", ".join(f"{each.target}{each.args[1:]}" for each in first.users if each.target is target)
             wanted = f"once {target}{arguments[1:]} of {first.name}, found {there or 'none'}"
             _wrong(self.made_by, self.names, f"the bucket needs {wanted}")
-        self.read.update((first, found[0]))
+        self.read.update(dict.fromkeys((first, *others, found[0]), self.names))
         return found[0]
 
     def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:

@@ -31,6 +31,7 @@ LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 
 CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0
+"""The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,6 @@ class Certificate:
         return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A partition with its certificate."""
-
-    buckets: Buckets
-    certificate: Certificate
-
-
 def certify(
     gradients: Sequence[ReadyGradient],
     buckets: Buckets,
@@ -106,7 +99,7 @@ def robust_partition(
     cost: AllReduceCost,
     backward_s: float,
     band: tuple[float, ...] = ERROR_BAND,
-) -> Choice:
+) -> tuple[Buckets, Certificate]:
     """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
 
     Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
@@ -129,7 +122,7 @@ def robust_partition(
     }
     least = min(ratios.values()) * (1 + SLACK)
     best = min((buckets for buckets, ratio in ratios.items() if ratio <= least), key=len)
-    return Choice(best, certify(whole, best, cost=cost, backward_s=backward_s, band=band))
+    return best, certify(whole, best, cost=cost, backward_s=backward_s, band=band)
 
 
 def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:

@@ -121,7 +121,7 @@ class Topology:
 
     def mixed(self, values: Array, step: int) -> Array:
         """What ranks have after a step: `values` has a row for each, before the step."""
-        return np.asarray(self.mixing_matrix(step) @ values)
+        return np.tensordot(self.mixing_matrix(step), values, 1)
 
     def describe(self) -> str:
         """For people, in a line: name, period, and how fast ranks come to agree."""

@@ -169,5 +169,5 @@ def add_up_the_wrong_parts(graph: fx.Graph) -> None:
 def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], backend: Backend) -> None:
     grads = [Grad(index=index, shape=(3,), levels=LEVELS, backend=backend) for index in range(2)]
     module = trace(lambda a, b: (grads[0].reduce(a.sin()), grads[1].reduce(b.cos())), *(torch.randn(3),) * 2)
-    with pytest.raises(InvalidGraphError, match="pass 'users-pass' changed what is reduced: the gradient of p0"):
+    with pytest.raises(InvalidGraphError, match=r"pass 'users-pass' changed .*p0"):
         run_passes(module, plan_for(grads, cap=1), passes=(*DEFAULT_PASSES, Changed(wrong)))

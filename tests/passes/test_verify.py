@@ -121,17 +121,14 @@ def overwrite_a_gradient(graph: fx.Graph) -> None:
 
 REFUSED = [
     (send_in_bf16, r"what is reduced: the gradient of p0 \.\. p3: .*once _c10d_functional.all_reduce"),
-    (
-        arguments_of_bucket(swap_two_members),
-        r"p0 \.\. p3: .*once dp_compile.flat_bucket",
-    ),
+    (arguments_of_bucket(swap_two_members), r"p0 \.\. p3: .*once dp_compile.flat_bucket"),
     (read_turned, r"p0 \.\. p3: .*once aten.as_strided"),
     (hand_out_the_local_gradient, "where reduced gradients go: output no longer reads that of p1"),
     (leave_a_write_out, "where reduced gradients go: copy_ no longer reads that of p0"),
     (negate_another, "where reduced gradients go: neg no longer reads that of p3"),
     (reduce_what_is_computed_otherwise, "what is reduced: the gradient of p0: became not reduced"),
     (launch_again, r"p0 \.\. p3: .*once _c10d_functional.all_reduce"),
-    (overwrite_a_gradient, "what is reduced: .* zero_.* writes to its memory"),
+    (overwrite_a_gradient, r"what is reduced: the gradient of p0 \.\. p3: zero_.* writes to memory of its bucket"),
 ]
 
 
