@@ -51,7 +51,7 @@ class Untraceable(torch.autograd.Function):
 
 
 class Fuse(torch.autograd.Function):
-    """The identity, with a backward that fails when told to."""
+    """The identity, whose backward can be made to fail."""
 
     blown = False
 

@@ -300,14 +300,14 @@ class TorchReducer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
         holder = nn.Module()
         holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
-        # DDP leaves out what requires no gradient now, and never hears of it again: its gradient would stay local.
+        # DDP leaves out for good what requires no gradient now: trained later, it would keep the gradient of its rank.
         may_be_unused = options["find_unused_parameters"] or options["static_graph"]
         frozen = [each for each in parameters.values() if may_be_unused and not each.requires_grad]
         for each in frozen:
             each.requires_grad_(True)
         try:
             self._ddp = TorchDDP(holder, init_sync=False, **options)
-            # Kept, so that they stay what they are: torch looks for them behind a weak reference.
+            # Kept, so that they stay what they are: torch holds them by weak references.
             with torch.enable_grad():
                 self._accumulates = {
                     name: (each, autograd.accumulates(each)) for name, each in parameters.items() if each.requires_grad

@@ -241,7 +241,7 @@ def test_a_reduction_that_the_captured_graph_lacks(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_hook_that_was_removed(checked: bool) -> None:
-    """It is named, unless nobody asks."""
+    """It is named, unless the check is off."""
     twin = Twin(mlp(), check_reductions=checked)
     twin.model[2].weight._post_accumulate_grad_hooks.clear()
     loss = twin.run(batch()).square().sum()

@@ -125,7 +125,7 @@ def test_a_change_between_two_backwards(
             compile_whole(model)(torch.ones(2, 4)).sum().backward()
     assert len(walks) == 1 or way is nullcontext
     change(model)
-    for _ in range(2):  # it is found again, whatever caught the first error
+    for _ in range(2):  # also after the first error was caught
         with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]), way():
             compile_whole(model)(torch.ones(2, 4)).sum().backward()
 

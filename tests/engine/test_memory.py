@@ -43,8 +43,8 @@ def test_inputs_are_freed_after_their_last_use_unless_they_are_held() -> None:
     assert peak(graph) == Peak(3 * KIB, "mm_2")  # mm, mm_1 and their product
     hold(graph, [True])
     assert peak(graph) == Peak(4 * KIB, "mm_2")
-    for said in ([False], [True, True]):  # the second is not of this graph's inputs
-        hold(graph, said)
+    for held in ([False], [True, True]):  # the second is not of this graph's inputs
+        hold(graph, held)
         assert peak(graph) == Peak(3 * KIB, "mm_2")
 
 

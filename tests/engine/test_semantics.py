@@ -297,7 +297,7 @@ def test_step_beside_torch_ddp(ranks: Ranks, case: str, way: str) -> None:
 
 
 def backward_in_autocast(side: Side, number: int) -> None:
-    """Nobody means that: what torch.compile makes of a backward computes without, so a captured one does too."""
+    """What torch.compile makes of a backward computes without autocast, so a captured one does too."""
     with side.no_sync():
         loss = side.loss(number + 50)
         with torch.autocast("cpu", torch.bfloat16, enabled=side.ours):
