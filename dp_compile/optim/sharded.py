@@ -629,7 +629,7 @@ class Sharded(InBackward):
             if len(flights) > _GATHERS_AHEAD:
                 with held, replica.told.following(GATHER):
                     flights.popleft().put_back(self.parameters)
-        with replica.told.following(GATHER):
+        with replica.told.following(GATHER) if flights else contextlib.nullcontext():
             for each in flights:
                 with held:
                     each.put_back(self.parameters)
