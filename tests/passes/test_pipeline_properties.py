@@ -165,7 +165,7 @@ def fixed_case(groups: tuple[str, ...]) -> RandomBackward:
 
     inputs = tuple(grad.values(seed) for seed, grad in enumerate(grads))
     plans = (plan_for(grads[:2], cap=1), plan_for(grads[2:]))
-    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True, frozenset())
+    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True)
 
 
 def first(graph: fx.Graph, target: Any) -> fx.Node:
