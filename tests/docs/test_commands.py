@@ -74,7 +74,7 @@ def test_the_start_on_a_cluster() -> None:
 
 def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
     optimizer = python_of("optimizers.md").split("dp_compile.optim.in_backward")[0]
-    for code, where, said in (
+    for code, where, text in (
         (python_of("README.md"), "printed", "backwards: 3 captured"),
         (python_of("migration.md"), "printed", "backwards: 3 captured"),
         (python_of("optimizers.md"), "report", "2 parameters updated in it"),
@@ -82,7 +82,7 @@ def test_the_python_that_is_shown_trains(ranks2: Ranks) -> None:
         (optimizer + python_of("optimizers.md", 3), "report", "the last backward left 1 all-gather for the next"),
     ):
         one, other = ranks2.run(run_shown, code)
-        assert said in one[where]
+        assert text in one[where]
         assert one["parameters"] == other["parameters"]
     one, other = ranks2.run(
         run_shown, optimizer + "import torch.distributed.checkpoint\n" + python_of("optimizers.md", 1)

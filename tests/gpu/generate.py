@@ -42,7 +42,7 @@ Results = dict[str, dict[str, Any]]
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is the last layer's too, and a parameter that nobody uses."""
+    """An embedding whose weight is the last layer's too, and maybe an unused layer."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
