@@ -187,19 +187,18 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
     compiled = draw(st.sampled_from(["model", "model", "head", "nothing", *fuzzing.COMPILED]))
     broadcast_buffers = draw(st.sampled_from([True, True, False]))
     in_backward = bool(reduction.get("update"))
+    # torch's DDP copies buffers before each forward, this package after a synchronised backward that succeeded.
+    late_buffers = broadcast_buffers and "running scale" in kinds
     loops = Loops(
         fewest_rows,
         len(ways),
         deep="recomputed" not in kinds,  # torch's DDP knows one inner backward of each parameter
         edits=not in_backward,
-        # torch's DDP copies buffers before each forward, this package after a synchronised backward that succeeded.
-        fails=fuzzing.FAILS[3:] if broadcast_buffers and "running scale" in kinds else fuzzing.FAILS,
+        fails=fuzzing.FAILS[3:] if late_buffers else fuzzing.FAILS,
         # torch's reducer leaves the other ranks waiting; updates in a backward that is void later need a checkpoint.
         voids=compiled not in ("nothing", "late") and reduction.get("python_hook", True) and not in_backward,
-        # An inner backward accumulates gradients in `torch.autograd.grad` too.
-        transforms=[
-            each for each in fuzzing.TRANSFORMS if (each, kinds & {"recomputed"}) != ("autograd.grad", {"recomputed"})
-        ],
+        # An inner backward accumulates gradients in `torch.autograd.grad` too, which two of the transforms call.
+        transforms=[] if late_buffers else [*fuzzing.TRANSFORMS][: 2 if "recomputed" in kinds else 4],
     )
     return FuzzCase(
         blocks=blocks,
