@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
+from dp_compile.decentralized import decentralize
 from dp_compile.testing.ranks import Ranks
 
 with warnings.catch_warnings():
@@ -191,7 +192,7 @@ class TestAlone:
             dp_compile.replicate(model, config=AOT)
         model = applied(net())
         with pytest.raises(dp_compile.ConfigError, match="Give the optimizer to decentralize"):
-            dp_compile.decentralize(model, topology="complete", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            decentralize(model, topology="complete", optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
         replicated = dp_compile.replicate(applied(net()), config=AOT)
         with pytest.raises(dp_compile.ConfigError, match=r"another optimizer updates .* in the backward already"):
             dp_compile.optim.in_backward(replicated, torch.optim.SGD(replicated.parameters(), lr=0.1))

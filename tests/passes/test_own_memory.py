@@ -12,6 +12,7 @@ from graphs import trace
 from torch import fx, nn
 
 import dp_compile
+from dp_compile.decentralized import decentralize
 from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.updates import UPDATE_LATER, read_update
 
@@ -173,7 +174,7 @@ def test_gradients_that_are_clipped_in_the_backward(fake_group: dist.ProcessGrou
     torch._dynamo.reset()
     found = []
     for compiled in (True, False):
-        model = dp_compile.decentralize(
+        model = decentralize(
             Twice(),
             topology="complete",
             optimizer=lambda named: torch.optim.SGD(named, lr=1.0),
