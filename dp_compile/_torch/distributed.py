@@ -34,10 +34,7 @@ with named():
     from torch.nn.parallel.distributed import (
         DistributedDataParallel as TorchDDP,  # users may put ours under its public name
     )
-    from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    POST_FORWARD: Any = _BufferCommHookLocation.POST_FORWARD
-    FP16_COMPRESS: Any = dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]
     # Newer torches warn of the names that older ones have alone.
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -259,11 +256,6 @@ def count_as_torch_ddp(kind: type[nn.Module]) -> None:
 def of_torch_ddp(name: str) -> Any:
     """What torch's DDP has under a name, for a class in its place; of a static method its function."""
     return getattr(TorchDDP, name)
-
-
-def runs_before_forward(location: Any) -> bool:
-    """Whether torch's `_BufferCommHookLocation` is the one before the forward, not the one after it."""
-    return bool(location == _BufferCommHookLocation.PRE_FORWARD)
 
 
 def composable_apis(module: nn.Module) -> tuple[str, ...]:

@@ -148,7 +148,7 @@ def mixing_of(module: nn.Module) -> MixingUpdates:
     for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
-    raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call dp_compile.decentralize() first.")
+    raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call decentralize() first.")
 
 
 class DecentralizedModule(nn.Module):

@@ -16,7 +16,7 @@ from dp_compile.plan.topologies import Topology
 
 
 class DecentralizedDataParallel(DecentralizedModule):
-    """Wraps a module as decent-dp's class of this name does, on `dp_compile.decentralize`.
+    """Wraps a module as decent-dp's class of this name does, on `decentralize`.
 
     `state_dict` keys have the prefix `module.`. `docs/decentralized.md` says what is different on purpose.
 

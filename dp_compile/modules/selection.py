@@ -255,7 +255,7 @@ def _ignored_by_name(module: nn.Module) -> list[torch.Tensor]:
 def _check_values(target: Selection) -> None:
     for name, tensor in {**target.trainable, **target.frozen, **target.buffers}.items():
         if nn.parameter.is_lazy(tensor):
-            raise ModuleError(f"{name} is lazy. Run one forward with an example input before.")
+            raise ModuleError(f"{name} is lazy. Run one forward with an example input before replicate().")
         if tensor.is_meta:
             raise ModuleError(
                 f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "

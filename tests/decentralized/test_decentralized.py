@@ -90,7 +90,7 @@ def beside_decent_dp(option: str, names: list[str]) -> float:
         factor = given.pop("factor", 1.0)
         theirs = DecentralizedDataParallel(other, topology=name, _local_world_size=2, **given)
         chosen = as_theirs(name, world_size, steps)
-        model = dp_compile.DecentralizedDataParallel(ours, topology=chosen, config=AOT, **given)
+        model = dp_compile.decentralized.DecentralizedDataParallel(ours, topology=chosen, config=AOT, **given)
         theirs.set_adaptive_factor(factor)
         model.set_adaptive_factor(factor)
         run = compiled(model)
@@ -478,7 +478,9 @@ def accumulated() -> None:
     torch._dynamo.reset()
     found = []
     for run_by in (compiled, not_compiled):
-        model: Any = dp_compile.DecentralizedDataParallel(mlp(), adamw_of_names, topology="ring", config=AOT)
+        model: Any = dp_compile.decentralized.DecentralizedDataParallel(
+            mlp(), adamw_of_names, topology="ring", config=AOT
+        )
         run = run_by(model)
         for step in range(3):
             with model.no_sync():

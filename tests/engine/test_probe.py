@@ -87,7 +87,7 @@ RENAMED: dict[str, Rename] = {
 @pytest.mark.parametrize("text", RENAMED)
 def test_a_name_that_torch_changed_is_named(text: str, anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RENAMED[text](monkeypatch)
-    with pytest.raises(dp_compile.UnsupportedTorchError) as error:
+    with pytest.raises(dp_compile.errors.UnsupportedTorchError) as error:
         probe.check()
     assert str(error.value).startswith(f"torch {torch.__version__} has changed what dp_compile relies on: ")
     assert text in str(error.value)
@@ -129,5 +129,5 @@ def test_it_comes_before_the_first_decision(monkeypatch: pytest.MonkeyPatch) -> 
     other_node(monkeypatch)
     model = dp_compile.replicate(torch.nn.Linear(2, 2), config=dp_compile.ReplicateConfig(backend="aot_eager"))
     output = torch.compile(model, backend="aot_eager")(torch.ones(1, 2))
-    with pytest.raises(dp_compile.UnsupportedTorchError, match="CompiledFunctionBackward"):
+    with pytest.raises(dp_compile.errors.UnsupportedTorchError, match="CompiledFunctionBackward"):
         output.sum().backward()

@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile import averaging
+from dp_compile.decentralized import decentralize
 
 STEPS: Final = 10
 WIDTH: Final = 16
@@ -730,7 +731,7 @@ def decentralized(place: Place) -> Difference:
     theirs = copy.deepcopy(ours)
     plain = functools.partial(torch.optim.SGD, lr=0.1)
     config = dp_compile.ReplicateConfig(backend=place.compiler)
-    dp_compile.decentralize(
+    decentralize(
         ours, topology="complete", optimizer=plain(ours.parameters()), bucket_size_in_mb=SMALL_MB, config=config
     )
     place.exits.callback(_unreplicated, ours)
