@@ -121,6 +121,7 @@ def test_all_gathers_are_waited_for_in_the_next_forward(seen: dict[str, Seen]) -
     assert measurement.not_measured == {"updates of it were in flight when the block ended": 1}
     measured = step.measured
     assert measured is not None
+    assert len(measurement.backwards) == 2
     assert not step.left
     assert step.gathers_late
     forward = measured.next_forward
