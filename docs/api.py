@@ -6,11 +6,12 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import dp_compile
-from dp_compile import optim, state
+from dp_compile import errors, optim, state
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import DPCompileError
 
@@ -22,18 +23,29 @@ arguments, errors, and what to know. Names that are not here may change without 
 """
 
 
+ELSEWHERE: Final = (
+    ("decentralized", "DecentralizedDataParallel"),
+    ("decentralized", "decentralize"),
+    ("insight.profile", "measured_step"),
+    ("modules.join", "joinable"),
+    ("modules.warmup", "WarmupRecord"),
+)
+
+
 def document() -> str:
     """The whole page."""
     names = [name for name in dp_compile.__all__ if not inspect.ismodule(getattr(dp_compile, name))]
     values = {name: getattr(dp_compile, name) for name in names}
-    errors = {name: value for name, value in values.items() if _is_error(value)}
-    classes = {name: value for name, value in values.items() if inspect.isclass(value) and name not in errors}
-    functions = {name: value for name, value in values.items() if name not in errors | classes}
+    classes = {name: value for name, value in values.items() if inspect.isclass(value) and not _is_error(value)}
+    functions = {name: value for name, value in values.items() if not inspect.isclass(value)}
+    in_errors = {name: value for name, value in vars(errors).items() if _is_error(value)}
+    elsewhere = {f"{home}.{name}": getattr(import_module(f"dp_compile.{home}"), name) for home, name in ELSEWHERE}
     in_optim = {name: value for name, value in vars(optim).items() if callable(value)}
     in_state = {name: value for name, value in vars(state).items() if _is_public(name, value, state.__name__)}
     parts = [HEAD, "## Functions\n", *_rows(functions), "\n## Classes\n", *_rows(classes)]
-    parts += ["\n## Errors\n", *_rows(errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
+    parts += ["\n## In `dp_compile.errors`\n", *_rows(in_errors), "\n## In `dp_compile.optim`\n", *_rows(in_optim)]
     parts += ["\n## In `dp_compile.state`\n", *_rows(in_state)]
+    parts += ["\n## In other submodules of `dp_compile`\n", *_rows(elsewhere)]
     parts += ["\n## Options: `ReplicateConfig`\n", *_options()]
     return "\n".join(parts) + "\n"
 

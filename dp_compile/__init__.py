@@ -7,8 +7,6 @@ from dp_compile.engine import observers
 
 if TYPE_CHECKING:
     from dp_compile.config import ReplicateConfig as ReplicateConfig
-    from dp_compile.decentralized import DecentralizedDataParallel as DecentralizedDataParallel
-    from dp_compile.decentralized import decentralize as decentralize
     from dp_compile.engine.backward import compiled_backward as compiled_backward
     from dp_compile.engine.calibration import calibrate as calibrate
     from dp_compile.engine.hook_state import HookState as HookState
@@ -17,25 +15,19 @@ if TYPE_CHECKING:
     from dp_compile.errors import ConfigError as ConfigError
     from dp_compile.errors import DesyncError as DesyncError
     from dp_compile.errors import DPCompileError as DPCompileError
-    from dp_compile.errors import InvalidGraphError as InvalidGraphError
     from dp_compile.errors import ModuleError as ModuleError
     from dp_compile.errors import ReductionError as ReductionError
-    from dp_compile.errors import UnsupportedTorchError as UnsupportedTorchError
-    from dp_compile.errors import VoidBackwardError as VoidBackwardError
     from dp_compile.insight.measure import measure as measure
     from dp_compile.insight.observe import explain as explain
     from dp_compile.insight.observe import report as report
     from dp_compile.insight.observe import step_of as step_of
     from dp_compile.insight.predict import predict as predict
-    from dp_compile.insight.profile import measured_step as measured_step
     from dp_compile.modules.distributed import DistributedDataParallel as DistributedDataParallel
     from dp_compile.modules.join import join as join
-    from dp_compile.modules.join import joinable as joinable
     from dp_compile.modules.replicate import replicate as replicate
     from dp_compile.modules.replicate import unreplicate as unreplicate
     from dp_compile.modules.replicated_module import ReplicatedModule as ReplicatedModule
     from dp_compile.modules.replicated_module import no_sync as no_sync
-    from dp_compile.modules.warmup import WarmupRecord as WarmupRecord
     from dp_compile.modules.warmup import warmup as warmup
     from dp_compile.passes.functional_hook import FunctionalHook as FunctionalHook
     from dp_compile.passes.functional_hook import HookBucket as HookBucket
@@ -46,29 +38,21 @@ _HOME = {
     "CommunicationError": "errors",
     "ConfigError": "errors",
     "DPCompileError": "errors",
-    "DecentralizedDataParallel": "decentralized",
     "DesyncError": "errors",
     "DistributedDataParallel": "modules.distributed",
     "FunctionalHook": "passes.functional_hook",
     "HookBucket": "passes.functional_hook",
     "HookState": "engine.hook_state",
-    "InvalidGraphError": "errors",
     "ModuleError": "errors",
     "QuantizedHook": "engine.quantized_hook",
     "ReductionError": "errors",
     "ReplicateConfig": "config",
     "ReplicatedModule": "modules.replicated_module",
-    "UnsupportedTorchError": "errors",
-    "VoidBackwardError": "errors",
-    "WarmupRecord": "modules.warmup",
     "calibrate": "engine.calibration",
     "compiled_backward": "engine.backward",
-    "decentralize": "decentralized",
     "explain": "insight.observe",
     "join": "modules.join",
-    "joinable": "modules.join",
     "measure": "insight.measure",
-    "measured_step": "insight.profile",
     "no_sync": "modules.replicated_module",
     "predict": "insight.predict",
     "replicate": "modules.replicate",
@@ -77,14 +61,12 @@ _HOME = {
     "unreplicate": "modules.replicate",
     "warmup": "modules.warmup",
 }
-_ROOMS = ("optim", "state")
-"""Names of them are asked for by theirs: `dp_compile.optim.in_backward`."""
-__all__ = sorted([*_HOME, *_ROOMS])
+__all__ = sorted([*_HOME, "optim"])
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"dp_compile.{name}")
+    if name == "optim":  # its names are asked for by its own: `dp_compile.optim.in_backward`
+        return import_module("dp_compile.optim")
     if name not in _HOME:
         raise AttributeError(f"module 'dp_compile' has no attribute '{name}'")
     globals()[name] = value = getattr(import_module(f"dp_compile.{_HOME[name]}"), name)

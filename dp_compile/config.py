@@ -1,6 +1,6 @@
 """Every option of `dp_compile`, declared once: name, default, unit, check.
 
-Sizes in `*_mb` are MiB (2**20 bytes), as in torch's DDP. Times in `*_s` are seconds.
+Sizes in `*_mb` are MiB (2**20 bytes), as in torch's DDP.
 """
 
 from __future__ import annotations
@@ -50,109 +50,74 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 class ReplicateConfig:
     """How a module is replicated. The same on every rank: ranks compare it at the start.
 
-    Sizes in `*_mb` are MiB, times in `*_s` seconds. The text at each field, in the source, says more.
+    Sizes in `*_mb` are MiB.
 
     Args:
-        ddp_python_hook: `bool | None`, default `None`. `True`: hooks, traced with the backward. `False`: torch's
-            C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
+        ddp_python_hook: `bool | None`, default `None`. `True`: hooks, which a captured backward replaces by reductions.
+            `False`: torch's C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it
+            `True`.
         bucket_cap_mb: `float | None`, MiB, default `None`. Buckets by size, as torch's DDP: one is closed when it holds
-            at least this much, the first of its kind at 1 MiB; `math.inf`: one bucket after the first. `None`: buckets
-            end where the predicted end of the step is earliest.
+            at least this much, the first of each key at 1 MiB; `math.inf`: one bucket for each key after the first.
+            `None`: buckets end where the predicted end of the step is earliest.
         cost: `AllReduceCost | None`, default `None`. What an all-reduce costs, from `calibrate().cost`, for that
             prediction. `None`: a nominal link.
-        gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by. `None`: the
-            number of ranks.
-        mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. FSDP2's policy, as
-            there: the dtypes of compute, of gradients on the wire, and of outputs. `None`: the parameters' own.
-        replan_after: `int | None`, backwards, default `None`. Plan once more, from so many measured backwards. `None`:
-            never.
-        find_unused_parameters: `bool`, default `False`. torch's name: a parameter without a gradient is left out where
-            no rank used it, as in torch's DDP. `False`: it is an error on every rank, which names it.
-        static_graph: `bool`, default `False`. torch's name: every backward uses the same parameters in the same way,
-            and some may be left out.
-        gradient_as_bucket_view: `bool | None`, default `None`. torch's name: whether the memory of buckets lives from
-            one backward to the next. `None`: on CPUs of buckets above 32 MiB, and of those of a sharded optimizer.
+        gradient_divide_factor: `float | None`, default `None`. What the sum of the gradients is divided by, as FSDP2's
+            `set_gradient_divide_factor`. `None`: the number of ranks. NCCL then averages in the collective; else all is
+            divided before the sum, in float16 by a power of two near the square root, as FSDP does.
+        mp_policy: `torch.distributed.fsdp.MixedPrecisionPolicy | None`, default `None`. As `fully_shard` of the
+            installed torch reads it. `param_dtype`: the forward sees floating parameters cast, and the backward
+            computes in it; parameters, `.grad`, state dict and optimizer keep their dtype. `reduce_dtype`: gradients
+            travel and are added up in it, each contribution divided first and rounded once; without it in
+            `param_dtype`, since torch 2.15 in the parameters' dtype. `output_dtype`: of floating outputs.
+            `cast_forward_inputs`: with `param_dtype`, floating inputs are cast. Another policy for a part: call
+            `replicate` on the part first. `None`: everything in the parameters' own dtype.
+        replan_after: `int | None`, backwards, default `None`. Measure so many backwards, the first one not counted, and
+            plan once more, from measured ready times and, without `cost`, a measured link; the backward is compiled
+            once more. `None`: never.
+        find_unused_parameters: `bool`, default `False`. As torch's DDP: gradients that no rank produced stay untouched,
+            those that some ranks produced become the average over all ranks. `False`: a parameter without a gradient is
+            an error on every rank, which names it.
+        static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way, and some may be
+            left out, as with `find_unused_parameters`. Where torch's reducer reduces it learns the graph from the first
+            backward: layers may be checkpointed twice, and backwards may run inside backwards.
+        gradient_as_bucket_view: `bool | None`, default `None`. Whether the memory of buckets lives from one backward to
+            the next, at the same addresses. `True`: of all, so that no step allocates one; forwards then hold it, also
+            where gradients are `None`. `False`: of none. `None`: on CPUs of buckets above 32 MiB, which malloc would
+            map in each backward, and of all those of an optimizer with `shard=True`. Gradients are views of their
+            buckets in any case, and a gradient that the user keeps is never written over: its bucket gets other memory.
+            torch's reducer keeps its buckets and `aot_eager` allocates them in any case.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks at the start and after
-            each synchronised backward. `False`: each rank keeps its own.
+            each synchronised backward. `False`: each rank keeps its own from the start on; shapes may differ then.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as
-            `broadcast_buffers` says.
-        check_reductions: `bool`, default `True`. Check that gradients are reduced once, with those of all ranks, and
-            now and then that parameters are equal on all ranks.
-        check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite; waits for it.
-        backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: no code generation.
+            `broadcast_buffers`. torch's `forward_sync_buffers=False` is `broadcast_buffers=False` and this.
+        check_reductions: `bool`, default `True`. Check when a graph is new that every gradient is reduced exactly once;
+            in each synchronised backward, by flags that travel with the gradients, that no rank left a parameter out,
+            reduced another module or changed parameters too early; and, as often as it costs 0.1 % of the time, that
+            parameters are equal on all ranks: not with a comm hook, or on different machines, whose optimizers may
+            round differently.
+        check_nan: `bool`, default `False`. Raise on every rank if a reduced gradient is not finite. The host waits for
+            the gradients. Leave it off with a `GradScaler`, which handles such gradients itself.
+        backend: `str`, default `"inductor"`. What compiles the backward; `"aot_eager"`: same graph and passes, no code
+            generation.
 
     Raises:
         ConfigError: a value is not allowed.
     """
 
     ddp_python_hook: bool | None = None
-    """One Python hook per parameter, traced with the backward. `None`: the environment variable
-    `DP_COMPILE_DDP_PYTHON_HOOK` decides, and without it the answer is yes. `False`: torch's C++ reducer."""
-
     bucket_cap_mb: float | None = None
-    """A bucket is closed when it holds at least this many MiB, the first of each key at 1, as in torch's DDP.
-    `math.inf`: one bucket for each key after the first. `None`: where the predicted end of the step is earliest."""
-
     cost: AllReduceCost | None = None
-    """What an all-reduce costs on the group, from `calibrate`, for that prediction. `None`: a nominal link."""
-
     gradient_divide_factor: float | None = None
-    """What the sum of the gradients is divided by, as FSDP2's `set_gradient_divide_factor`. `None`: the number of
-    ranks. NCCL then averages in the collective; else all is divided before the sum, but in float16 a power of two near
-    the square root, as FSDP does."""
-
     mp_policy: MixedPrecisionPolicy | None = None
-    """FSDP2's, as `fully_shard` of the installed torch reads it. `param_dtype`: the forward of the replicated module
-    sees its floating parameters cast, and the backward computes in it; parameters, `.grad`, state dict and optimizer
-    keep their dtype. `reduce_dtype`: gradients travel and are added up in it, each contribution divided first and
-    rounded once; without it in `param_dtype`, since torch 2.15 in the parameters' dtype. `output_dtype`: of floating
-    outputs. `cast_forward_inputs`: with `param_dtype`, floating inputs are cast. Complex parameters stay as they are.
-    Another policy for a part: call `replicate` on the part first."""
-
     replan_after: int | None = None
-    """Measure so many backwards, the first one not counted, and then plan once more, from measured ready times and,
-    without `cost`, a measured link. The backward is then compiled once more. `None`: never."""
-
     find_unused_parameters: bool = False
-    """As torch's DDP: gradients that no rank produced stay untouched, gradients that some ranks produced become the
-    average over all ranks. `False`: a parameter without a gradient is an error on every rank, which names it."""
-
     static_graph: bool = False
-    """torch's name: every backward uses the same parameters in the same way. Then some may be left out, as with
-    `find_unused_parameters`, and where torch's reducer reduces, which then learns the graph from the first backward,
-    layers may be checkpointed twice and backwards run inside backwards."""
-
     gradient_as_bucket_view: bool | None = None
-    """torch's name, for what its buckets then do: whether their memory is there for the whole training, at the same
-    addresses. `None`: on CPUs that of buckets above 32 MiB is, which malloc would take anew in each backward, and of
-    all buckets of an optimizer with `shard=True`: parameters travel in the memory of their gradients. `True`: of all
-    buckets, so that none is allocated in a step; forwards then run beside it, also where gradients are `None`. `False`:
-    of none. Gradients are views of their buckets anyway. Not as in torch: one that somebody has kept stays what it was,
-    and its bucket gets other memory. torch's reducer keeps its buckets, and what `aot_eager` compiles allocates them,
-    whatever is said."""
-
     broadcast_buffers: bool = True
-    """Copy the buffers of the group's first rank to all ranks at the start and after each synchronised backward.
-    `False`: each rank keeps its own, from the start on, as with torch's DDP; shapes may differ then."""
-
     init_sync_buffers: bool | None = None
-    """Whether the buffers of the first rank are copied at the start. `None`: as `broadcast_buffers`.
-    torch's `forward_sync_buffers=False` is `broadcast_buffers=False, init_sync_buffers=True`."""
-
     check_reductions: bool = True
-    """Check that gradients are those of all ranks. When a graph is new: every gradient is reduced exactly once. In each
-    synchronised backward, by flags that travel with the gradients: no parameter was left out on some rank, all ranks
-    reduced the same module, and none changed parameters before their gradients were reduced. Ranks also compare their
-    parameters, by sums over the bits, as often as it costs 0.1 % of the time: an error on every rank names the first
-    one that differs. Not with a comm hook, or where ranks run on different machines, whose optimizers may round
-    differently."""
-
     check_nan: bool = False
-    """After each synchronised backward, raise on every rank if a reduced gradient is not finite. Stops the host until
-    the gradients are there. Leave it off with a `GradScaler`, which handles such gradients itself."""
-
     backend: str = "inductor"
-    """What compiles the backward: `inductor`, or `aot_eager` (same graph and passes, no code generation)."""
 
     def __post_init__(self) -> None:
         if self.bucket_cap_mb is not None:
@@ -162,7 +127,13 @@ class ReplicateConfig:
             if not isinstance(value, bool) and not (value is None and name in MAY_BE_NONE):
                 raise ConfigError(f"{name} must be True or False, got {value!r}.")
         self._check_policy()
-        self._check_factor()
+        factor = self.gradient_divide_factor
+        if factor is not None:
+            _check_positive("gradient_divide_factor", factor, "Gradients are divided by it.")
+            if math.isinf(factor):
+                raise ConfigError(
+                    f"gradient_divide_factor must be finite, got {factor!r}. Gradients are divided by it."
+                )
         if self.cost is not None and not isinstance(self.cost, AllReduceCost):
             raise ConfigError(f"cost must be an AllReduceCost, got {type(self.cost).__name__}. See calibrate().")
         if self.replan_after is not None and (type(self.replan_after) is not int or self.replan_after < 1):
@@ -194,15 +165,6 @@ class ReplicateConfig:
             if dtype is not None and dtype not in FLOATING:
                 allowed = ", ".join(map(str, FLOATING))
                 raise ConfigError(f"{name} of mp_policy must be one of {allowed}, or None, got {dtype!r}.")
-
-    def _check_factor(self) -> None:
-        factor = self.gradient_divide_factor
-        if factor is not None:
-            _check_positive("gradient_divide_factor", factor, "Gradients are divided by it.")
-            if math.isinf(factor):
-                raise ConfigError(
-                    f"gradient_divide_factor must be finite, got {factor!r}. Gradients are divided by it."
-                )
 
     @property
     def casts(self) -> bool:

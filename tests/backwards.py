@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch.fx.node import map_arg
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.passes.reduction import REDUCE_GRAD
-from dp_compile.plan.buckets import BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
+from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import plan_optimal
@@ -32,40 +31,6 @@ DIMENSIONS = st.sampled_from([0, 1, 2, 2, 2, 2, 3, 4])
 SIZES = st.sampled_from([1, 2, 3, 4, 2, 3, 1, 0])
 UNARY = (aten.sin.default, aten.neg.default, aten.relu.default, aten.tanh.default)
 MOST_ELEMENTS = 2000
-TRAITS = (
-    "product",
-    "sum and product",
-    "binary",
-    "sum",
-    "permute",
-    "reshape",
-    "expand",
-    "slice",
-    "scatter",
-    "cast",
-    "collective of others",
-    "pointwise",
-    "stored",
-    "float32",
-    "bfloat16",
-    "float64",
-    "float16",
-    "gradient is an input",
-    "gradient is used elsewhere",
-    "one tensor, two gradients",
-    "empty gradient",
-    "a dimension of size one",
-    "a parameter in another memory order",
-    "several replicas",
-    "three groups",
-    "several dtypes",
-    "several buckets",
-    "shared bucket",
-    "members apart",
-    "gaps",
-    "another order than the plan's",
-)
-"""What a random graph may have; tests ask that each comes up."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +45,6 @@ class RandomBackward:
     grads: tuple[Grad, ...]
     plans: tuple[BucketPlan, ...]
     exact: bool
-    traits: frozenset[str]
 
     def __repr__(self) -> str:
         return "\n".join([short(self.graph), *map(str, self.plans)])
@@ -98,7 +62,6 @@ class Builder:
     pool: list[fx.Node] = field(default_factory=list)
     inputs: list[torch.Tensor] = field(default_factory=list)
     after_wait: set[fx.Node] = field(default_factory=set)
-    traits: set[str] = field(default_factory=set)
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
@@ -128,11 +91,9 @@ class Builder:
     def compute(self) -> None:
         """Add one step of compute to the pool."""
         node = self.draw(st.sampled_from(self.pool))
-        kind = self.draw(st.sampled_from(list(STEPS)))
-        made = STEPS[kind](self, node)
+        made = self.draw(st.sampled_from(STEPS))(self, node)
         if made is None or value(made).numel() > MOST_ELEMENTS:
-            kind, made = "pointwise", self.call(self.draw(st.sampled_from(UNARY)), node)
-        self.traits.add(kind)
+            made = self.call(self.draw(st.sampled_from(UNARY)), node)
         self.pool.append(made)
 
     def reduce(self, index: int, replica: int, averages: Sequence[tuple[str, float]]) -> tuple[Grad, fx.Node]:
@@ -154,22 +115,16 @@ class Builder:
             scale=scale,
             replica=replica,
         )
-        self.traits.update(_traits_of_gradient(source))
-        arguments = (grad.index, grad.replica)
-        reduced = self.call(REDUCE_GRAD, source, *arguments)
+        reduced = self.call(REDUCE_GRAD, source, grad.index, grad.replica)
         self.after_wait.add(reduced)
         self.pool.append(reduced)
         return grad, reduced
 
-    def store(self, reduced: fx.Node) -> bool:
+    def store(self, reduced: fx.Node) -> None:
         """Copy a reduced gradient into an input, as into a `.grad` that exists. At the end of a graph only."""
         inputs = self.graph.find_nodes(op="placeholder")
-        fitting = [node for node in inputs if _kind(node) == _kind(reduced)]
-        if not fitting:
-            return False
-        self.call(aten.copy_.default, self.draw(st.sampled_from(fitting)), reduced)
-        self.traits.add("stored")
-        return True
+        if fitting := [node for node in inputs if _kind(node) == _kind(reduced)]:
+            self.call(aten.copy_.default, self.draw(st.sampled_from(fitting)), reduced)
 
 
 def value(node: fx.Node) -> torch.Tensor:
@@ -180,16 +135,6 @@ def value(node: fx.Node) -> torch.Tensor:
 
 def _kind(node: fx.Node) -> tuple[torch.dtype, torch.Size]:
     return value(node).dtype, value(node).shape
-
-
-def _traits_of_gradient(source: fx.Node) -> set[str]:
-    traits = {str(value(source).dtype).removeprefix("torch.")}
-    traits |= {"gradient is an input"} if source.op == "placeholder" else set()
-    traits |= {"gradient is used elsewhere"} if source.users else set()
-    traits |= {"one tensor, two gradients"} if any(user.target is REDUCE_GRAD for user in source.users) else set()
-    traits |= {"empty gradient"} if 0 in value(source).shape else set()
-    traits |= {"a dimension of size one"} if 1 in value(source).shape else set()
-    return traits
 
 
 # --- steps: a node of the pool to a new one, None where the step does not fit -------------------------------------
@@ -270,19 +215,19 @@ def _foreign_collective(builder: Builder, node: fx.Node) -> fx.Node:
     return builder.call(WAIT, started)
 
 
-STEPS: dict[str, Callable[[Builder, fx.Node], fx.Node | None]] = {
-    "product": _product,
-    "sum and product": _sum_and_product,
-    "binary": _binary,
-    "sum": _sum,
-    "permute": _permute,
-    "reshape": _reshape,
-    "expand": _expand,
-    "slice": _slice,
-    "scatter": _scatter,
-    "cast": _cast,
-    "collective of others": _foreign_collective,
-}
+STEPS: tuple[Callable[[Builder, fx.Node], fx.Node | None], ...] = (
+    _product,
+    _sum_and_product,
+    _binary,
+    _sum,
+    _permute,
+    _reshape,
+    _expand,
+    _slice,
+    _scatter,
+    _cast,
+    _foreign_collective,
+)
 
 
 # --- plans --------------------------------------------------------------------------------------------------------
@@ -344,28 +289,4 @@ def random_backwards(draw: st.DrawFn, groups: Sequence[str]) -> RandomBackward:
             builder.store(node)
     builder.graph.output([*(node for _, node in reduced), *others])
     plans = tuple(_plan(draw, each) for each in grads)
-    traits = builder.traits | _traits_of_plans(plans, [grad for grad, _ in reduced])
-    return RandomBackward(
-        builder.graph, tuple(builder.inputs), tuple(grad for grad, _ in reduced), plans, exact, frozenset(traits)
-    )
-
-
-def _traits_of_plans(plans: Sequence[BucketPlan], grads: Sequence[Grad]) -> set[str]:
-    keys: set[BucketKey] = {bucket.key for plan in plans for bucket in plan.buckets}
-    members = [member for plan in plans for bucket in plan.buckets for member in bucket.members]
-    by_replica = [[grad.index for grad in grads if grad.replica == replica] for replica in range(len(plans))]
-    orders = [[gradient.index for gradient in plan.gradients] for plan in plans]
-    facts = {
-        "several replicas": sum(bool(indices) for indices in by_replica) > 1,
-        "three groups": len({key.reduction.stages for key in keys}) > 2,
-        "several dtypes": len({key.dtype for key in keys}) > 1,
-        "several buckets": any(len(plan.buckets) > 1 for plan in plans),
-        "members apart": any(member.offset is None for member in members),
-        "gaps": any(bucket.padding_nbytes for plan in plans for bucket in plan.buckets),
-        "shared bucket": any(len(bucket.members) > 1 for plan in plans for bucket in plan.buckets),
-        "another order than the plan's": any(a != b for a, b in zip(by_replica, orders, strict=True)),
-        "a parameter in another memory order": any(
-            grad.stride != dataclasses.replace(grad, order=None).stride for grad in grads
-        ),
-    }
-    return {fact for fact, holds in facts.items() if holds}
+    return RandomBackward(builder.graph, tuple(builder.inputs), tuple(grad for grad, _ in reduced), plans, exact)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -46,6 +47,22 @@ class Untraceable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         torch._dynamo.graph_break()
+        return grad.clone()
+
+
+class Fuse(torch.autograd.Function):
+    """The identity, whose backward can be made to fail."""
+
+    blown = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Fuse.blown:
+            raise ValueError("blown")
         return grad.clone()
 
 
@@ -188,3 +205,34 @@ def train_beside(
     first = everything.clone()
     dist.broadcast(first, 0)
     assert torch.equal(everything, first), "the ranks have drifted apart"
+
+
+# --- in one process, on the fake group --------------------------------------------------------------------------
+
+
+def expect_half(ours: nn.Module, theirs: nn.Module) -> None:
+    """An all-reduce of the fake group returns its input: the average over two ranks is half of a gradient."""
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert other.grad is not None, name
+        torch.testing.assert_close(mine.grad, other.grad / 2, msg=lambda message, n=name: f"{n}: {message}")
+
+
+class Twin:
+    """A replicated model and its plain twin, stepped together."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.plain = copy.deepcopy(model)
+        self.model: Any = dp_compile.replicate(model, **{"config": AOT} | options)
+        self.run: Callable[..., Any] = compile_whole(self.model)
+
+    def step(self, *inputs: Any, loss: Callable[[Any], torch.Tensor] = lambda out: out.square().sum()) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+        loss(self.plain(*inputs)).backward()
+        loss(self.run(*inputs)).backward()
+        expect_half(self.model, self.plain)
+
+    @property
+    def report(self) -> Report:
+        return dp_compile.report(self.model)

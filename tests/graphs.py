@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from dp_compile.fx.collectives import is_all_reduce
+from dp_compile.fx.collectives import ALL_REDUCE, GROUPED_ALL_REDUCE
 from dp_compile.fx.edit import provenance_of
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
 from dp_compile.passes.pipeline import Pipeline
@@ -118,6 +118,10 @@ def run_passes(
 ) -> fx.GraphModule:
     """Run a pipeline over a traced module, in place."""
     return Run()(module, *plans, passes=passes)
+
+
+def is_all_reduce(node: fx.Node) -> bool:
+    return node.target in (ALL_REDUCE, GROUPED_ALL_REDUCE)
 
 
 def launches(graph: fx.Graph) -> list[str]:

@@ -8,47 +8,35 @@ from pathlib import Path
 import pytest
 from mutation_campaign import LISTS, ROOT, Campaign, Mutant, NotPlanted, load
 
-MUTANTS = load(sorted(LISTS.rglob("*.toml")))
+
+def test_every_mutant_can_be_planted_and_its_tests_exist() -> None:
+    problems = []
+    for mutant in load(sorted(LISTS.rglob("*.toml"))):
+        try:
+            mutant.planted((ROOT / mutant.file).read_text())
+        except (NotPlanted, OSError) as problem:
+            problems.append(str(problem))
+        for test in mutant.tests:
+            path, *names = test.split("[")[0].split("::")
+            nodes = ast.parse((ROOT / path).read_text()).body if (ROOT / path).exists() else None
+            for name in names:
+                nodes = next((each.body for each in nodes or () if getattr(each, "name", "") == name), None)  # type: ignore[attr-defined]
+            problems += [] if nodes else [f"{mutant.id}: there is no {test}"]
+    assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.id for mutant in MUTANTS])
-def test_every_mutant_can_be_planted_and_its_tests_exist(mutant: Mutant) -> None:
-    assert mutant.planted((ROOT / mutant.file).read_text())
-    for test in mutant.tests:
-        path, *names = test.split("[")[0].split("::")
-        nodes = ast.parse((ROOT / path).read_text()).body
-        for name in names:
-            (node,) = [each for each in nodes if isinstance(each, ast.FunctionDef | ast.ClassDef) and each.name == name]
-            nodes = node.body
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"old": "a * b"}, "holds the text 0 times"),
+def test_what_cannot_be_planted(tmp_path: Path) -> None:
+    fields = {"id": "add", "file": "sums.py", "old": "a + b", "new": "a - b", "tests": ("t",), "why": "w"}
+    for changed, text in (
         ({"old": "a"}, "holds the text 3 times"),
         ({"new": "a +"}, "is no Python"),
         ({"new": "(a + b)"}, "means the same"),
-    ],
-)
-def test_what_cannot_be_planted(changed: dict[str, str], said: str) -> None:
-    fields = {"id": "add", "file": "sums.py", "old": "a + b", "new": "a - b", "tests": ("t",), "why": "w"}
-    with pytest.raises(NotPlanted, match=said):
-        Mutant(**fields | changed).planted("def add(a, b):\n    return a + b\n")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ('[[mutant]]\nid = "a"', "has the keys id"),
-        ('[[mutant]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\ntests = []\nwhy = "w"', "says nothing"),
-        ('[[mutant]]\nid = "a"\nfile = "f"\nold = "o"\nnew = "n"\ntests = ["t"]\nwhy = "w"\n' * 2, "more than one"),
-    ],
-)
-def test_a_list_that_is_wrong_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    ):
+        with pytest.raises(NotPlanted, match=text):
+            Mutant(**fields | changed).planted("def add(a, b):\n    return a + b\n")  # type: ignore[arg-type]
     path = tmp_path / "list.toml"
-    path.write_text(text)
-    with pytest.raises(NotPlanted, match=said):
+    path.write_text('[[mutant]]\nid = "a"')
+    with pytest.raises(NotPlanted, match="has the keys id"):
         load([path])
 
 

@@ -34,10 +34,7 @@ with named():
     from torch.nn.parallel.distributed import (
         DistributedDataParallel as TorchDDP,  # users may put ours under its public name
     )
-    from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-    POST_FORWARD: Any = _BufferCommHookLocation.POST_FORWARD
-    FP16_COMPRESS: Any = dist.BuiltinCommHookType.FP16_COMPRESS  # type: ignore[attr-defined]
     # Newer torches warn of the names that older ones have alone.
     all_gather: Callable[..., dist.Work | None] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     reduce_scatter: Callable[..., dist.Work | None] = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -261,11 +258,6 @@ def of_torch_ddp(name: str) -> Any:
     return getattr(TorchDDP, name)
 
 
-def runs_before_forward(location: Any) -> bool:
-    """Whether torch's `_BufferCommHookLocation` is the one before the forward, not the one after it."""
-    return bool(location == _BufferCommHookLocation.PRE_FORWARD)
-
-
 def composable_apis(module: nn.Module) -> tuple[str, ...]:
     """Names of torch's composable APIs (`replicate`, `fully_shard`, ...) that were applied to this module."""
     contract = sys.modules.get("torch.distributed._composable.contract")  # not loaded: nobody applied one
@@ -300,12 +292,21 @@ class TorchReducer:
     def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
         holder = nn.Module()
         holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
-        self._ddp = TorchDDP(holder, init_sync=False, **options)
-        # Kept, so that they stay what they are: torch looks for them behind a weak reference.
-        with torch.enable_grad():
-            self._accumulates = {
-                name: (each, autograd.accumulates(each)) for name, each in parameters.items() if each.requires_grad
-            }
+        # DDP leaves out for good what requires no gradient now: trained later, it would keep the gradient of its rank.
+        may_be_unused = options["find_unused_parameters"] or options["static_graph"]
+        frozen = [each for each in parameters.values() if may_be_unused and not each.requires_grad]
+        for each in frozen:
+            each.requires_grad_(True)
+        try:
+            self._ddp = TorchDDP(holder, init_sync=False, **options)
+            # Kept, so that they stay what they are: torch holds them by weak references.
+            with torch.enable_grad():
+                self._accumulates = {
+                    name: (each, autograd.accumulates(each)) for name, each in parameters.items() if each.requires_grad
+                }
+        finally:
+            for each in frozen:
+                each.requires_grad_(False)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""

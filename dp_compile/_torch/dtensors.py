@@ -124,9 +124,3 @@ def parent_of(mesh: Any) -> Any:
     """The mesh that another was sliced from; itself if from none."""
     with missing.named():
         return mesh._get_root_mesh()
-
-
-def shards_of(tensor: torch.Tensor) -> list[Any] | None:
-    """The local shards of a `ShardedTensor`; `None` for any other tensor."""
-    kind = getattr(sys.modules.get("torch.distributed._shard.sharded_tensor"), "ShardedTensor", None)
-    return None if kind is None or type(tensor) is not kind else list(tensor.local_shards())  # type: ignore[attr-defined]

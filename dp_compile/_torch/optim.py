@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,31 +48,9 @@ def awaits_update(scaler: GradScaler, optimizer: torch.optim.Optimizer) -> bool:
     return "dp_compile" in scaler._per_optimizer_states.get(id(optimizer), ())
 
 
-def in_backward_optimizers(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
-    """Those that torch's `_apply_optimizer_in_backward` made for a parameter."""
-    return list(getattr(parameter, "_in_backward_optimizers", ()))
-
-
-def note_step(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Let schedulers of these optimizers know that they have stepped, though nobody called their `step()`."""
-    for each in optimizers:
-        each._opt_called = True  # type: ignore[attr-defined]
-
-
-def take_step_hooks_off(parameter: torch.Tensor) -> Callable[[], None]:
-    """Take off the hooks by which those step in each backward, as torch's DDP does; returns what puts them back."""
-    # Loaded by whoever made them; loading it warns of what torch itself deprecates.
-    applied: Any = sys.modules["torch.distributed.optim.apply_optimizer_in_backward"]
-    handles = applied.param_to_optim_hook_handle_map.pop(parameter, [])
-    hooks = [handle.hooks_dict_ref()[handle.id] for handle in handles]
-    for handle in handles:
-        handle.remove()
-
-    def put_back() -> None:
-        made = [applied.param_to_acc_grad_map[parameter].register_hook(hook) for hook in hooks]
-        applied.param_to_optim_hook_handle_map[parameter] = made
-
-    return put_back
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """Whether torch's `_apply_optimizer_in_backward` made an optimizer that steps with this rank's own gradient."""
+    return bool(getattr(parameter, "_in_backward_optimizers", ()))
 
 
 def mark_for_scaler(optimizer: torch.optim.Optimizer) -> Callable[[], object]:

@@ -340,10 +340,6 @@ class _LeftAverage(Left):
     def nbytes(self) -> int:
         return sum(member.nbytes for member in self.flight.ops.bucket.members)
 
-    def poison(self) -> None:
-        for parameter in self.parameters:
-            parameter.fill_(torch.nan)
-
     def wait(self) -> None:
         finished(self.flight.reducing)
 

@@ -40,7 +40,6 @@ def compare(baseline: Results, new: Results) -> tuple[list[str], int]:
     lines = [line for _, line in found]
     lines += [line for pair in pairs for line in _counts(*pair)]
     regressions = sum(line.startswith(("slower", "lost", "more")) for line in lines)
-    lines += _notes(baseline, new)
     lines.append(
         f"{regressions or 'no'} regression{'' if regressions == 1 else 's'} in {total} comparisons of times over "
         f"{reference}, above {TOLERANCE:.0%} and above the noise, and in all counts"
@@ -95,17 +94,3 @@ def _counts(old: Cell, new: Cell) -> list[str]:
                 verdict = "more" if now > count else "fewer"
                 lines.append(f"{verdict}: {old.workload}, {old.network}, {name}: {what} {count:,} -> {now:,}")
     return lines
-
-
-def _notes(baseline: Results, new: Results) -> list[str]:
-    """Other versions, and networks that are not as they were or should be."""
-    versions = baseline.environment["torch"], new.environment["torch"]
-    notes = [] if versions[0] == versions[1] else ["note: torch was {} and is {}".format(*versions)]
-    for old, cell in zip(baseline.cells, new.cells, strict=True):
-        where = f"note: {cell.workload} over {cell.network}"
-        if cell.rate_mbit and old.rate_mbit and abs(cell.rate_mbit / old.rate_mbit - 1) > 0.1:
-            rates = f"{old.rate_mbit:.4g} mbit and is {cell.rate_mbit:.4g}"
-            notes.append(f"{where}: the rate was {rates}; rate_mbit fixes it")
-        if cell.rate_mbit and cell.self_check is not None and not cell.self_check.passed:
-            notes.append(f"{where}: the network did not pass its self-check")
-    return notes

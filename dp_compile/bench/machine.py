@@ -1,4 +1,4 @@
-"""The machine of a result, and the processor time that all its processes used."""
+"""The machine of a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import torch
 MACHINE: Final = ("cpu", "cores", "accelerator", "malloc")
 """Of `environment`, what has to be equal for times to be comparable."""
 _OF_MALLOC: Final = re.compile(r"MALLOC_\w*_=|GLIBC_TUNABLES=.*malloc|LD_PRELOAD=.*malloc")
-_TICK_S: Final = 0.01  # of /proc/stat: USER_HZ is 100 in every Linux that torch runs on
 
 
 def environment() -> dict[str, str]:
@@ -47,10 +46,3 @@ def _commit() -> str:
 def _git(*arguments: str) -> str:
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
-
-
-def machine_cpu_s() -> float:
-    """CPU seconds of all processes since the machine started, stolen time included."""
-    ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-    user, nice, system, _idle, _iowait, _irq, _softirq, steal = map(int, ticks)
-    return (user + nice + system + steal) * _TICK_S

@@ -48,10 +48,6 @@ def _lines(results: Results) -> Iterator[str]:
     skipped += [f"{mode.name}: {_short(mode.reason)}" for mode in modes if mode.status == SKIPPED]
     if reasons := list(dict.fromkeys(failures(results) + skipped)):
         yield from ("", "## Not measured", "", *(f"- {each}" for each in reasons))
-    others = [share for cell in results.cells for mode in cell.measured().values() for share in mode.others]
-    if others:
-        low, middle, high = np.quantile(others, [0.25, 0.5, 0.75])
-        yield f"\nOther processes used {middle:.0%} of the machine (quartiles of turns {low:.0%} and {high:.0%})."
 
 
 def _workload(cells: Sequence[Cell], reference: str) -> Iterator[Sequence[str]]:

@@ -15,7 +15,7 @@ from dp_compile.bench.selfcheck import SelfCheck
 from dp_compile.bench.suites import Suite
 from dp_compile.errors import ConfigError
 
-VERSION: Final = 3
+VERSION: Final = 4
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 _IQR_OF_NORMAL: Final = 1.349
 _ERROR_OF_MEDIAN: Final = math.sqrt(math.pi / 2)
@@ -28,7 +28,6 @@ class ModeResult:
     Args:
         status: `measured`, `skipped` or `failed`; the last two have a `reason`.
         step_s: seconds of a step, by turn; of the slowest rank.
-        others: by turn, the share of the machine that other processes used.
         starts_s: seconds until each start of the mode was warm: building, first gradients, warm-up.
         peak_nbytes: resident set of a rank's process since the warm-up, or the allocator's peak on an accelerator.
         gradient_error: largest error of a gradient, see `reference.compare`; `None` for a bound.
@@ -40,7 +39,6 @@ class ModeResult:
     status: str = FAILED
     reason: str = ""
     step_s: tuple[float, ...] = ()
-    others: tuple[float, ...] = ()
     starts_s: tuple[float, ...] = ()
     peak_nbytes: int = 0
     gradient_error: float | None = None
@@ -113,7 +111,7 @@ def _results(data: Mapping[str, Any]) -> Results:
     for cell in data["cells"]:
         modes = []
         for mode in cell["modes"]:
-            times = {name: tuple(map(float, mode[name])) for name in ("step_s", "others", "starts_s")}
+            times = {name: tuple(map(float, mode[name])) for name in ("step_s", "starts_s")}
             modes.append(ModeResult(**(mode | times)))
             if modes[-1].status == MEASURED and not modes[-1].step_s:
                 raise ValueError(f"mode {modes[-1].name} is measured and has no times")

@@ -7,7 +7,6 @@ import re
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from dp_compile.bench.machine import environment, machine_cpu_s
+from dp_compile.bench.machine import environment
 from dp_compile.bench.modes import mode
 from dp_compile.bench.networks import Network, NetworkError, Placement, open_network
 from dp_compile.bench.results import FAILED, MEASURED, SKIPPED, Cell, ModeResult, Results, save
@@ -63,8 +62,7 @@ class Runner:
                         self._say(f"{name}: compute alone")
                         steps = max(1, self.suite.warmup_steps)
                         workers.ask("start", name, "compute", "", steps)
-                        turns = [self._turn(workers)[0] for _ in range(self.suite.repetitions)]
-                        compute_s = statistics.median(turns)
+                        compute_s = statistics.median(self._turn(workers) for _ in range(self.suite.repetitions))
         except WorkerError as error:
             return replace(cell, skipped=f"the workload itself fails: {error}")
         return replace(cell, compute_s=compute_s, gradient_nbytes=nbytes)
@@ -149,9 +147,7 @@ class Runner:
                     continue
                 try:
                     if number < self.suite.repetitions:
-                        step_s, others = self._turn(running[name])
-                        steps_s, all_others = (*result.step_s, step_s), (*result.others, others)
-                        results[name] = replace(result, step_s=steps_s, others=all_others)
+                        results[name] = replace(result, step_s=(*result.step_s, self._turn(running[name])))
                     else:
                         ended = running[name].ask("end", timeout_s=_TURN_TIMEOUT_S)
                         peak_nbytes = max(peak for peak, _ in ended)
@@ -161,15 +157,9 @@ class Runner:
                     running[name].stop()
         return results
 
-    def _turn(self, workers: Workers) -> tuple[float, float]:
-        """Seconds a step, and the share of the machine that other processes used."""
-        begin = time.perf_counter(), machine_cpu_s(), time.process_time()
-        ranks = workers.ask("steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)
-        wall_s, machine_s, own_s = time.perf_counter(), machine_cpu_s(), time.process_time()
-        others_s = machine_s - begin[1] - (own_s - begin[2]) - sum(cpu_s for _, cpu_s in ranks)
-        # /proc/stat counts in ticks of 10 ms, so that the share of a short turn may be above 1.
-        others = min(1.0, max(0.0, others_s) / ((wall_s - begin[0]) * len(os.sched_getaffinity(0))))
-        return max(each for each, _ in ranks), round(others, 4)
+    def _turn(self, workers: Workers) -> float:
+        """Seconds a step of the slowest rank."""
+        return float(max(workers.ask("steps", self.suite.steps_per_turn, timeout_s=_TURN_TIMEOUT_S)))
 
     def _cache(self, name: str, mode: str) -> Path | None:
         """The cache of compiled code of a start; `None`: that of the machine."""

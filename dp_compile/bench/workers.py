@@ -88,7 +88,7 @@ class Rank:
             if not error <= chosen.tolerance:
                 return seconds, error, parameter
         if warmup_steps:
-            seconds += warmup_steps * self.steps(warmup_steps)[0]
+            seconds += warmup_steps * self.steps(warmup_steps)
         if torch.accelerator.is_available():
             torch.accelerator.reset_peak_memory_stats()
         else:
@@ -96,12 +96,9 @@ class Rank:
                 Path("/proc/self/clear_refs").write_text("5")
         return seconds, error, parameter
 
-    def steps(self, count: int) -> tuple[float, float]:
-        """Seconds a step of `count` that are timed together, and this process's CPU seconds for all of it.
-
-        Batches are ready, and ranks start together.
-        """
-        trainer, cpu = self.trainer, time.process_time()
+    def steps(self, count: int) -> float:
+        """Seconds a step of `count` that are timed together. Batches are ready, and ranks start together."""
+        trainer = self.trainer
         assert trainer is not None
         batches = [next(self.batches) for _ in range(count + trainer.defers)]
         if dist.is_initialized():
@@ -116,7 +113,7 @@ class Rank:
         wall_s = time.perf_counter() - begin
         if trainer.defers:
             trainer.wait()
-        return wall_s / count, time.process_time() - cpu
+        return wall_s / count
 
     def end(self) -> tuple[int, Mapping[str, int]]:
         """The peak of memory since the start, and the counts of the mode."""

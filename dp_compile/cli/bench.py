@@ -35,7 +35,7 @@ Exit status: 0; 1 if a mode failed, or on a regression; 2 if a suite or file is 
 """
 
 
-def add(subparsers: Subparsers) -> None:
+def add_bench(subparsers: Subparsers) -> None:
     description = "Measure ways to train data parallel in one run, and compare runs."
     parser = add_command(subparsers, "bench", help=description.lower()[:-1], description=description, epilog=_EPILOG)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

@@ -1,4 +1,4 @@
-"""The command `dp-compile`. A subcommand is a file beside this one."""
+"""The command `dp-compile`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import argparse
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from importlib.metadata import version
 from typing import Final
 
-from dp_compile.cli.parsing import Parser, Subparsers
+from dp_compile.cli.parsing import Parser
 from dp_compile.errors import ConfigError, DPCompileError
 
-_COMMANDS: Final = ("train", "explain", "timeline", "predict", "dump", "bench")
-"""Each is the name of a file beside this one, and loaded when it is asked for: most need torch, some its compilers."""
+_COMMANDS: Final = {
+    "train": "train",
+    "explain": "steps",
+    "timeline": "steps",
+    "predict": "steps",
+    "dump": "steps",
+    "bench": "bench",
+}
+"""By name: the file that has `add_NAME`, loaded when it is asked for: most need torch, some its compilers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _build_parser(commands: Sequence[str]) -> argparse.ArgumentParser:
+def _build_parser(commands: Iterable[str]) -> argparse.ArgumentParser:
     parser = Parser(prog="dp-compile", description="Data-parallel training under torch.compile.")
     versions = f"dp-compile {version('dp_compile')}, torch {version('torch')}, Python {platform.python_version()}"
     parser.add_argument("--version", action="version", version=versions, help="print the versions of it and of torch")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in commands:
-        add: Callable[[Subparsers], None] = import_module(f"dp_compile.cli.{command}").add
-        add(subparsers)
+        getattr(import_module(f"dp_compile.cli.{_COMMANDS[command]}"), f"add_{command}")(subparsers)
     return parser

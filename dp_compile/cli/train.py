@@ -13,7 +13,7 @@ losses are in nats per byte, and every tenth file is held out. Step times leave 
 """
 
 
-def add(subparsers: Subparsers) -> None:
+def add_train(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers,
         "train",

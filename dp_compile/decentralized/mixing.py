@@ -212,13 +212,9 @@ class Mixer:
         Raises:
             CommunicationError: a rank of the edge cannot be reached.
         """
-        try:
-            work: dist.Work = dist.all_reduce(
-                tensor, op=op, group=self._exchanges[edge.ranks].process_group, async_op=True
-            )
-        except RuntimeError as error:
-            self._explain(edge, error)
-            raise
+        with self._naming_who_is_missing(edge):
+            group = self._exchanges[edge.ranks].process_group
+            work: dist.Work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         return work
 
     def wait(self, work: dist.Work, edge: Edge) -> None:
@@ -227,18 +223,20 @@ class Mixer:
         Raises:
             CommunicationError: a rank of the edge has not come within the group's time-out.
         """
-        try:
+        with self._naming_who_is_missing(edge):
             work.wait()
-        except RuntimeError as error:
-            self._explain(edge, error)
-            raise
 
     def _wait(self, bucket: MixedBucket) -> None:
         if bucket.under_way is not None and bucket.under_way[1] is not None:
             self.wait(bucket.under_way[1], bucket.under_way[0])
 
-    def _explain(self, edge: Edge, error: RuntimeError) -> None:
-        if distributed.is_communication_error(error):
+    @contextlib.contextmanager
+    def _naming_who_is_missing(self, edge: Edge) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if not distributed.is_communication_error(error):
+                raise
             exchange = self._exchanges[edge.ranks]
             said = exchange.who_is_missing(exchange.process_group, self.step)
             others = ", ".join(str(each) for each in edge.ranks if each != dist.get_rank(self.group))

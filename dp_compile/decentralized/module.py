@@ -17,7 +17,6 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from dp_compile._torch.optim import in_backward_optimizers
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, plan_of
 from dp_compile.decentralized.updates import CLIPS, MixingUpdates
@@ -98,8 +97,6 @@ def decentralize(
         DesyncError: ranks differ in model, topology or options, or one is missing.
     """
     options = _options(config)
-    if any(map(in_backward_optimizers, unwrap(module).parameters())):
-        raise ConfigError(f"{CALL}: torch's _apply_optimizer_in_backward() was called. Give the optimizer to {CALL}.")
     refuse_dtensors(unwrap(module), CALL)
     if parts_of(unwrap(module)):
         raise ModuleError("a part of the module is replicated already: its gradients are reduced. Replicate no part.")
@@ -151,10 +148,10 @@ def mixing_of(module: nn.Module) -> MixingUpdates:
     for each in replica_of(module).after.updates:
         if isinstance(each, MixingUpdates):
             return each
-    raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call dp_compile.decentralize() first.")
+    raise ModuleError(f"{type(unwrap(module)).__name__} is not decentralized. Call decentralize() first.")
 
 
-class DecentralizedModule:
+class DecentralizedModule(nn.Module):
     """What a module can do while it is decentralized. Names and arguments are decent-dp's, as far as that has them."""
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
@@ -168,7 +165,7 @@ class DecentralizedModule:
             ReductionError: parameters are such an average already.
             CommunicationError, DesyncError: a rank did not come, or is at another step.
         """
-        state = mixing_of(_module(self))
+        state = mixing_of(self)
         state.mixer.average(keep=will_revert or return_d2c, buffers=state.averages_buffers)
         distance = state.mixer.distance_to_average() if return_d2c else None
         if return_d2c and not will_revert:
@@ -181,7 +178,7 @@ class DecentralizedModule:
         Raises:
             ReductionError: `global_avg` was not called before.
         """
-        mixing_of(_module(self)).mixer.revert()
+        mixing_of(self).mixer.revert()
 
     @contextlib.contextmanager
     def global_average(self) -> Iterator[None]:
@@ -197,11 +194,11 @@ class DecentralizedModule:
 
         Every rank calls it, between two steps; it costs an all-reduce of the parameters.
         """
-        return mixing_of(_module(self)).mixer.consensus_distance()
+        return mixing_of(self).mixer.consensus_distance()
 
     def set_accumulate_grad(self, enable: bool = True) -> None:
         """Whether backwards only accumulate gradients from now on, as in `no_sync()`."""
-        replica_of(_module(self)).sync = not enable
+        replica_of(self).sync = not enable
 
     def set_adaptive_factor(self, factor: float) -> None:
         """How much of the way to the edge's average parameters go from now on; 1 in the beginning, 0: they stay.
@@ -211,16 +208,11 @@ class DecentralizedModule:
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not math.isfinite(factor):
             raise ConfigError(f"factor must be a finite number, got {factor!r}.")
-        mixing_of(_module(self)).mixer.factor = float(factor)
+        mixing_of(self).mixer.factor = float(factor)
 
     def get_lr(self) -> float:
         """The learning rate of the optimizer's first group for the next step."""
-        return float(mixing_of(_module(self)).optimizer.param_groups[0]["lr"])
-
-
-def _module(decentralized: DecentralizedModule) -> nn.Module:
-    assert isinstance(decentralized, nn.Module)
-    return decentralized
+        return float(mixing_of(self).optimizer.param_groups[0]["lr"])
 
 
 def _decentralized_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -87,7 +87,7 @@ class MixingUpdates:
                 "retain_graph=True, but a backward of a decentralized module changes its parameters: it cannot be gone "
                 "through once more. Run all backwards of a forward but the last under no_sync(), or add the losses."
             )
-        return Wanted() if self._whole else Wanted(tuple(self._bucket_of), in_flight=0, mixes=True)
+        return Wanted() if self._whole else Wanted(tuple(self._bucket_of), mixes=True)
 
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]

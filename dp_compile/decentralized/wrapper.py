@@ -10,18 +10,13 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile.config import ReplicateConfig
-from dp_compile.decentralized.module import (
-    DecentralizedModule,
-    OptimizerFn,
-    SchedulerFn,
-    decentralize,
-)
+from dp_compile.decentralized.module import DecentralizedModule, OptimizerFn, SchedulerFn, decentralize
 from dp_compile.modules.replicated_module import no_sync, unwrap, wrap
 from dp_compile.plan.topologies import Topology
 
 
-class DecentralizedDataParallel(DecentralizedModule, nn.Module):
-    """Wraps a module as decent-dp's class of this name does, on `dp_compile.decentralize`.
+class DecentralizedDataParallel(DecentralizedModule):
+    """Wraps a module as decent-dp's class of this name does, on `decentralize`.
 
     `state_dict` keys have the prefix `module.`. `docs/decentralized.md` says what is different on purpose.
 

@@ -370,8 +370,8 @@ class CompiledBackward:
         shares: tuple[int, ...] = (),
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> Pipeline:
-        in_flight = tuple(tuple(each.in_flight for each in replica.after.wanted) for replica in self._replicas)
-        passes = (*self._passes, PlaceUpdates(shares, in_flight)) if self._updates else self._passes
+        mixes = any(each.mixes for replica in self._replicas for each in replica.after.wanted)
+        passes = (*self._passes, PlaceUpdates(shares, at_once=mixes)) if self._updates else self._passes
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
 

@@ -44,7 +44,6 @@ class OptimizerRecord:
         left_nbytes: of what was on its way in them.
         stayed: they were in flight behind `step()` too; `None`: that has not been called yet.
         ranks: over how many ranks its state is cut; 1: each rank has all of it.
-        cuts: elements of buckets are cut over ranks; else whole parameters are dealt out.
         elements: how many elements it updates, on all ranks.
         own_elements: how many of these this rank updates.
         state_nbytes: of its state on this rank.
@@ -59,7 +58,6 @@ class OptimizerRecord:
     left_nbytes: int = 0
     stayed: bool | None = None
     ranks: int = 1
-    cuts: bool = False
     elements: int = 0
     own_elements: int = 0
     state_nbytes: int = 0
@@ -78,8 +76,7 @@ class OptimizerRecord:
         return f"{text}, {format_bytes(self.left_nbytes)} in flight until then" if self.left_nbytes else text
 
     def _sharded(self) -> str:
-        how = "elements of buckets" if self.cuts else "whole parameters"
-        text = f"{self.name} is sharded over {count(self.ranks, 'rank')}: each updates {how}"
+        text = f"{self.name} is sharded over {count(self.ranks, 'rank')}: each updates elements of buckets"
         if not self.elements:
             return text
         text += f"; this one {self.own_elements:,} of {self.elements:,} elements"

@@ -24,16 +24,14 @@ class Wanted:
     Args:
         indices: parameters of the module, in the optimizer's order.
         whole: all of them at once, at the end, or none: it looks at all gradients before it updates any.
-        in_flight: see `PlaceUpdates`.
         crosses: updates of whole buckets may be left for the next forward (`passes/crossing.py`).
         parts: it gets this rank's part of each bucket, and all of them in every backward.
-        mixes: an update of some parameters of a bucket writes to all of it.
+        mixes: an update of some parameters of a bucket writes to all of it, as soon as it may.
         obstacle: why nothing is updated in this backward, whichever way it goes; empty if something may be.
     """
 
     indices: tuple[int, ...] = ()
     whole: bool = False
-    in_flight: int | None = None
     crosses: bool = False
     parts: bool = False
     mixes: bool = False

@@ -39,22 +39,12 @@ def is_collective(node: fx.Node) -> bool:
     return node.target in _OURS or getattr(node.target, "namespace", "") == "_c10d_functional"
 
 
-def is_all_reduce(node: fx.Node) -> bool:
-    """Whether a node starts an all-reduce of one tensor or of several; both take reduce op and group alike."""
-    return node.op == "call_function" and node.target in (ALL_REDUCE, GROUPED_ALL_REDUCE)
-
-
 def is_wait(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is WAIT
 
 
 def is_all_gather(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target in (ALL_GATHER, PAIRED_ALL_GATHER)
-
-
-def adds_up(node: fx.Node) -> bool:
-    """Whether a node starts a collective that adds up: an all-reduce, or one of which each rank gets a part."""
-    return is_all_reduce(node) or (node.op == "call_function" and node.target is REDUCE_SCATTER)
 
 
 def waits_of(collective: fx.Node) -> tuple[fx.Node, ...]:

@@ -34,7 +34,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.fx.outline import outline
 from dp_compile.insight.graph_names import node_names
 from dp_compile.insight.observe import step_of_replica
-from dp_compile.passes.analysis import analyse
+from dp_compile.passes.reduction import analyse
 from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.dumps")

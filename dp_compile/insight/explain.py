@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from dp_compile.errors import ConfigError
@@ -86,16 +85,6 @@ class Explanation:
     buckets: tuple[ExplainedBucket, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
-
-    def to_json(self) -> str:
-        """Figures, buckets, advice and notes; the step has a file format of its own kind, `Step.to_json`."""
-        data: dict[str, Any] = {name: getattr(self, name) for name in ("bound_by", "end_s", "exposed_s", "bound_s")}
-        data |= {
-            name: getattr(self.step, name) for name in ("backward_s", "communication_s", "is_timed", "cost_source")
-        }
-        data |= {"measured": None if self.step.measured is None else asdict(self.step.measured)}
-        data |= {name: [asdict(each) for each in getattr(self, name)] for name in ("buckets", "advice")}
-        return json.dumps(data | {"notes": self.notes})
 
     def __str__(self) -> str:
         return self.text()

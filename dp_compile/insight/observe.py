@@ -98,7 +98,7 @@ def _promise(replica: Replica, certificate: Certificate) -> str:
         made_for = f"for a backward of {format_ms(believed_s)}, {replica.ready.basis}"
     return "\n".join(
         [
-            f"{replica.strategy}: {count(len(certificate.reasons), 'bucket')}, {certificate.chosen}",
+            f"{replica.strategy}: {count(len(replica.plan.buckets), 'bucket')}, {certificate.chosen}",
             f"  predicted end {certificate.promise}",
             f"  planned without measured times: {made_for}" if believed_s is None else f"  planned {made_for}",
             f"  planned for an all-reduce that takes {certificate.cost}",

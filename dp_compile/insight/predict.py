@@ -15,7 +15,7 @@ from dp_compile.errors import ConfigError
 from dp_compile.insight.step import BYTES, DECENTRALIZED, Step, format_ms
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
 from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
-from dp_compile.plan.cost import EITHER, AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, line, ring_or_tree
 from dp_compile.plan.crossing import plan_crossing, why_not_left
 from dp_compile.plan.links import LAUNCH_US, link, with_levels
 from dp_compile.plan.ready_times import MEASURED
@@ -23,7 +23,6 @@ from dp_compile.plan.reduction import stages_of
 from dp_compile.plan.strategies import plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
-"""Strategies that plan from a cost and from ready times."""
 DTYPES: Final = ("bfloat16", "float16", "float32")
 LINK_INSIDE: Final = "nvlink4"
 """What joins the ranks of a node in a prediction for two levels of network."""
@@ -50,10 +49,6 @@ class Prediction(NamedTuple):
     bound_s: float
     basis: str
     step: Step
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, without the step."""
-        return {name: value for name, value in self._asdict().items() if name != "step"}
 
     def __str__(self) -> str:
         return (
@@ -105,7 +100,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
     if inside > 1 and (ranks <= inside or ranks % inside):
         raise ConfigError(f"{ranks} ranks do not fill two nodes or more of {inside}. Give a multiple of {inside}.")
     if name is not None:
-        cost = link(name).cost(ranks, formula=EITHER)
+        cost = link(name).cost(ranks, formula=ring_or_tree)
         if inside == 1:
             return cost, f"{name}, nominal, not measured"
         cost = with_levels(cost, link(LINK_INSIDE), link(name), ranks_inside=inside, nodes=ranks // inside)
@@ -122,7 +117,7 @@ def _cost_on(step: Step, ranks: int, name: str | None) -> tuple[AllReduceCost, s
 def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_inside: int = 1) -> AllReduceCost:
     """What a collective costs on more or fewer ranks of the same link.
 
-    Latency of a hop and bus bandwidth follow from the straight line of one group by `EITHER`, a ring or a tree;
+    Latency of a hop and bus bandwidth follow from the straight line of one group by `ring_or_tree`;
     `LAUNCH_S` of the latency is not of hops. On two levels nodes keep their size, `ranks_inside`.
 
     Raises:
@@ -132,8 +127,8 @@ def extrapolated(cost: AllReduceCost, *, from_ranks: int, to_ranks: int, ranks_i
         raise ConfigError(f"from_ranks must be >= 2, got {from_ranks!r}.")
     if to_ranks == 1:
         return AllReduceCost(0.0, 0.0)
-    lines = [EITHER.cost(alpha_0=1.0, alpha_hop=1.0, busbw=1.0, n=ranks) for ranks in (from_ranks, to_ranks)]
-    hops, launch_s, between = [line.alpha_s - 1.0 for line in lines], min(LAUNCH_S, cost.alpha_s), cost.between
+    lines = [line(ring_or_tree, ranks, launch_s=1.0, hop_s=1.0, busbw=1.0) for ranks in (from_ranks, to_ranks)]
+    hops, launch_s, between = [each.alpha_s - 1.0 for each in lines], min(LAUNCH_S, cost.alpha_s), cost.between
     if between is not None and from_ranks > ranks_inside:
         between = extrapolated(between, from_ranks=from_ranks // ranks_inside, to_ranks=to_ranks // ranks_inside)
     alpha_s = launch_s + (cost.alpha_s - launch_s) * hops[1] / hops[0]

@@ -248,7 +248,8 @@ class Step:
     @property
     def gather_s(self) -> float:
         """How long all-gathers take, where each rank updates a shard of the parameters."""
-        return sum(self._gather_s(each, self._gathers(each)) for each in self._sharded())
+        gathers = sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets)
+        return sum(self._gather_s(each, gathers) for each in self._sharded())
 
     @property
     def gather_wait_s(self) -> float:
@@ -259,12 +260,6 @@ class Step:
 
     def _sharded(self) -> list[OptimizerRecord]:
         return [each for each in self.optimizers if each.way == SHARDED and self.world_size > 1]
-
-    def _gathers(self, optimizer: OptimizerRecord) -> int:
-        """How many collectives that is: an all-gather for each bucket, or a broadcast from each rank."""
-        if not optimizer.cuts:
-            return self.world_size
-        return sum(bucket.key.reduction.is_scattered for bucket in self.plan.buckets)
 
     def _gather_s(self, optimizer: OptimizerRecord, collectives: int) -> float:
         """One of the two phases of an all-reduce."""
@@ -406,10 +401,9 @@ def planned_buckets(step: Step) -> list[PlannedBucket]:
 def gathers_under_the_forward(step: Step) -> tuple[Arrival, ...]:
     """All-gathers that start when all is reduced and updated, in the order in which the next forward reads."""
     from_s = max([step.backward_s, *(bucket.finish_s for bucket in planned_buckets(step))])
-    whole = any(not each.cuts for each in step.optimizers if each.way == SHARDED)
     jobs = []
     for bucket in step.plan.buckets:
-        if bucket.key.reduction.is_scattered or (whole and not _is_of_flags(bucket)):
+        if bucket.key.reduction.is_scattered:
             nbytes = sum(member.numel * BYTES.get(bucket.key.dtype, 4) for member in bucket.members)
             read = 1 - max(step.ready.of(member.gradient) for member in bucket.members)
             needed_s = from_s + step.forward_s * read

@@ -7,7 +7,6 @@ Here its own method does all but these two: it prepares the model as for evaluat
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, cast
@@ -31,8 +30,6 @@ from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
 from dp_compile.integrations.first_step import watch_first_step
 from dp_compile.modules.distributed import DistributedDataParallel
 from dp_compile.modules.replicated_module import unwrap
-
-logger = logging.getLogger("dp_compile.integrations")
 
 refuse_other_versions("accelerate")
 
@@ -197,11 +194,6 @@ class Accelerator(AcceleratesOwn):  # type: ignore[misc]
         plugin = self.state.dynamo_plugin
         if plugin.backend == DynamoBackend.NO:
             return model
-        if plugin.mode not in (None, "default") or plugin.options:
-            logger.warning(
-                "accelerate: mode and options of the dynamo_plugin are for the forward; the backward is compiled with "
-                "Inductor's defaults."
-            )
         if plugin.use_regional_compilation:
             _compile_regions(model, plugin.to_kwargs())
             return model
@@ -257,25 +249,16 @@ def _refuse_other_compiler(accelerator: AcceleratesOwn, asked: str | None) -> No
 
 def _refuse_without_effect(given: DistributedDataParallelKwargs) -> None:
     """accelerate ignores a hook that is not of its enumeration, and what belongs to a hook without one."""
-    kinds = DDPCommunicationHookType
-    for name in ("comm_hook", "comm_wrapper"):
-        if not isinstance(getattr(given, name), kinds):
-            raise ConfigError(
-                f"DistributedDataParallelKwargs({name}={getattr(given, name)!r}) would have no effect: it has to be a "
-                f"DDPCommunicationHookType, one of {', '.join(each.name for each in kinds)}."
-            )
-    if given.comm_wrapper not in (kinds.NO, kinds.FP16, kinds.BF16):
-        raise ConfigError(
-            f"DistributedDataParallelKwargs(comm_wrapper={given.comm_wrapper}) would have no effect: a wrapper is one "
-            "of DDPCommunicationHookType.NO, FP16, BF16."
-        )
-    if given.comm_hook == kinds.NO and given.comm_wrapper != kinds.NO:
-        raise ConfigError(
-            f"DistributedDataParallelKwargs(comm_wrapper={given.comm_wrapper}) would have no effect: there is no "
-            f"comm_hook that it could wrap. Pass comm_hook=DDPCommunicationHookType.{given.comm_wrapper.name} instead."
-        )
-    if given.comm_state_option and given.comm_hook not in _POWER_SGD:
-        raise ConfigError(
-            f"DistributedDataParallelKwargs(comm_state_option={given.comm_state_option}) would have no effect: it is "
-            "for comm_hook POWER_SGD and BATCHED_POWER_SGD. Leave it out."
-        )
+    kinds, hook, wrapper = DDPCommunicationHookType, given.comm_hook, given.comm_wrapper
+    allowed = {"comm_hook": tuple(kinds), "comm_wrapper": (kinds.NO, kinds.FP16, kinds.BF16)}
+    why = ""
+    if isinstance(hook, kinds) and hook == kinds.NO != wrapper:
+        why = f"comm_wrapper={wrapper}: there is no comm_hook that it could wrap. Give it as comm_hook"
+    if given.comm_state_option and hook not in _POWER_SGD:
+        why = f"comm_state_option={given.comm_state_option}: it is for comm_hook POWER_SGD and BATCHED_POWER_SGD"
+    for name, values in allowed.items():
+        if not any(getattr(given, name) is each for each in values):
+            names = ", ".join(each.name for each in values)
+            why = f"{name}={getattr(given, name)!r}: it has to be a DDPCommunicationHookType, one of {names}"
+    if why:
+        raise ConfigError(f"DistributedDataParallelKwargs would have no effect with {why}.")

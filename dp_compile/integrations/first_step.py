@@ -42,10 +42,6 @@ def watch_first_step(module: nn.Module, framework: str) -> None:
 
 def _say(framework: str, replica: Replica, compared: str) -> None:
     if dist.get_rank(replica.group.process_group) == 0:
-        logger.info("%s: backwards are %s; after the first step %s", framework, which_way(replica), compared)
-
-
-def which_way(replica: Replica) -> str:
-    """What reduced the synchronised backwards of a module so far, most of them first."""
-    done = [name for name, _ in replica.history.backwards.most_common() if name in _WAYS]
-    return ", and ".join(f"{_WAYS[name]} ({replica.history.backwards[name]})" for name in done)
+        done = [(name, times) for name, times in replica.history.backwards.most_common() if name in _WAYS]
+        ways = ", and ".join(f"{_WAYS[name]} ({times})" for name, times in done)
+        logger.info("%s: backwards are %s; after the first step %s", framework, ways, compared)

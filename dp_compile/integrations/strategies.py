@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
-from dp_compile.integrations.checks import refuse_managed
+from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
 from dp_compile.integrations.first_step import watch_first_step
 from dp_compile.modules.distributed import DistributedDataParallel
 from dp_compile.modules.replicate import unreplicate
@@ -103,3 +104,26 @@ class FabricStrategy(_Wrapping):
         wrapped = self._wrap(module)
         watch_first_step(wrapped, "lightning fabric")
         return wrapped
+
+
+def register_strategies(trainer: str, fabric: str) -> tuple[type[Any], type[Any]]:
+    """Classes of both kinds, registered with the package: no entry point fills the registries where it looks.
+
+    Args:
+        trainer: where one of Lightning's two packages has what its `Trainer` uses.
+        fabric: where it has what its `Fabric` uses.
+
+    Raises:
+        ConfigError: a release of it that was not tried is installed.
+    """
+    package = trainer.partition(".")[0]
+    refuse_other_versions(package)
+    home = {"__module__": f"dp_compile.integrations.{package}"}
+    of_trainer: Any = import_module(f"{trainer}.strategies")
+    of_fabric: Any = import_module(f"{fabric}.strategies")
+    made: type[Any] = type("DPCompileStrategy", (TrainerStrategy, of_trainer.DDPStrategy), home)
+    made_for_fabric: type[Any] = type("DPCompileFabricStrategy", (FabricStrategy, of_fabric.DDPStrategy), home)
+    what = "the gradients' reductions captured with the backward"
+    of_trainer.StrategyRegistry.register(NAME, made, description=what, override=True)
+    of_fabric.STRATEGY_REGISTRY.register(NAME, made_for_fabric, description=what, override=True)
+    return made, made_for_fabric

@@ -80,13 +80,11 @@ def parallelize(
         DesyncError: in the first forward, ranks have different models.
     """
     config = _config(replicate_config, compile_config)
-    _refuse_splits(parallel_dims)
-    _refuse_without_effect(parallelism, compile_config)
-    _refuse_training(training)
+    _refuse_job(parallel_dims, training, parallelism, compile_config)
     _refuse_model(model)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
-    if _compiles_model(compile_config):
+    if compile_config.enable and "model" in compile_config.components:
         apply_compile(model, compile_config=compile_config, parallel_dims=parallel_dims)
     group = {"device_mesh": parallel_dims.get_mesh("dp_replicate")} if parallel_dims.dp_replicate > 1 else {}
     replicate(model, mp_policy=_mixed_precision(training), config=config, **group)
@@ -136,10 +134,6 @@ def _micro_steps(training: Any, ranks: int) -> int:
     return max(1, int(training.global_batch_size // (training.local_batch_size * ranks)))
 
 
-def _compiles_model(compile_config: Any) -> bool:
-    return bool(compile_config.enable) and "model" in compile_config.components
-
-
 def _config(given: ReplicateConfig | None, compile_config: Any) -> ReplicateConfig:
     """The user's options, with the sum of gradients; what compiles the forward compiles the backward as well."""
     if not isinstance(given, ReplicateConfig | None):
@@ -167,40 +161,28 @@ def _mixed_precision(training: Any) -> MixedPrecisionPolicy:
     )
 
 
-def _refuse_splits(parallel_dims: Any) -> None:
+def _refuse_job(parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any) -> None:
+    """Options of shards, which have no effect on whole parameters, and what does not run with them."""
     asked = {_SPLITS[name]: degree for name in _SPLITS if (degree := getattr(parallel_dims, name)) > 1}
     if asked:
-        ranks = parallel_dims.world_size
         raise ConfigError(
             f"{', '.join(f'parallelism.{name} is {degree}' for name, degree in asked.items())}; dp_compile keeps whole "
-            f"parameters on each rank. Use parallelism.data_parallel_replicate_degree={ranks} and 1 for the others; or "
-            "torchtitan's own parallelize_fn."
+            f"parameters on each rank. Use parallelism.data_parallel_replicate_degree={parallel_dims.world_size} and 1 "
+            "for the others; or torchtitan's own parallelize_fn."
         )
-
-
-def _refuse_without_effect(parallelism: Any, compile_config: Any) -> None:
     wanted: dict[str, tuple[Any, Any]] = {
         "parallelism.fsdp_reshard_after_forward": (parallelism.fsdp_reshard_after_forward, "default"),
         "parallelism.enable_fsdp_symm_mem": (parallelism.enable_fsdp_symm_mem, False),
         "compile.enable_async_tensor_parallel": (compile_config.enable_async_tensor_parallel, False),
+        "training.enable_cpu_offload": (training.enable_cpu_offload, False),
     }
     for name, (given, neutral) in wanted.items():
         if given != neutral:
-            raise ConfigError(
-                f"{name}={given!r} would have no effect: it is for parameters in shards. Leave it at {neutral!r}."
-            )
+            raise ConfigError(f"{name}={given!r} is for parameters in shards. Leave it at {neutral!r}.")
     if parallelism.spmd_backend == "full_dtensor":
         raise ConfigError(
             "parallelism.spmd_backend is 'full_dtensor', which makes DTensors of all inputs; parameters are plain "
             "tensors here. Use 'spmd_types' or 'partial_dtensor'."
-        )
-
-
-def _refuse_training(training: Any) -> None:
-    if training.enable_cpu_offload:
-        raise ConfigError(
-            "training.enable_cpu_offload keeps parameters in shards on the CPU; dp_compile keeps whole ones where they "
-            "compute. Leave it off, or use torchtitan's own parallelize_fn."
         )
     # On other devices torchtitan itself goes on without.
     if not training.disable_cuda_graphs and torch.cuda.is_available():

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import autograd, compiler, distributed
+from dp_compile._torch import autograd, distributed
 from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
-from dp_compile.engine.backward import BROADCAST_BYTES
 from dp_compile.engine.comm_hook import HookFunction
-from dp_compile.engine.module_names import class_name
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Pending, remove_forward_hooks
@@ -143,8 +137,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             config=config,
             keeps_class=True,
         )
-        self._take_in_step()
-        config = self._replica_config()
+        wrap(self, unwrap(self.module))
+        config = state_of(self).config
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self.device = next(self.module.parameters()).device
@@ -157,6 +151,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.static_graph = config.static_graph
         self.find_unused_parameters = config.find_unused_parameters and not config.static_graph
         self.broadcast_buffers = self.forward_sync_buffers = config.broadcast_buffers
+        self.require_forward_param_sync = False  # buffers are copied after backwards; accelerate sets it
         total = sum(each.numel() * each.element_size() for each in self.module.parameters())
         cap_mb = config.bucket_cap_mb or DEFAULT_CAP_MB
         self.bucket_bytes_cap = total if math.isinf(cap_mb) else int(cap_mb * BYTES_PER_MB)
@@ -175,15 +170,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._inputs_to is not None:
             inputs, kwargs = autograd.tree_map_only(torch.Tensor, self._to_device, (inputs, kwargs))
-        hook: BufferHook | None = self.__dict__.get("buffer_hook")
-        if hook is not None:
-            hook.run(self, before_forward=True)
-        output = self._run_module(inputs, kwargs)
-        if hook is not None:
-            hook.run(self, before_forward=False)
-        return output
-
-    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = unwrap(self.module)
         precision = precision_of(inner)
         if precision is None:
@@ -256,7 +242,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                     "a DistributedDataParallel around parts that were replicated by themselves cannot be copied or "
                     "pickled: the copy would not know their options. Copy or save .module."
                 )
-            attributes["_config"] = self._replica_config()
+            attributes["_config"] = state_of(self).config
         return attributes
 
     def __setstate__(self, attributes: dict[str, Any]) -> None:
@@ -272,17 +258,11 @@ class DistributedDataParallel(nn.Module, Joinable):
             remove_forward_hooks(submodule)
         if config is not None:
             replicate_with_gradients(unwrap(self.module), config)
-            self._take_in_step()
+            wrap(self, unwrap(self.module))
             # In front of this one too: its forward is where casts stand, and it has to start with parameters.
             pending = state_of(self)
             assert isinstance(pending, Pending)
-            self.register_forward_pre_hook(pending, with_kwargs=True)
-
-    def _take_in_step(self) -> None:
-        wrap(self, unwrap(self.module))
-
-    def _replica_config(self) -> ReplicateConfig:
-        return state_of(self).config
+            self.register_forward_pre_hook(pending)
 
     # --- what frameworks read of torch's wrapper
 
@@ -301,19 +281,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         state_of(self).sync = bool(value)
 
     @property
-    def require_forward_param_sync(self) -> bool:
-        """Whether the next forward copies buffers: only by a hook of `_register_buffer_comm_hook`.
-
-        Else that happens after each synchronised backward. Setting it has no effect.
-        """
-        hook: BufferHook | None = self.__dict__.get("buffer_hook")
-        return hook is not None and hook.is_due
-
-    @require_forward_param_sync.setter
-    def require_forward_param_sync(self, value: bool) -> None:
-        pass
-
-    @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that are not ignored, by their names in the module."""
         named = self.module.named_buffers()
@@ -324,94 +291,26 @@ class DistributedDataParallel(nn.Module, Joinable):
         """As `named_module_buffers`, without names."""
         return list(self.named_module_buffers.values())
 
-    def will_sync_module_buffers(self) -> bool:
-        """Whether the next step copies buffers. Here its backward does, in torch its forward."""
-        return self.forward_sync_buffers and self.require_backward_grad_sync and bool(self.named_module_buffers)
-
-    def _sync_buffers(self) -> None:
-        """Copy the first rank's buffers to all ranks now; every rank calls it."""
-        distributed.broadcast(self.modules_buffers, self.process_group, BROADCAST_BYTES)
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = distributed.POST_FORWARD
-    ) -> None:
-        """Let `hook(state, {name: buffer})` send buffers in forwards, instead of the copies after backwards."""
-        replica = replica_of(self.module)
-        start = replica.config.copies_buffers_at_start
-        replica.config = replace(replica.config, broadcast_buffers=False, init_sync_buffers=start)
-        self.buffer_hook = BufferHook(state, hook, distributed.runs_before_forward(comm_hook_location))
-
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        """`ALLREDUCE` or `FP16_COMPRESS` of `torch.distributed.BuiltinCommHookType`: torch's hook of that kind."""
-        cast = comm_hook_type == distributed.FP16_COMPRESS
-        self.register_comm_hook(None, fp16_compress_hook if cast else allreduce_hook)
-
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        """torch's way to update in the backward.
-
-        Raises:
-            ConfigError: always; the text names ours.
-        """
-        raise ConfigError(
-            "_register_fused_optim() is not supported: its comm hook changes parameters before all gradients are "
-            "reduced. Make the optimizer and call dp_compile.optim.in_backward(model, optimizer)."
-        )
-
-    _get_data_parallel_params = staticmethod(distributed.of_torch_ddp("_get_data_parallel_params"))
     _set_params_and_buffers_to_ignore_for_model = staticmethod(
         distributed.of_torch_ddp("_set_params_and_buffers_to_ignore_for_model")
     )
-
-    @property
-    def _module_parameters(self) -> list[nn.Parameter]:
-        return [each for name, each in self.module.named_parameters() if name not in self.parameters_to_ignore]
 
     @property
     def reducer(self) -> ReducerForFrameworks:
         """Takes the calls with which frameworks arm torch's reducer."""
         return ReducerForFrameworks()
 
-    @property
-    def logger(self) -> LoggerForFrameworks:
-        """Has `_get_ddp_logging_data()` as torch's, and takes what else is logged."""
-        return LoggerForFrameworks(self)
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What torch's reducer counts, under its names, as far as it is known here."""
-        state, module = state_of(self), unwrap(self.module)
+        """Some of what torch's reducer counts, under its names: Lightning reads it, and scripts that log it."""
+        state = state_of(self)
         plan = state.plan if isinstance(state, Replica) else None
-        parameters = state.parameters if isinstance(state, Replica) else tuple(self._module_parameters)
-        group = self.process_group
         return {
-            "module_name": class_name(module),
-            "backend_name": dist.get_backend(group),
-            "rank": dist.get_rank(group),
-            "world_size": dist.get_world_size(group),
-            "device_ids": ", ".join(map(str, self.device_ids or ())),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "is_multi_device_module": 0,
-            "broadcast_buffers": int(self.forward_sync_buffers),
+            "world_size": dist.get_world_size(self.process_group),
             "bucket_cap_bytes": self.bucket_bytes_cap,
             "bucket_sizes": "" if plan is None else ", ".join(str(bucket.nbytes) for bucket in plan.buckets),
-            "comm_hook": "" if state.comm_hook is None else state.comm_hook.name,
-            "dtypes": ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in parameters})),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "has_sync_bn": int(any(isinstance(each, nn.SyncBatchNorm) for each in module.modules())),
+            "comm_hook": state.comm_hook.name if isinstance(state, Replica) and state.comm_hook else "",
             "iteration": state.history.synced_backwards if isinstance(state, Replica) else 0,
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(each.numel() * each.element_size() for each in parameters),
         }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Without effect: `dp_compile.measure()` measures."""
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        """Without effect: outputs are never cloned."""
-
-    def _check_reducer_finalized(self) -> None:
-        """Nothing to check: a backward that does not end raises itself."""
 
     def _set_static_graph(self) -> None:
         """torch's way to say `static_graph=True` later.
@@ -436,47 +335,8 @@ class ReducerForFrameworks:
         """Whether buckets were made anew: not by this call."""
         return False
 
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing to do."""
-
     def _delay_all_reduce(self) -> None:
         """Nothing to do: also the first backward of a static graph has reduced when it ends."""
-
-
-class LoggerForFrameworks:
-    """Stands where torch's wrapper has its C++ logger."""
-
-    def __init__(self, wrapper: DistributedDataParallel) -> None:
-        self._wrapper = wrapper
-
-    def _get_ddp_logging_data(self) -> SimpleNamespace:
-        """The texts and the numbers of the wrapper's, in two maps."""
-        data = self._wrapper._get_ddp_logging_data()
-        texts = {name: value for name, value in data.items() if isinstance(value, str)}
-        return SimpleNamespace(strs_map=texts, ints_map={name: data[name] for name in data if name not in texts})
-
-    def set_error_and_log(self, error: str) -> None:
-        """Log an error of the caller's."""
-        logging.getLogger("dp_compile.ddp").error("%s", error)
-
-
-class BufferHook:
-    """A hook of `_register_buffer_comm_hook`. Runs when torch's would: if the forward before was one to synchronise."""
-
-    def __init__(self, state: Any, hook: Callable[..., Any], before_forward: bool) -> None:
-        self.buffer_comm_hook_state, self.buffer_comm_hook = state, hook
-        self._before_forward = before_forward
-        self.is_due = True
-
-    @compiler.untraced("a hook sends the buffers")
-    def run(self, wrapper: DistributedDataParallel, *, before_forward: bool) -> None:
-        if before_forward == self._before_forward and self.is_due and wrapper.forward_sync_buffers:
-            named = wrapper.named_module_buffers
-            with torch.no_grad():
-                futures = self.buffer_comm_hook(self.buffer_comm_hook_state, named) if named else None
-            torch.futures.wait_all(list(futures or ()))
-        if not before_forward:
-            self.is_due = torch.is_grad_enabled() and wrapper.require_backward_grad_sync
 
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.comm_hook import CommHook
+from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.engine.group import Group
-from dp_compile.engine.module_names import class_name, fully_qualified
+from dp_compile.engine.module_names import class_name
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 
@@ -81,8 +80,8 @@ class InputMover(Installed):
 class Pending(Installed):
     """A module that was given to `replicate` before its parameters had values: it starts with its first forward.
 
-    Sits in front of the module and of each submodule that owns parameters, so that no part of it can run, and get
-    gradients that nobody reduces, before the start.
+    Installed on the module and on each submodule that owns parameters: a part that ran before the start would get
+    gradients that no rank reduces.
     """
 
     def __init__(
@@ -95,42 +94,22 @@ class Pending(Installed):
         needs_grad: bool,
     ) -> None:
         self._root, self.config, self.group, self._start = weakref.ref(root), config, group, start
-        self._needs_grad = needs_grad
-        self._is_starting = self._has_started = False
+        self._needs_grad, self._has_started = needs_grad, False
         self.sync = True
-        self.comm_hook: CommHook | None = None
+        self.comm_hooks: list[tuple[Any, HookFunction]] = []
+        """What `register_comm_hook` was given: registered after the start."""
 
     @compiler.untraced(
         "a module starts to be replicated with its first forward; run one forward before compiling fullgraph"
     )
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         root = self._root()
-        if self._has_started:  # this one is in front of a wrapper, and what it wraps was called before
-            remove_forward_hooks(module, only=self)
+        if root is None or (self._needs_grad and not torch.is_grad_enabled()):
             return
-        if root is None or self._is_starting or (self._needs_grad and not torch.is_grad_enabled()):
-            return
-        lazy = first_lazy(root)
-        if lazy is not None and module is not root:
-            raise ModuleError(
-                f"{lazy} is lazy and gets its shape with the first forward of the replicated "
-                f"{class_name(root)}. Call that one first, not a part of it."
-            )
-        self._is_starting = True
-        try:
-            if lazy is not None:
-                _run_dry(root, args, kwargs)
+        if not self._has_started:  # a wrapper has this hook too, after what it wraps was called
             self._start(root, self)
             self._has_started = True
-            remove_forward_hooks(module, only=self)
-        finally:
-            self._is_starting = False
-
-
-def first_lazy(module: nn.Module) -> str | None:
-    """The name of a parameter or buffer that gets its shape from the first input, if there is one."""
-    named = (*module.named_parameters(), *module.named_buffers())
-    return next((fully_qualified(name) for name, tensor in named if nn.parameter.is_lazy(tensor)), None)
+        remove_forward_hooks(module, only=self)
 
 
 def remove_forward_hooks(module: nn.Module, only: Installed | None = None) -> None:
@@ -152,21 +131,3 @@ def refuse_traced_backward() -> None:
             "torch._dynamo.config.trace_autograd_ops is on: torch then drops every post-accumulate-grad hook and no "
             "gradient would be reduced. Switch it off and call backward() outside the compiled function."
         )
-
-
-def _run_dry(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run the forward once for the shapes of lazy parameters: without gradients, statistics or dropout."""
-    with torch.no_grad(), _evaluating(module):
-        module.forward(*args, **kwargs)
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [submodule for submodule in module.modules() if submodule.training]
-    for submodule in training:
-        submodule.training = False
-    try:
-        yield
-    finally:
-        for submodule in training:
-            submodule.training = True

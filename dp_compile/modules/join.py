@@ -85,7 +85,7 @@ def join(
 
 
 def joinable(module: nn.Module) -> ReplicaJoinable:
-    """A replicated module as a member of torch's `Join`: `with Join([dp_compile.joinable(model), optimizer]):`.
+    """A replicated module as a member of torch's `Join`: `with Join([joinable(model), optimizer]):`.
 
     Parts of it that were replicated before are members by calls on each.
 

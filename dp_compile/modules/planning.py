@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,8 +18,6 @@ from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
 from dp_compile.plan.strategies import Planned, nominal_cost, plan_fixed, plan_optimal, plan_per_module
-
-logger = logging.getLogger("dp_compile.replicate")
 
 CONVOLUTIONS: Final = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
@@ -42,24 +39,7 @@ class PlanRequest:
         """The same of one module. It can be asked again as often as one likes, and holds no module, as a policy may."""
         if self.bucket_policy is None:
             return self
-        units = units_of(target.module, self.bucket_policy, target.left_alone)
-        _warn_of_frozen(target, units)
-        return replace(self, bucket_policy=None, units=units)
-
-
-def _warn_of_frozen(target: Selection, units: Collection[str]) -> None:
-    """As FSDP does of modules that it wraps. What is frozen has no gradient: a bucket is smaller than it looks."""
-    trainable = {_unit_of(units, name) for name in target.trainable}
-    mixed: dict[str, list[str]] = {}
-    for name in target.frozen:
-        if (unit := _unit_of(units, name)) and unit in trainable:
-            mixed.setdefault(unit, []).append(name)
-    if mixed:
-        logger.warning(
-            "bucket_policy: units have frozen parameters beside trainable ones, and only these are in their buckets: "
-            "%s.",
-            "; ".join(f"{unit} ({', '.join(names)})" for unit, names in mixed.items()),
-        )
+        return replace(self, bucket_policy=None, units=units_of(target.module, self.bucket_policy, target.left_alone))
 
 
 @dataclass(frozen=True, slots=True)

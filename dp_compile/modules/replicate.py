@@ -8,16 +8,15 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import compiler, distributed, optim
+from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import (
     CHECK_VARIABLE,
@@ -28,13 +27,12 @@ from dp_compile.config import (
 )
 from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
-from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.hooks import install_hooks, reduce_as_planned
 from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
-from dp_compile.engine.monitor import unwatch, watch
+from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Reducer, Replica, Revision, Revisions
 from dp_compile.engine.settling import describe_plan
@@ -51,8 +49,6 @@ from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
 from dp_compile.modules.replicated_module import (
     behind,
-    bind_memory,
-    check_functional,
     forget_state,
     give_class,
     has_lost_its_wrapper,
@@ -60,6 +56,7 @@ from dp_compile.modules.replicated_module import (
     is_pending,
     is_replicated,
     parts_of,
+    register_comm_hook,
     replicated_class,
     restore_class,
     set_state,
@@ -80,7 +77,7 @@ from dp_compile.modules.selection import (
     select,
     sparse_parameters,
 )
-from dp_compile.modules.tensor_parallel import check_dtensors, refuse_hook_of_dtensors
+from dp_compile.modules.tensor_parallel import check_dtensors
 from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import FunctionalHook
@@ -94,7 +91,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
 logger = logging.getLogger("dp_compile.replicate")
-_APPLIED: Final = "dp_compile.optim.applied"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -112,7 +108,6 @@ def replicate(
     check_reductions: bool | None = None,
     static_graph: bool | None = None,
     gradient_as_bucket_view: bool | None = None,
-    device_ids: Sequence[int | torch.device] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
@@ -122,8 +117,8 @@ def replicate(
 
     Call it with or without `torch.compile`, before or after; the training loop stays as it is. Parameters and buffers
     of the group's first rank are copied to all ranks, after the ranks have compared what they replicate. A module
-    that has lazy parameters, or parameters on the meta device, starts with its first forward instead; all that can be
-    checked before is checked now.
+    whose parameters have no values yet (on the meta device, or lazy) starts with its first forward instead, by when
+    they have to have some; all that can be checked before is checked now.
 
     State dict keys, parameters and pickles do not change. The module's class `Net` becomes `DDPNet`, a subclass with
     the methods of `dp_compile.ReplicatedModule`. Submodules that `fully_shard` manages are left to it.
@@ -154,7 +149,6 @@ def replicate(
         static_graph: every backward uses the same parameters in the same way; see `ReplicateConfig`.
         gradient_as_bucket_view: whether buckets live from one backward to the next; see `ReplicateConfig`. Gradients
             are views of their buckets, whatever is said, and a bucket never writes over one that somebody kept.
-        device_ids: refused with a word on `device_id`, which torch's `replicate` has for it.
         mp_policy: torch's `torch.distributed.fsdp.MixedPrecisionPolicy`, which means here what it means for
             `fully_shard` of the installed torch: the dtype of compute, of what is sent, of outputs.
         passes: passes over the captured backward instead of the default ones; `()` for none.
@@ -187,7 +181,6 @@ def replicate(
         device_mesh=device_mesh,
         device_id=device_id,
         ignored_modules=ignored_modules,
-        device_ids=device_ids,
         passes=passes,
         bucket_policy=bucket_policy,
         config=config,
@@ -198,20 +191,21 @@ def replicate_module(
     module: ModuleT,
     given: dict[str, Any],
     *,
-    process_group: dist.ProcessGroup | None,
-    device_mesh: DeviceMesh | None,
-    config: ReplicateConfig | None,
+    process_group: dist.ProcessGroup | None = None,
+    device_mesh: DeviceMesh | None = None,
+    config: ReplicateConfig | None = None,
     device_id: int | torch.device | None = None,
     ignored_modules: Iterable[nn.Module] | None = None,
-    device_ids: Sequence[int | torch.device] | None = None,
     passes: Iterable[GraphPass] | None = None,
     bucket_policy: BucketPolicy | None = None,
+    needs_values: bool = True,
     keeps_class: bool = False,
 ) -> ModuleT:
     """As `replicate`.
 
     Args:
         given: options that were given beside `config`, `None` if not.
+        needs_values: parameters on the meta device wait for their values; `False`: they stay there.
         keeps_class: the module's class stays; a wrapper has the methods.
 
     Raises:
@@ -219,11 +213,6 @@ def replicate_module(
     """
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
-        if device_ids is not None:
-            raise ConfigError(
-                f"replicate() takes one device, as device_id, got device_ids={device_ids!r}. "
-                "Pass device_id=..., or use dp_compile.DistributedDataParallel."
-            )
         options = _merge_options(config, given)
         if meeting.group.levels is not None and not options.uses_python_hook():
             raise ConfigError(
@@ -239,9 +228,9 @@ def replicate_module(
         ignored = check_ignored(ignored_modules) | parts
         chosen, request = _requested(options, bucket_policy, passes)
         device = None if device_id is None else device_of(device_id, "device_id")
-        order = _Order(meeting, request, chosen, ignored, device, keeps_class=keeps_class)
+        order = _Order(meeting, request, chosen, ignored, device, needs_values, keeps_class)
         check_not_managed(inner, ignored)
-        waiting = is_waiting(inner, ignored)
+        waiting = needs_values and is_waiting(inner, ignored)
         if waiting:
             _wait_for_forward(inner, order)
     if not waiting:
@@ -249,28 +238,18 @@ def replicate_module(
     return module
 
 
-def replicate_without_values(
-    module: ModuleT,
-    config: ReplicateConfig,
-    *,
-    device_mesh: DeviceMesh | None = None,
-    passes: Iterable[GraphPass] | None = None,
-    bucket_policy: BucketPolicy | None = None,
-) -> ModuleT:
+def replicate_without_values(module: ModuleT, config: ReplicateConfig, **options: Any) -> ModuleT:
     """As `replicate`, for a module that stays on the meta device, or of fake tensors: its backwards compute nothing.
 
-    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there. Arguments as
-    of `replicate`.
+    To look at them on the fake process group, with `check_reductions=False`: flags cannot be read there.
+
+    Args:
+        options: `device_mesh`, `passes`, `bucket_policy` as of `replicate`.
 
     Raises:
         ConfigError, ModuleError: as in `replicate`.
     """
-    chosen, request = _requested(config, bucket_policy, passes)
-    meeting = Meeting.of_this_call(resolve_group(None, device_mesh))
-    order = _Order(meeting, request, chosen, frozenset(), None, needs_values=False)
-    check_not_managed(module, order.ignored)
-    _start(module, order)
-    return module
+    return replicate_module(module, {}, config=config, needs_values=False, **options)
 
 
 def unreplicate(module: ModuleT) -> ModuleT:
@@ -395,14 +374,10 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         check_copied(target, buffers=config.copies_buffers_at_start or config.broadcast_buffers)
         check_dtensors(target, order.meeting.group, config)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
-        stepping = any(map(optim.in_backward_optimizers, target.trainable.values()))
-        # Above this room, and of use to few.
-        take_over = import_module(_APPLIED).check(module, target.trainable) if stepping else None
         swapped = None if order.keeps_class else replicated_class(module, casts=config.casts)
-        replica = _make_replica(target, order, None if pending is None else pending.comm_hook)
+        replica = _make_replica(target, order)
         replica.precision = precision
         statement = _statement(target, replica)
-        bind_memory(replica)
     # Outside of the block above: that tells the others of an error of this rank's own, this compares what all say.
     replica.topic = order.meeting.compare(statement)
     _broadcast(replica)
@@ -415,17 +390,15 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         install_precision(module, precision)
     if swapped is not None:
         give_class(module, swapped)
-    if take_over is not None:  # behind everything: a backward may follow
-        take_over()
+    for state, hook in () if pending is None else pending.comm_hooks:
+        register_comm_hook(module, state, hook)
 
 
-def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) -> Replica:
+def _make_replica(target: Selection, order: _Order) -> Replica:
     config = order.request.config
     parameters, names = tuple(target.trainable.values()), tuple(target.trainable)
     group, levels = group_on(order.meeting.group.process_group, parameters[0].device.type), order.meeting.group.levels
     averaging = _averaging(config, parameters)
-    if comm_hook is not None and comm_hook.averaging is not None:
-        averaging = comm_hook.averaging
     group = dataclasses.replace(group, averaging=averaging, levels=levels)
     request = order.request
     sparse = sparse_parameters(target)
@@ -457,17 +430,11 @@ def _make_replica(target: Selection, order: _Order, comm_hook: CommHook | None) 
         passes=order.passes,
         beside_shards=target.sharded,
         sparse=sparse,
-        comm_hook=comm_hook,
-        by_hooks=True if always_hooks or (comm_hook is not None and comm_hook.memory is not None) else None,
+        by_hooks=True if always_hooks else None,
     )
     replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.revisions.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
     replica.revisions.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
-    if comm_hook is not None:
-        refuse_hook_of_dtensors(replica, comm_hook)
-        refuse_sparse(names, sparse, f"comm hook {comm_hook.name}")
-        if comm_hook.memory is not None:
-            check_functional(replica, comm_hook.name)
     if Revision.FROM_LAUNCHES in planning.revisions:
         replica.observers.append(LaunchesForPlan(weakref.ref(replica)))
     return replica
@@ -572,13 +539,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         "options": _compared_options(replica.config),
         CHECK_VARIABLE: check_parameters_every(),
         "passes": [repr(graph_pass) for graph_pass in replica.passes],
-        "comm hook": None if replica.comm_hook is None else replica.comm_hook.said,
         "plan": replica.plan.signature(),
-        "optimizers in the backward": [
-            f"{name}: {type(optimizer).__name__}"
-            for name, parameter in target.trainable.items()
-            for optimizer in optim.in_backward_optimizers(parameter)
-        ],
         "device_mesh": None if replica.group.levels is None else replica.group.levels.ranks,
     }
 
@@ -604,7 +565,7 @@ def _install(module: nn.Module, replica: Replica) -> None:
     # Not module.register_...: a ScriptModule refuses that, for hooks that are not compiled with it. It runs this one.
     nn.Module.register_forward_pre_hook(module, ForwardCheck(replica))
     install_entry()
-    watch(replica)
+    MONITOR.watch(replica)
     logger.info("the plan: %s", describe_plan(replica))
 
 
@@ -633,7 +594,7 @@ def _release(replica: Replica) -> None:
     if root is not None:
         take_precision_off(root)
     owners.remove(replica)
-    unwatch(replica)
+    MONITOR.unwatch(replica)
 
 
 def _move_inputs(module: nn.Module, device: torch.device | None) -> None:
@@ -655,7 +616,7 @@ def _wait_for_forward(module: nn.Module, order: _Order) -> None:
     swapped = None if order.keeps_class else replicated_class(module, waiting=True, casts=casts)
     _move_inputs(module, order.device)
     for owner in dict.fromkeys((module, *owning_modules(module, order.ignored))):
-        owner.register_forward_pre_hook(pending, with_kwargs=True)
+        owner.register_forward_pre_hook(pending)
     set_state(module, pending)
     if swapped is not None:
         give_class(module, swapped)

@@ -23,7 +23,6 @@ from typing import Any, ClassVar, Final, SupportsIndex
 from torch import nn
 
 from dp_compile._torch.module_calls import is_compiled
-from dp_compile.config import ReplicateConfig
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.engine.module_names import class_name
@@ -71,9 +70,14 @@ class ReplicatedModule:
         """FSDP2's name. `True` is how it is: a backward with synchronisation reduces over all ranks.
 
         Raises:
-            ConfigError: `False`: accumulation inside nodes only is not supported; or neither of the two was given.
+            ConfigError: `False`: accumulation inside nodes only, for which FSDP2 keeps a part of the sum on each rank.
         """
-        refuse_no_all_reduce(_module(self), requires_all_reduce)
+        if requires_all_reduce is not True:
+            raise ConfigError(
+                f"set_requires_all_reduce({requires_all_reduce!r}) is not supported: each rank has whole gradients of "
+                f"{class_name(self)}. Use no_sync() or set_requires_gradient_sync(False) for all micro-steps but the "
+                "last: nothing is sent in them, and the gradients are the same."
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients locally inside; the first backward after it reduces the sums, as torch's DDP does."""
@@ -114,26 +118,6 @@ class ReplicatedModule:
         return (rebuild, args, *rest)
 
 
-class _Waiting(ReplicatedModule):
-    """Before the first forward. A class of its own, so that code compiled until then is not used afterwards."""
-
-
-class _Casting(ReplicatedModule):
-    """With a forward that sees casts; `engine/precision.py`. In the class: whoever calls `forward` itself gets it."""
-
-
-class _WaitingToCast(_Waiting):
-    """Likewise."""
-
-
-_MIXINS: Final = {
-    (False, False): ReplicatedModule,
-    (False, True): _Casting,
-    (True, False): _Waiting,
-    (True, True): _WaitingToCast,
-}
-
-
 _FROM_OURS: Final = ("__new__", "__prepare_scriptable__", "__reduce_ex__")
 _METHODS: Final = frozenset(name for name in vars(ReplicatedModule) if name[0] != "_")
 
@@ -143,16 +127,16 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
 
     Args:
         module: it keeps its class here.
-        waiting: it starts with its first forward.
-        casts: its forward computes in a dtype of its own.
+        waiting: it starts with its first forward. Another class until then: what was compiled is not used afterwards.
+        casts: its forward computes in a dtype of its own (`engine/precision.py`), also where `forward` is called.
 
     Raises:
         ModuleError: the class does not allow subclasses, or its objects cannot change their class.
     """
-    kind, mixin = original_class(module), _MIXINS[waiting, casts]
+    kind = original_class(module)
     stores = ("_modules", "_parameters", "_buffers")
     taken = tuple((name, store) for store in stores for name in getattr(module, store).keys() if name in _METHODS)
-    found = _classes.get((kind, mixin, taken))
+    found = _classes.get((kind, waiting, casts, taken))
     if found is not None:
         return found
     body: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__, "_dp_compile_original": kind}
@@ -164,7 +148,9 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
     body |= {name: property(functools.partial(_of_its_own, store, name)) for name, store in taken}
     now = type(module)
     try:
-        made = types.new_class(f"DDP{kind.__name__}", (kind, mixin), {}, lambda namespace: namespace.update(body))
+        made = types.new_class(
+            f"DDP{kind.__name__}", (kind, ReplicatedModule), {}, lambda namespace: namespace.update(body)
+        )
         give_class(module, made)
         give_class(module, now)
     except Exception as error:
@@ -172,7 +158,7 @@ def replicated_class(module: nn.Module, *, waiting: bool = False, casts: bool = 
             f"{kind.__name__} cannot be given to replicate(), which changes the class of a module to a subclass: "
             f"{error}. Use dp_compile.DistributedDataParallel(module), which leaves the class alone."
         ) from error
-    _classes[kind, mixin, taken] = made
+    _classes[kind, waiting, casts, taken] = made
     return made
 
 
@@ -343,14 +329,6 @@ def no_sync(module: nn.Module) -> Iterator[None]:
             state_of(each).sync = sync  # the module may have started meanwhile
 
 
-def _averaging_options(config: ReplicateConfig) -> list[str]:
-    """The options by which gradients would be averaged otherwise than a comm hook does."""
-    names = [] if config.gradient_divide_factor is None else ["gradient_divide_factor"]
-    if config.mp_policy is not None and config.mp_policy.reduce_dtype is not None:
-        names.append("a reduce_dtype in its mp_policy")
-    return names
-
-
 def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> None:
     """Reduce the gradients of a replicated module with a communication hook of torch's DDP.
 
@@ -373,32 +351,35 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         DesyncError: another rank registers another hook, or none.
     """
     owner = state_of(module)
-    with telling_the_others(owner if isinstance(owner, Replica) else None, "register_comm_hook()"):
+    if isinstance(owner, Pending):  # as with torch's `replicate`, it is registered, and refused, when that starts
+        owner.comm_hooks.append((state, hook))
+        return
+    with telling_the_others(owner, "register_comm_hook()"):
         name = class_name(unwrap(module))
         refuse_mixed(owner, name)
         refuse_parts(owner, "a comm hook")
         if owner.comm_hook is not None:
             raise ModuleError(f"{name} has a comm hook already, {owner.comm_hook.name}. Register one, once.")
-        if isinstance(owner, Replica) and owner.history.backwards.total():
+        if owner.history.backwards.total():
             raise ModuleError(f"a backward of {name} has run already. Register comm hooks before the first one.")
         made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
-        if made.memory is not None and isinstance(owner, Replica):
-            check_functional(owner, made.name)
+        if made.memory is not None:
+            _check_functional(owner, made.name)
         if made.averaging is None and owner.group.levels is not None:
             raise ConfigError(
                 f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
                 f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
             )
-        if said := _averaging_options(owner.config):
+        policy = owner.config.mp_policy
+        given = "a reduce_dtype in its mp_policy" if policy is not None and policy.reduce_dtype is not None else ""
+        given = given if owner.config.gradient_divide_factor is None else "gradient_divide_factor"
+        if given:
             raise ConfigError(
-                f"{name} has {' and '.join(said)}: a comm hook would say otherwise how gradients are averaged. Give "
-                "one."
+                f"{name} has {given}: a comm hook would say otherwise how gradients are averaged. Give one."
             )
-        if isinstance(owner, Replica):
-            refuse_hook_of_dtensors(owner, made)
-            refuse_sparse(owner.names, owner.sparse, f"comm hook {made.name}")
-            _take(owner, made)
-    owner.comm_hook = made
+        refuse_hook_of_dtensors(owner, made)
+        refuse_sparse(owner.names, owner.sparse, f"comm hook {made.name}")
+        _take(owner, made)
     if made.averaging is None:
         logger.warning(
             "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured: "
@@ -414,7 +395,10 @@ def _take(replica: Replica, hook: CommHook) -> None:
     replica.comm_hook = hook
     try:
         said = hook.said
-        bind_memory(replica)
+        if hook.memory is not None:
+            assert isinstance(hook.function, FunctionalHook)
+            compare = functools.partial(_compare_memory, weakref.ref(replica))
+            hook.memory.bind(hook.function, replica.names, replica.parameters, compare)
         agree_in_call(replica, {"comm hook": said}, "register_comm_hook()")
     except BaseException:
         replica.comm_hook = None
@@ -428,7 +412,7 @@ def _take(replica: Replica, hook: CommHook) -> None:
         replica.by_hooks = True  # torch's reducer calls hooks of its own kind
 
 
-def check_functional(replica: Replica, name: str) -> None:
+def _check_functional(replica: Replica, name: str) -> None:
     """Whether a functional hook can reduce every backward of a module.
 
     Raises:
@@ -446,35 +430,13 @@ def check_functional(replica: Replica, name: str) -> None:
         )
 
 
-def bind_memory(replica: Replica) -> None:
-    """Let what a functional hook remembers belong to a module that has started."""
-    hook = replica.comm_hook
-    if hook is not None and hook.memory is not None:
-        # Not the replica: the user holds the memory.
-        of = weakref.ref(replica)
-
-        def compare(said: str, call: str) -> None:
-            owner = of()
-            assert owner is not None
-            table = table_in_backward(owner)
-            if table is not None:
-                agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
-
-        assert isinstance(hook.function, FunctionalHook)
-        hook.memory.bind(hook.function, replica.names, replica.parameters, compare)
-
-
-def refuse_no_all_reduce(module: nn.Module, requires_all_reduce: object) -> None:
-    """For `fully_shard` a rank that reduces inside its node keeps a part of the sum, and memory is what that saves."""
-    if not isinstance(requires_all_reduce, bool):
-        raise ConfigError(f"requires_all_reduce must be True or False, got {requires_all_reduce!r}.")
-    if not requires_all_reduce:
-        raise ConfigError(
-            f"set_requires_all_reduce(False) is not supported: each rank has whole gradients of {class_name(module)}, "
-            "there is no place for a part of the sum of a node. Use no_sync() or set_requires_gradient_sync(False) for "
-            "all micro-steps but the last: nothing is sent in them, inside nodes neither, and the gradients are the "
-            "same."
-        )
+def _compare_memory(of: weakref.ref[Replica], said: str, call: str) -> None:
+    """Compare what a functional hook remembers with the other ranks. The user holds the memory, so not the replica."""
+    owner = of()
+    assert owner is not None
+    table = table_in_backward(owner)
+    if table is not None:
+        agree(table, meeting(owner, call), {"state of the comm hook": said}, call=call)
 
 
 def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
@@ -493,19 +455,14 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         ConfigError: not such a number.
         DesyncError: another rank gives another factor, or none.
     """
-    owner = state_of(module)
-    with telling_the_others(owner if isinstance(owner, Replica) else None, "set_gradient_divide_factor()"):
+    owner = replica_of(module)
+    with telling_the_others(owner, "set_gradient_divide_factor()"):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf:
             raise ConfigError(f"gradient_divide_factor must be a finite number > 0, got {factor!r}.")
         name = class_name(unwrap(module))
-        if not isinstance(owner, Replica):
-            raise ModuleError(
-                f"{name} starts with its first forward. Pass ReplicateConfig(gradient_divide_factor=...)."
-            )
         refuse_mixed(owner, name)
         if owner.comm_hook is not None:
             raise ModuleError(f"{name} has comm hook {owner.comm_hook.name}, which says what gradients are divided by.")
-    assert isinstance(owner, Replica)
     agree_in_call(owner, {"gradient divide factor": float(factor)}, "set_gradient_divide_factor()")
     assert owner.revisions.average_by is not None
     averaging = owner.group.averaging
@@ -514,23 +471,23 @@ def set_gradient_divide_factor(module: nn.Module, factor: float) -> None:
         owner.revisions.average_by(replace(averaging, divide_by=float(factor), given=given))
 
 
-def refuse_mixed(owner: Replica | Pending, name: str) -> None:
+def refuse_mixed(owner: Replica, name: str) -> None:
     """Whether gradients are reduced at all.
 
     Raises:
         ModuleError: the module is decentralized.
     """
-    if isinstance(owner, Replica) and owner.is_mixed:
+    if owner.is_mixed:
         raise ModuleError(f"{name} is decentralized: no gradient of it is reduced, nothing can be said on how.")
 
 
-def refuse_parts(owner: Replica | Pending, what: str) -> None:
+def refuse_parts(owner: Replica, what: str) -> None:
     """Whether every rank gets all of each reduced gradient.
 
     Raises:
         ModuleError: a sharded optimizer gets parts of them.
     """
-    if isinstance(owner, Replica) and owner.after.parts_to is not None:
+    if owner.after.parts_to is not None:
         raise ModuleError(
             f"{what} needs whole gradients, but the module of {owner.names[0]} has a sharded optimizer, for which "
             "each rank reduces a part. Use in_backward() without shard=True."

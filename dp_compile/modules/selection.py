@@ -16,6 +16,7 @@ from torch import nn
 
 from dp_compile._torch import autograd, distributed
 from dp_compile._torch.dtensors import is_dtensor
+from dp_compile._torch.optim import steps_in_backward
 from dp_compile.engine.module_names import by_qualified_name, class_name, fully_qualified
 from dp_compile.engine.owners import owners
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
@@ -147,7 +148,8 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
         device: where the user says that the parameters are, if the user said it.
 
     Raises:
-        ModuleError: nothing to reduce, no values yet, several devices, or gradients of a kind that is not supported.
+        ModuleError: nothing to reduce, no values yet, several devices, gradients of a kind that is not supported, or
+            an optimizer that torch's `_apply_optimizer_in_backward` made.
         ConfigError: the parameters are not on `device`.
     """
     if not target.trainable:
@@ -159,6 +161,11 @@ def check_selection(target: Selection, device: torch.device | None, *, needs_val
         _check_values(target)
     _check_devices(target, device)
     _check_kinds(target, fake_allowed=not needs_values)
+    if stepping := [name for name, each in target.trainable.items() if steps_in_backward(each)]:
+        raise ModuleError(
+            f"torch's _apply_optimizer_in_backward() was called for {', '.join(stepping[:8])}: its hooks would update "
+            "with this rank's own gradient. Call dp_compile.optim.in_backward(model, optimizer) after replicate()."
+        )
 
 
 def device_of(given: int | torch.device, option: str) -> torch.device:
@@ -248,7 +255,7 @@ def _ignored_by_name(module: nn.Module) -> list[torch.Tensor]:
 def _check_values(target: Selection) -> None:
     for name, tensor in {**target.trainable, **target.frozen, **target.buffers}.items():
         if nn.parameter.is_lazy(tensor):
-            raise ModuleError(f"{name} is lazy. Run one forward with an example input before.")
+            raise ModuleError(f"{name} is lazy. Run one forward with an example input before replicate().")
         if tensor.is_meta:
             raise ModuleError(
                 f"{name} is on the meta device. Materialise the module first: module.to_empty(device=...), then "

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,11 +51,6 @@ class WarmupRecord:
     graphs: int
     settled: bool
 
-    def __str__(self) -> str:
-        made = f"{count(self.captures, 'capture')}, {count(self.graphs, 'compiled graph')}"
-        unsettled = "" if self.settled else "; something is still compiled in each round"
-        return f"warm-up: {count(self.backwards, 'backward')}, {made}{unsettled}"
-
 
 def warmup(
     module: nn.Module,
@@ -65,14 +59,14 @@ def warmup(
     *,
     accumulation: bool = True,
     gradients_kept: bool = True,
-    progress: Callable[[str], object] | None = None,
 ) -> WarmupRecord:
     """Compile forward and backward for these batches before training. Every rank has to call it.
 
     Runs `loss(batch).backward()` for each batch in each variant, collectives included, and all again until nothing is
     compiled on any rank. Parameters, gradients, buffers and torch's random numbers are afterwards what they were, and
     the optimizer is not involved. No backward counts as a step: `replan_after` measures none of them. The plan is
-    settled as in a first backward. Returns when all ranks are done.
+    settled as in a first backward. Returns when all ranks are done. The logger `dp_compile.warmup` has a line at INFO
+    for each backward that compiled something.
 
     Args:
         module: the replicated module, or what `torch.compile` returned for it. Its replicated parts are warmed up, too.
@@ -81,9 +75,6 @@ def warmup(
             `lambda batch: loss_fn(compiled(batch.x), batch.y)`. Another loss is another backward, compiled anew.
         accumulation: also compile the backwards of micro steps: inside `no_sync()`, and those that add to it.
         gradients_kept: also compile the backwards after `zero_grad(set_to_none=False)`.
-        progress: called on the group's first rank with a line after each backward that compiled something: how far it
-            is, and how long that took. If not given the line goes to stderr where that is a terminal, and everywhere to
-            the log.
 
     Raises:
         ModuleError: the module is not replicated.
@@ -101,16 +92,18 @@ def warmup(
     made = [_made()]
     with _without_a_trace(unwrap(module), replicas):
         versions = _versions(module)
-        is_first = dist.get_rank(replica.group.process_group) == 0
-        teller = _Teller(len(examples) * len(kinds), (progress or _to_terminal) if is_first else None)
+        started, of = time.monotonic(), len(examples) * len(kinds)
         while len(made) <= MOST_ROUNDS and not _is_settled(replica, made):
-            for batch, (synced, kept) in itertools.product(examples, kinds):
+            for number, (batch, (synced, kept)) in enumerate(itertools.product(examples, kinds), start=1):
                 _prepare(replicas, kept=kept)
+                graphs, place = compiler.compiled_graphs(), f"round {len(made)}: backward {number} of {of}"
                 with contextlib.nullcontext() if synced else no_sync(module):
                     value = loss(batch)
                     _check_same(versions, _versions(module))
                     value.backward()
-                teller.tell()
+                if new := compiler.compiled_graphs() - graphs:
+                    so_far = time.monotonic() - started
+                    logger.info("warm-up, %s compiled %s, %.1f s so far", place, count(new, "graph"), so_far)
             made.append(_made())
     done()
     for each in replicas:
@@ -119,34 +112,6 @@ def warmup(
     captures, graphs = (after - before for before, after in zip(made[0], made[-1], strict=True))
     backwards = (len(made) - 1) * len(examples) * len(kinds)
     return WarmupRecord(backwards, captures, graphs, settled)
-
-
-class _Teller:
-    """Says how far a warm-up is: it may take minutes."""
-
-    def __init__(self, backwards: int, say: Callable[[str], object] | None) -> None:
-        self._backwards, self._say = backwards, say
-        self._done, self._made, self._started = 0, _made(), time.monotonic()
-
-    def tell(self) -> None:
-        """A backward has ended."""
-        before, self._made = self._made, _made()
-        (turn, place), self._done = divmod(self._done, self._backwards), self._done + 1
-        if before == self._made:
-            return
-        graphs, seconds = self._made[1] - before[1], time.monotonic() - self._started
-        line = (
-            f"warm-up, round {turn + 1}: backward {place + 1} of {self._backwards} compiled {count(graphs, 'graph')}, "
-            f"{seconds:.1f} s so far"
-        )
-        logger.info("%s", line)
-        if self._say is not None:
-            self._say(line)
-
-
-def _to_terminal(line: str) -> None:
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(line, file=sys.stderr, flush=True)
 
 
 def _kinds(*, accumulation: bool, gradients_kept: bool) -> list[tuple[bool, bool]]:

@@ -64,9 +64,7 @@ def sharded_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     for index, own in sharded.own_states().items():
         name, piece = sharded.names[index], sharded.pieces[index]
         state[name] = {
-            key: StatePart.of(value, piece.start, sharded.parameters[index].numel())
-            if sharded.cuts and is_cut(key, value)
-            else value
+            key: StatePart.of(value, piece.start, sharded.parameters[index].numel()) if is_cut(key, value) else value
             for key, value in own.items()
             if value is not None
         }
@@ -106,6 +104,7 @@ def load_sharded_state_dict(
     given: dict[str, Any] = {
         "state": {sharded.names[index]: state for index, state in wanted.items() if state},
         "param_groups": "",
+        "orders": "",
     }
     known_names = {name for group in groups for name in group["params"]}
     foreign = {
@@ -116,12 +115,9 @@ def load_sharded_state_dict(
             f"the checkpoint has state of {', '.join(sorted(foreign)[:8])}, which this optimizer does not have. Load "
             "it into an optimizer over the same parameters."
         )
-    if f"{key}.orders" in stored:  # not in the first ones
-        given["orders"] = ""
     whole = {key: given}
     load(whole, storage_reader=reader, process_group=sharded.group)
-    if "orders" in given:
-        _check_orders(_orders(sharded), json.loads(whole[key]["orders"]))
+    _check_orders(_orders(sharded), json.loads(whole[key]["orders"]))
     _take_groups(optimizer, groups, json.loads(whole[key]["param_groups"]))
     sharded.hold_own({
         index: {name: value.part if isinstance(value, StatePart) else value for name, value in state.items()}
@@ -152,10 +148,9 @@ def _groups(sharded: Sharded, optimizer: torch.optim.Optimizer) -> list[dict[str
 
 def _orders(sharded: Sharded) -> dict[str, list[int]]:
     """The strides of parameters that are cut and do not lie row by row, by name."""
-    covered = sharded.covered if sharded.cuts else ()
     return {
         sharded.names[index]: list(sharded.parameters[index].stride())
-        for index in covered
+        for index in sharded.covered
         if not sharded.parameters[index].is_contiguous()
     }
 
@@ -203,8 +198,6 @@ def _room_for(sharded: Sharded, index: int, entries: Mapping[str, TensorStorageM
         dtype = what.properties.dtype
         if len(what.size) == 0:
             state[key] = torch.empty((), dtype=dtype)
-        elif not sharded.cuts:
-            state[key] = torch.empty(what.size, dtype=dtype, device=parameter.device)
         elif tuple(what.size) != (parameter.numel(),):
             raise ConfigError(
                 f"the checkpoint has {key} of {sharded.names[index]} for {tuple(what.size)} elements, the parameter "

@@ -2,32 +2,24 @@
 
 Averages of parameters that were left behind a step are kept and waited for in the same way (`averaging/exchange.py`).
 
-| who reads                                                        | what waits                                    |
-|------------------------------------------------------------------|-----------------------------------------------|
-| a forward in one graph of the backend `dp_compile`               | an op in front of each first read, and its end |
-| a forward of that backend in several graphs                      | the first graph, for everything               |
-| a forward that runs uncompiled, whyever that is                  | its first line, for everything                |
-| a call of a part of the module that is not compiled              | a forward pre-hook, for everything            |
-| a call of a part of the module that is compiled by itself        | as a forward of that backend                  |
-| `parameters()`, `modules()`, `state_dict()`, `to()`, `apply()`, copies, pickles | the method, for everything      |
-| `parameters()` of a module around it                             | `named_modules()` of this one, for everything |
-| the next backward, `step()` behind any other forward, the optimizer's own `state_dict()` | for everything        |
+Readers wait (`docs/optimizers.md` lists them): a forward in one graph of the backend `dp_compile` by an op before each
+first read; any other forward, methods of the module that hand out parameters, calls of its parts, the next backward and
+the optimizer's `state_dict()` for everything.
 
-A forward of another backend is refused where it is traced. Whoever reads a parameter past all of these calls
-`synchronize()` before; with `DP_COMPILE_POISON_IN_FLIGHT=1` he reads NaN if he does not.
+A forward of another backend is refused where it is traced. Code that reads a parameter past all of these calls
+`synchronize()` before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Final
 
 import torch
@@ -51,7 +43,6 @@ from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import Planned, nominal_cost
 
 BACKEND: Final = "dp_compile"
-POISON_VARIABLE: Final = "DP_COMPILE_POISON_IN_FLIGHT"
 _lock = threading.RLock()
 
 
@@ -77,7 +68,8 @@ class Crossing:
         self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
         self._options: tuple[dict[str, Any], ...] = ()
         self._left: list[Left] = []
-        self._last = LeftBehind()
+        self.last = LeftBehind()
+        """What the last backward did not wait for."""
         self.failed = ""
         """Why an update was not done, or not all of it: the model is of no step."""
         self._stays = False
@@ -112,7 +104,7 @@ class Crossing:
 
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
-        self._last = LeftBehind(
+        self.last = LeftBehind(
             len(self._left),
             tuple(sorted({number for left in self._left for number in left.buckets})),
             sum(left.nbytes for left in self._left),
@@ -122,15 +114,14 @@ class Crossing:
 
     def leave_behind(self, left: Left) -> bool:
         """Keep what came behind a step, if the last forward waited for each parameter by itself. Whether it does."""
-        if self._last.stayed:
+        if self.last.stayed:
             self.keep(left)
             self._depart([left])
-        return bool(self._last.stayed)
+        return bool(self.last.stayed)
 
     def _depart(self, departing: Sequence[Left]) -> None:
-        poisons = os.environ.get(POISON_VARIABLE, "0") not in ("", "0")
         for left in departing:
-            left.depart(poisons=poisons)
+            left.depart()
         if departing and (root := departing[0].replica.outline.root()) is not None:
             _put_hooks(root, departing[0].replica)
 
@@ -144,14 +135,10 @@ class Crossing:
 
     def step_ended(self) -> None:
         """The step of the last backward has: its updates stay in flight if the next forward waits for them."""
-        self._last = replace(self._last, stayed=self._stays)
+        self.last = replace(self.last, stayed=self._stays)
         if not self._stays:
             self.arrive()
         self._stays = False  # Each forward says it anew: one that breaks before its first graph says nothing.
-
-    def left_behind(self) -> LeftBehind:
-        """What the last backward did not wait for."""
-        return self._last
 
     @property
     def has_in_flight(self) -> bool:
@@ -231,10 +218,6 @@ class Left(ABC):
         """Of what is on its way."""
 
     @abstractmethod
-    def poison(self) -> None:
-        """Let whoever reads the parameters too early read NaN."""
-
-    @abstractmethod
     def wait(self) -> None:
         """Let nothing be on its way."""
 
@@ -254,12 +237,9 @@ class Left(ABC):
         self.is_over = False
         in_flight.update(dict.fromkeys(self.addresses, self))
 
-    def depart(self, *, poisons: bool) -> None:
+    def depart(self) -> None:
         self.addresses = tuple(parameter.data_ptr() for parameter in self.parameters if parameter.numel())
         self._fly()
-        if poisons:
-            with torch.no_grad(), self.replica.local.updating(self.indices):
-                self.poison()
         self.versions = self._versions_now()
 
     def _versions_now(self) -> tuple[tuple[int, int], ...]:
@@ -338,8 +318,6 @@ class _LeftUpdate(Left):
     options: tuple[dict[str, Any], ...]
     on_its_way: tuple[tuple[int, Bucket, torch.Tensor], ...]
     """Buckets with their numbers in the plan, and what each was launched with."""
-    before: list[torch.Tensor] = field(default_factory=list)
-    """The parameters, if they are poisoned."""
     what = "update"
 
     @property
@@ -350,11 +328,6 @@ class _LeftUpdate(Left):
         states = [self.optimizer.state.get(parameter, {}) for parameter in self.parameters]
         tensors = [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
         return self._versions_now(), [(id(each), autograd.version_of(each)) for each in tensors]
-
-    def poison(self) -> None:
-        self.before = [each.detach().clone() for each in self.parameters]
-        for parameter in self.parameters:
-            parameter.fill_(torch.nan)
 
     def wait(self) -> None:
         for _, _, launched in self.on_its_way:
@@ -367,8 +340,6 @@ class _LeftUpdate(Left):
             self.told.following(UPDATE),
             self.steps.only(self.optimizer, self.indices, parameters, options=self.options),
         ):
-            for parameter, value in zip(parameters, self.before, strict=False):
-                parameter.copy_(value)
             for index, parameter in zip(self.indices, parameters, strict=True):
                 parameter.grad = gradients[index]
             optim.step_without_hooks(self.optimizer)

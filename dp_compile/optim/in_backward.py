@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import operator
 import weakref
 from collections import Counter
@@ -35,7 +34,6 @@ def in_backward(
     max_norm: float | None = None,
     scaler: GradScaler | None = None,
     *,
-    buckets_in_flight: int | None = None,
     overlap_forward: bool = False,
     shard: bool = False,
 ) -> torch.optim.Optimizer:
@@ -52,16 +50,14 @@ def in_backward(
         max_norm: clip the gradients of all its parameters together, as `torch.nn.utils.clip_grad_norm_` does. The norm
             before is then in `optimizer.total_norm`. Do not call that function beside it: there is nothing to clip.
         scaler: the `torch.amp.GradScaler` of the loop, if there is one.
-        buckets_in_flight: how many buckets may be on their way, or done and not yet used, when the next one is
-            launched: bounds the memory of gradients, but computing may stand still for it. `None`: it never does.
         overlap_forward: leave updates whose gradients are on their way when a backward ends for the next forward, which
             does each right before it reads the parameter; with `shard` it waits there for parameters that go round. For
             `torch.compile(model, backend="dp_compile")`; behind any other forward `step()` waits. All that Dynamo has
             compiled in this process is compiled anew. Whoever reads a parameter past the module's methods calls
             `model.synchronize()` before (`optim/crossing.py` has who waits). Every rank gives the same.
-        shard: each rank reduces, updates and remembers a part: elements of buckets, or whole parameters where the
-            optimizer looks at more than elements. All of `step()` is then in the backward, on every rank. Every rank
-            calls this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.
+        shard: each rank reduces, updates and remembers a part of the elements of each bucket, with an optimizer that
+            updates each element by itself. All of `step()` is then in the backward, on every rank. Every rank calls
+            this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.
 
     Raises:
         ConfigError: the optimizer is none of those that update each parameter by itself, or is `differentiable`; it
@@ -74,17 +70,19 @@ def in_backward(
     if replica.is_mixed:
         raise ConfigError("an optimizer updates in the backward of a decentralized module already.")
     refuse_dtensors(model, "in_backward()")
-    _check(optimizer, max_norm, scaler, buckets_in_flight)
-    if not isinstance(shard, bool):
-        raise ConfigError(f"shard must be True or False, got {shard!r}.")
-    _check_overlap(overlap_forward, max_norm, scaler, buckets_in_flight, shard=shard)
+    _check(optimizer, max_norm, scaler)
+    _check_ways(overlap_forward, shard, "max_norm" if max_norm is not None else "scaler" if scaler is not None else "")
     before = _known.get(optimizer)
     if before is not None:
         if before.replica is not None and before in before.replica.after.updates:
             raise ConfigError("this optimizer updates in the backward already. Call in_backward() once for it.")
         before.remove()
-    kind = _sharded() if shard else InBackward
-    updates = kind(replica, optimizer, max_norm, scaler, buckets_in_flight, overlaps=overlap_forward)
+    kind = InBackward
+    if shard:
+        from dp_compile.optim.sharded import Sharded  # a subclass of what is below
+
+        kind = Sharded
+    updates = kind(replica, optimizer, max_norm, scaler, overlaps=overlap_forward)
     mine = updates.indices()
     if not mine:
         raise ConfigError(f"{type(optimizer).__name__} has no trainable parameter of this module. Give it some.")
@@ -133,62 +131,37 @@ def remove_in_backward(optimizer: torch.optim.Optimizer) -> None:
     del _known[optimizer]
 
 
-def _sharded() -> type[InBackward]:
-    """Imported here: it is made of what is below."""
-    from dp_compile.optim.sharded import Sharded
-
-    return Sharded
-
-
 def known(optimizer: torch.optim.Optimizer) -> InBackward | None:
     """What stands around an optimizer that was given to `in_backward`."""
     return _known.get(optimizer)
 
 
-def _check(optimizer: Any, max_norm: Any, scaler: Any, in_flight: Any) -> None:
+def _check(optimizer: Any, max_norm: Any, scaler: Any) -> None:
     kind = type(optimizer)
     check_kind(optimizer)
-    check_of_torch(optimizer)
-    if max_norm is not None and (isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or max_norm <= 0):
+    if not f"{kind.__module__}.".startswith("torch.optim."):
+        raise ConfigError(
+            f"{kind.__name__} is not of torch.optim: it cannot be verified that it updates parameters independently. "
+            "Use it without in_backward(), or an optimizer of torch.optim."
+        )
+    is_number = isinstance(max_norm, (int, float)) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (is_number and max_norm > 0):
         raise ConfigError(f"max_norm must be a number > 0 or None, got {max_norm!r}.")
-    if max_norm is not None and math.isnan(max_norm):
-        raise ConfigError("max_norm must be a number > 0 or None, got nan.")
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ConfigError(f"scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}.")
     if scaler is not None and any(group.get("fused") for group in optimizer.param_groups):
         raise ConfigError(f"{kind.__name__}(fused=True) unscales by itself. With scaler= pass fused=False.")
-    if in_flight is not None and (isinstance(in_flight, bool) or not isinstance(in_flight, int) or in_flight < 1):
-        raise ConfigError(f"buckets_in_flight must be a whole number >= 1 or None, got {in_flight!r}.")
 
 
-def check_of_torch(optimizer: torch.optim.Optimizer) -> None:
-    """Whether an optimizer is known to update each parameter by itself.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    kind = type(optimizer)
-    if not f"{kind.__module__}.".startswith("torch.optim."):
+def _check_ways(overlap_forward: object, shard: object, looks_at_all: str) -> None:
+    for name, value in (("shard", shard), ("overlap_forward", overlap_forward)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name} must be True or False, got {value!r}.")
+    if overlap_forward and looks_at_all and not shard:
         raise ConfigError(
-            f"{kind.__name__} is not of torch.optim: nobody knows whether it updates each parameter by itself, without "
-            "a look at the others. Use it as it is, or an optimizer of torch.optim."
-        )
-
-
-def _check_overlap(overlaps: Any, max_norm: Any, scaler: Any, in_flight: Any, *, shard: bool) -> None:
-    if not isinstance(overlaps, bool):
-        raise ConfigError(f"overlap_forward must be True or False, got {overlaps!r}.")
-    whole = "max_norm" if max_norm is not None else "scaler" if scaler is not None else ""
-    if overlaps and whole and not shard:
-        raise ConfigError(
-            f"overlap_forward=True together with {whole}: that looks at all gradients before the first update, so no "
-            "update can be left for the next forward. Leave one of them out, or add shard=True: parameters that are "
-            "updated then go round under the next forward."
-        )
-    if overlaps and in_flight is not None:
-        raise ConfigError(
-            "overlap_forward=True together with buckets_in_flight: one leaves gradients for the next forward, the "
-            "other wants them out of the way in the backward. Leave one of them out."
+            f"overlap_forward=True together with {looks_at_all}: that looks at all gradients before the first update, "
+            "so no update can be left for the next forward. Leave one of them out, or add shard=True: updated "
+            "parameters are then all-gathered under the next forward."
         )
 
 
@@ -214,12 +187,11 @@ class InBackward:
         optimizer: torch.optim.Optimizer,
         max_norm: float | None,
         scaler: GradScaler | None,
-        in_flight: int | None,
         *,
         overlaps: bool = False,
     ) -> None:
         self._replica, self._optimizer = weakref.ref(replica), weakref.ref(optimizer)
-        self._max_norm, self._given_scaler, self._in_flight = max_norm, scaler, in_flight
+        self._max_norm, self._given_scaler = max_norm, scaler
         self._handles: list[Any] = []
         self._parameters: list[nn.Parameter] = []
         """All of the optimizer, as they were last seen, and where in the module they are."""
@@ -302,13 +274,12 @@ class InBackward:
     def _with_what_is_left(self, record: OptimizerRecord) -> OptimizerRecord:
         if self.crossing is None:
             return record
-        left = self.crossing.left_behind()
+        left = self.crossing.last
         return replace(record, updates=left.updates, left=left.buckets, left_nbytes=left.nbytes, stayed=left.stayed)
 
     def _sizes(self) -> list[int]:
         """Bytes of each parameter of the module, and so of its gradient."""
-        replica = self.replica
-        assert replica is not None
+        replica = self._replicated()
         return [parameter.numel() * parameter.element_size() for parameter in replica.parameters]
 
     def released(self) -> None:
@@ -321,8 +292,7 @@ class InBackward:
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""
         now = [parameter for group in self._alive().param_groups for parameter in group["params"]]
-        replica = self.replica
-        assert replica is not None
+        replica = self._replicated()
         if len(now) != len(self._parameters) or not all(map(operator.is_, now, self._parameters)):
             place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
             self._parameters = now
@@ -353,8 +323,7 @@ class InBackward:
         self._loaded_before_step = False
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
-        replica = self.replica
-        assert replica is not None
+        replica = self._replicated()
         indices = self.indices()
         whole = self._max_norm is not None or self._scaler is not None
         obstacle = ""
@@ -373,12 +342,11 @@ class InBackward:
             complex_ones = any(replica.parameters[index].is_complex() for index in indices)
             return Wanted(indices, whole=True) if not complex_ones else Wanted(obstacle="complex parameters")
         real = tuple(index for index in indices if index in self._alone and not replica.parameters[index].is_complex())
-        return Wanted(real, in_flight=self._in_flight, crosses=self.crossing is not None)
+        return Wanted(real, crosses=self.crossing is not None)
 
     def _others(self, indices: Sequence[int]) -> int:
         """How many parameters have a gradient in `step()` that this module's backward does not bring."""
-        replica = self.replica
-        assert replica is not None
+        replica = self._replicated()
         mine = {id(replica.parameters[index]) for index in indices}
         return sum(each.requires_grad or each.grad is not None for each in self._parameters if id(each) not in mine)
 
@@ -389,7 +357,7 @@ class InBackward:
         self._done = frozenset(self._updated)
         if self.crossing is not None:
             self.crossing.ended()
-            self._done |= self.crossing.left_behind().indices
+            self._done |= self.crossing.last.indices
         self._unstepped = self._done
 
     def interrupted(self, error: BaseException) -> None:
@@ -414,8 +382,7 @@ class InBackward:
     def update(
         self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
-        replica, optimizer = self.replica, self._alive()
-        assert replica is not None
+        replica, optimizer = self._replicated(), self._alive()
         mine = [replica.parameters[index] for index in indices]
         check_in_place(replica, indices, parameters)
         with self._steps.only(optimizer, tuple(indices), mine), replica.local.updating(indices):
@@ -526,6 +493,11 @@ class InBackward:
         if self.crossing is not None:
             self.crossing.failed = ""
         self._updated.clear()
+
+    def _replicated(self) -> Replica:
+        replica = self.replica
+        assert replica is not None
+        return replica
 
     def _alive(self) -> torch.optim.Optimizer:
         optimizer = self._optimizer()

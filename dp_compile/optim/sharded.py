@@ -16,7 +16,6 @@ Source: DeAR (arXiv 2302.12445), Megatron-LM's `overlap_param_gather`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,7 +40,7 @@ from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.crossing import Left
 from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place, said_of
-from dp_compile.optim.shards import Piece, layout_of, numel_of_part, owners_of, pieces_of, pieces_of_others
+from dp_compile.optim.shards import Piece, layout_of, numel_of_part, pieces_of, pieces_of_others
 from dp_compile.optim.states import State, States, cut, gathered
 from dp_compile.passes.bucketing import nan_check_is_on
 from dp_compile.passes.reduction import launch_gather
@@ -52,7 +51,7 @@ ELEMENT_WISE: Final = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
     torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
 )  # fmt: skip
-"""Each element of a parameter goes its own way, so parameters may be cut anywhere. Others get whole parameters."""
+"""Each element is updated by itself, so parameters may be cut anywhere. Others look at shapes or norms."""
 
 _GATHERS_AHEAD: Final = 4
 """How many all-gathers are on their way when the first of them is waited for: each has memory of its own."""
@@ -80,22 +79,21 @@ class _TakesParts:
 
 @dataclass(frozen=True, slots=True)
 class _Round:
-    """Parameters that go round.
+    """Updated parameters of a bucket that are being all-gathered.
 
-    `buckets`: of which they are, where somebody may wait for these alone. `own`: what this rank has updated of them,
-    `others`: what is on its way to it. `values`: all of it, once `work` has ended, each piece from its offset on.
+    `bucket`: its number. `indices`: of its parameters. `others`: the pieces that other ranks have updated. `values`:
+    the whole bucket, once `work` has ended, each piece from its offset on.
     """
 
-    buckets: tuple[int, ...]
+    bucket: int
     indices: tuple[int, ...]
-    own: tuple[Piece, ...]
     others: tuple[Piece, ...]
     values: torch.Tensor
     work: dist.Work
 
-    def put_back(self, parameters: Sequence[nn.Parameter], *, also_own: bool = False) -> None:
+    def put_back(self, parameters: Sequence[nn.Parameter]) -> None:
         self.work.wait()
-        for piece in (*self.own, *self.others) if also_own else self.others:
+        for piece in self.others:
             part = self.values[piece.offset : piece.offset + piece.numel]
             flat(parameters[piece.index])[piece.start : piece.stop].copy_(part)
 
@@ -105,7 +103,6 @@ class _LeftGather(Left):
     """Parameters that other ranks have updated, and that are on their way to this one."""
 
     round: _Round
-    is_poisoned: bool = False
     what = "all-gather"
 
     @property
@@ -115,17 +112,12 @@ class _LeftGather(Left):
     def written_to(self) -> object:
         return self._versions_now()
 
-    def poison(self) -> None:
-        self.is_poisoned = True
-        for parameter in self.parameters:
-            parameter.fill_(torch.nan)
-
     def wait(self) -> None:
         self.round.work.wait()
 
     def finish(self) -> None:
         with self.told.following(GATHER):
-            self.round.put_back(self.replica.parameters, also_own=self.is_poisoned)
+            self.round.put_back(self.replica.parameters)
 
 
 class Sharded(InBackward):
@@ -137,27 +129,22 @@ class Sharded(InBackward):
         optimizer: torch.optim.Optimizer,
         max_norm: float | None,
         scaler: GradScaler | None,
-        in_flight: int | None,
         *,
         overlaps: bool = False,
     ) -> None:
-        super().__init__(replica, optimizer, max_norm, scaler, in_flight, overlaps=overlaps)
-        self.cuts = type(optimizer) in ELEMENT_WISE
-        """Whether parameters are cut anywhere; else each rank has whole ones."""
+        super().__init__(replica, optimizer, max_norm, scaler, overlaps=overlaps)
         self.group = replica.group.process_group
         self.rank, self.ranks = dist.get_rank(self.group), replica.group.world_size
         self.parameters, self.names = replica.parameters, replica.names
+        self._place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
         self.covered: tuple[int, ...] = ()
         """The parameters of the optimizer, by their places in the module; with frozen ones."""
         self.pieces: dict[int, Piece] = {}
         """What this rank looks after, by parameter."""
         self._in_buckets: dict[int, tuple[tuple[Piece, ...], tuple[Piece, ...]]] = {}
-        """Of parameters that are cut: what this rank looks after in each bucket and what the others do, each piece with
-        its place in the whole bucket."""
+        """What this rank looks after in each bucket and what the others do, each piece with its place in the bucket."""
         self._own: dict[int, nn.Parameter] = {}
-        """What the optimizer updates on this rank, by parameter: elements of it, or it itself."""
-        self._owner_of: dict[int, int] = {}
-        """Of whole parameters: the rank that updates each."""
+        """What the optimizer updates on this rank, by parameter: elements of it."""
         self._group_of: dict[int, int] = {}
         self._plan: BucketPlan | None = None
         """The plan by which parameters are cut."""
@@ -167,8 +154,6 @@ class Sharded(InBackward):
         """This rank's parts of buckets that are not used yet in the backward."""
         self._squares: dict[int, torch.Tensor] = {}
         """Of the gradients in these parts, the square of the norm of each, where that is known already."""
-        self._whole: dict[int, torch.Tensor] = {}
-        """Gradients of whole parameters of this rank that are not used yet."""
         self._has_state = False
         """Whether any rank has state: known to all of them."""
         self._is_open = False
@@ -178,10 +163,16 @@ class Sharded(InBackward):
 
     def install(self) -> None:
         replica, optimizer = self._replicated(), self._alive()
+        if type(optimizer) not in ELEMENT_WISE:
+            raise ConfigError(
+                f"{type(optimizer).__name__} cannot be sharded: it looks at a parameter as a whole, and ranks have "
+                f"parts. Use shard=False, or one of {', '.join(each.__name__ for each in ELEMENT_WISE)}."
+            )
         self._check(replica, optimizer)
+        self.indices()
         agree_in_call(replica, {
             "optimizer": type(optimizer).__name__,
-            "parameters": list(self._names_now()),
+            "parameters": [replica.names[index] for index in self._indices],
             "groups": [len(group["params"]) for group in optimizer.param_groups],
             "overlap_forward": self.crossing is not None,
         }, "in_backward(shard=True)")  # fmt: skip
@@ -210,8 +201,10 @@ class Sharded(InBackward):
             if stands:
                 raise ConfigError(f"the optimizer of this module cannot be sharded: {obstacle}. Use shard=False.")
         planned, at = strides_of(replica.plan), dict[int, str]()
-        for parameter in self._owned_now(optimizer):
-            index = self._place_of(replica, parameter)
+        frozen = {id(parameter) for _, parameter in replica.frozen}  # they have no gradient, and never will
+        every = (each for group in optimizer.param_groups for each in group["params"])
+        for parameter in (each for each in every if id(each) not in frozen):
+            index = self._place.get(id(parameter))
             if index is None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} in this {type(optimizer).__name__} is not in the "
@@ -225,7 +218,7 @@ class Sharded(InBackward):
                     f"{replica.names[index]} has strides {parameter.stride()}, with gaps in its memory: it cannot be "
                     "cut. Make it contiguous before replicate()."
                 )
-            if self.cuts and not lies_as(parameter, planned[index]):
+            if not lies_as(parameter, planned[index]):
                 raise ConfigError(_other_order(replica.names[index], parameter, planned[index]))
             other = at.setdefault(parameter.data_ptr(), replica.names[index]) if parameter.numel() else ""
             if other not in ("", replica.names[index]):
@@ -234,37 +227,20 @@ class Sharded(InBackward):
                     "the other. Let both be one nn.Parameter before replicate(), or use shard=False."
                 )
 
-    def _owned_now(self, optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-        """Of the optimizer; what never had a gradient here and never will is left alone."""
-        replica = self._replicated()
-        frozen = {id(parameter) for _, parameter in replica.frozen}
-        return [each for group in optimizer.param_groups for each in group["params"] if id(each) not in frozen]
-
-    def _place_of(self, replica: Replica, parameter: nn.Parameter) -> int | None:
-        return next((index for index, each in enumerate(replica.parameters) if each is parameter), None)
-
-    def _names_now(self) -> Iterator[str]:
-        replica = self._replicated()
-        for parameter in self._owned_now(self._alive()):
-            index = self._place_of(replica, parameter)
-            yield "" if index is None else replica.names[index]
-
     def _cover(self, replica: Replica) -> None:
         """The parameters that the optimizer has now."""
-        super().indices()
+        self.indices()
         self.covered = self._indices
-        self._find_groups(replica)
-        if self.cuts:
-            assert replica.revisions.scatter is not None
-            replica.revisions.scatter(frozenset(replica.names[index] for index in self.covered))
+        self._find_groups()
+        assert replica.revisions.scatter is not None
+        replica.revisions.scatter(frozenset(replica.names[index] for index in self.covered))
 
-    def _find_groups(self, replica: Replica) -> None:
-        place = {id(parameter): index for index, parameter in enumerate(replica.parameters)}
+    def _find_groups(self) -> None:
         self._group_of = {
-            place[id(each)]: number
+            self._place[id(each)]: number
             for number, group in enumerate(self._alive().param_groups)
             for each in group["params"]
-            if id(each) in place
+            if id(each) in self._place
         }
 
     def remove(self) -> None:
@@ -290,7 +266,6 @@ class Sharded(InBackward):
             SHARDED,
             sum(sizes[index] for index in self.covered),
             ranks=self.ranks,
-            cuts=self.cuts,
             elements=sum(self.parameters[index].numel() for index in self.covered),
             own_elements=sum(piece.numel for piece in self.pieces.values()),
             state_nbytes=sum(value.nbytes for value in state if isinstance(value, torch.Tensor)),
@@ -305,29 +280,28 @@ class Sharded(InBackward):
         if not self._is_laid_out(replica):
             states = self.full_states() if self._has_state else {}
             self._plan = replica.plan
-            self.pieces = {each.index: each for each in self._pieces(replica)}
-            self._own = {index: self._own_of(piece) for index, piece in self.pieces.items()}
-            if self.cuts:
-                self._sort_pieces(replica.plan)
+            self.pieces = {each.index: each for each in pieces_of(replica.plan, self.rank)}
+            self._own = {
+                index: nn.Parameter(flat(self.parameters[index])[piece.start : piece.stop])
+                for index, piece in self.pieces.items()
+            }
+            own = defaultdict[int, list[Piece]](list)
+            for piece in self.pieces.values():
+                first = self.rank * numel_of_part(replica.plan, piece.bucket)
+                own[piece.bucket].append(replace(piece, offset=first + piece.offset))
+            self._in_buckets = {
+                number: (tuple(own[number]), pieces_of_others(replica.plan, number, self.rank))
+                for number, bucket in enumerate(replica.plan.buckets)
+                if bucket.key.reduction.is_scattered
+            }
             self._alive().state = ShardedStates(dict)
             self._looked_at = (None, {}, False)
             self._hold(states)
         self._find_memory()
 
-    def _sort_pieces(self, plan: BucketPlan) -> None:
-        own = defaultdict[int, list[Piece]](list)
-        for piece in self.pieces.values():
-            first = self.rank * numel_of_part(plan, piece.bucket)
-            own[piece.bucket].append(replace(piece, offset=first + piece.offset))
-        self._in_buckets = {
-            number: (tuple(own[number]), pieces_of_others(plan, number, self.rank))
-            for number, bucket in enumerate(plan.buckets)
-            if bucket.key.reduction.is_scattered
-        }
-
     def _find_memory(self) -> None:
-        """Of parameters that are cut the pieces lie where those lie, which may have been given other memory."""
-        for index, piece in self.pieces.items() if self.cuts else ():
+        """The pieces lie where their parameters lie, which may have been given other memory."""
+        for index, piece in self.pieces.items():
             parameter, own = self.parameters[index], self._own[index]
             if own.data_ptr() != parameter.data_ptr() + piece.start * parameter.element_size():
                 own.data = flat(parameter)[piece.start : piece.stop]
@@ -338,8 +312,8 @@ class Sharded(InBackward):
         Raises:
             ReductionError: a parameter's elements are in another order now.
         """
-        planned = strides_of(replica.plan) if self.cuts else {}
-        for index in self.covered if self.cuts else ():
+        planned = strides_of(replica.plan)
+        for index in self.covered:
             if not lies_as(self.parameters[index], planned[index]):
                 raise ReductionError(_other_order(self.names[index], self.parameters[index], planned[index]))
 
@@ -351,32 +325,9 @@ class Sharded(InBackward):
                 for number, bucket in enumerate(replica.plan.buckets)
                 for member in bucket.members
             }
-            known = self._plan is not None
-            if self.cuts:
-                same = known and layout_of(replica.plan) == layout_of(self._plan)  # type: ignore[arg-type]
-            else:
-                same = known and self._owner_of == self._owners()
+            same = self._plan is not None and layout_of(replica.plan) == layout_of(self._plan)
             self._looked_at = (replica.plan, bucket_of, same)
         return same
-
-    def _pieces(self, replica: Replica) -> Sequence[Piece]:
-        if self.cuts:
-            return pieces_of(replica.plan, self.rank)
-        self._owner_of = self._owners()
-        return [Piece(index, 0, self.parameters[index].numel()) for index in self.covered
-                if self._owner_of[index] == self.rank]  # fmt: skip
-
-    def _owners(self) -> dict[int, int]:
-        owners = owners_of([self.parameters[index].numel() for index in self.covered], self.ranks)
-        return dict(zip(self.covered, owners, strict=True))
-
-    def _own_of(self, piece: Piece) -> nn.Parameter:
-        parameter = self.parameters[piece.index]
-        return nn.Parameter(flat(parameter)[piece.start : piece.stop]) if self.cuts else parameter
-
-    def group_of(self, index: int) -> dict[str, Any]:
-        """The optimizer's group of a parameter."""
-        return self._alive().param_groups[self._group_of[index]]
 
     # --- state
 
@@ -390,17 +341,20 @@ class Sharded(InBackward):
 
     def _hold(self, states: States) -> None:
         """Keep this rank's part of whole states; they are the same on every rank."""
-        held = ShardedStates(dict)
-        for index, piece in self.pieces.items():
-            if index in states:
-                held[self._own[index]] = cut(states[index], self.parameters[index], piece, self.cuts)
-                self._place_numbers(index, held[self._own[index]])
-        self._alive().state = held
+        pieces = {index: piece for index, piece in self.pieces.items() if index in states}
+        self._hold_own({index: cut(states[index], self.parameters[index], piece) for index, piece in pieces.items()})
         self._has_state = bool(states)
+
+    def _hold_own(self, states: States) -> None:
+        held = ShardedStates(dict)
+        for index, state in states.items():
+            self._place_numbers(index, state)
+            held[self._own[index]] = state
+        self._alive().state = held
 
     def _place_numbers(self, index: int, state: State) -> None:
         """A step counter is on the host, unless kernels of the device read it."""
-        group = self.group_of(index)
+        group = self._alive().param_groups[self._group_of[index]]
         if group.get("capturable") or group.get("fused"):
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and not value.dim():
@@ -413,16 +367,12 @@ class Sharded(InBackward):
 
     def full_states(self, to: int | None = None) -> States:
         """The whole state, by place in the module, on the CPU. Every rank calls it; `to`: the only one that gets it."""
-        device = self.parameters[0].device
-        return gathered(self.own_states(), self.pieces, self.parameters, self.group, device, self.cuts, to)
+        parameters = {index: self.parameters[index] for index in sorted(self.covered)}
+        return gathered(self.own_states(), self.pieces, parameters, self.group, to)
 
     def hold_own(self, states: States) -> None:
         """Go on from states of this rank's pieces. Every rank calls it."""
-        held = ShardedStates(dict)
-        for index, state in states.items():
-            self._place_numbers(index, state)
-            held[self._own[index]] = state
-        self._alive().state = held
+        self._hold_own(states)
         self._has_state = True
         self._has_another_state()
 
@@ -455,31 +405,26 @@ class Sharded(InBackward):
         self._is_open = True
         replica = self._replicated()
         self._forget()
-        if self._take_in_added(replica) and not self.cuts:  # else the plan may change before the end
-            self._lay_out()
-        self._find_groups(replica)
+        self._take_in_added(replica)  # laid out at the end: the plan may change before
+        self._find_groups()
         self._check_order(replica)
         self._find_memory()
         for index in self.covered:
             if isinstance(replica.parameters[index].grad, ShardedGradient):
                 replica.parameters[index].grad = None
 
-    def _take_in_added(self, replica: Replica) -> bool:
-        """Parameters of `add_param_group()`; whether there were any."""
+    def _take_in_added(self, replica: Replica) -> None:
+        """Cover parameters of `add_param_group()`, too."""
         self.indices()
         if self._indices == self.covered:
-            return False
-        self._check_added(replica)
-        self._cover(replica)
-        self._looked_at = (None, {}, False)
-        return True
-
-    def _check_added(self, replica: Replica) -> None:
+            return
         taking, replica.after.parts_to = replica.after.parts_to, None
         try:
             self._check(replica, self._alive())
         finally:
             replica.after.parts_to = taking
+        self._cover(replica)
+        self._looked_at = (None, {}, False)
 
     def wanted(self, *, keep_graph: bool) -> Wanted:
         replica = self._replicated()
@@ -491,10 +436,7 @@ class Sharded(InBackward):
             )
         if replica.config.check_nan or replica.uneven is not None:
             raise ReductionError("a sharded optimizer has no whole gradients to look at or to divide anew.")
-        if self.cuts:
-            return Wanted(self.covered, in_flight=self._in_flight, parts=True)
-        trained = tuple(index for index in self.covered if replica.parameters[index].requires_grad)
-        return Wanted(trained, whole=self._whole_step, in_flight=None if self._whole_step else self._in_flight)
+        return Wanted(self.covered, parts=True)
 
     @property
     def _whole_step(self) -> bool:
@@ -508,23 +450,15 @@ class Sharded(InBackward):
         check_in_place(replica, indices[: len(parameters)], parameters)
         if replica.rehearses:
             return
-        now = bool(parameters) and not self._whole_step and self._is_laid_out(replica)
-        if self.cuts:
-            bucket = self._bucket_of(replica, indices[0])
-            if not now:
-                # On a GPU what replays a graph has other plans for its memory.
-                self._keep(bucket, gradients[0] if gradients[0].device.type == "cpu" else gradients[0].clone())
-                return
-            found = self._gradients_in(bucket, gradients[0])
-        else:
-            pairs = zip(indices, gradients, strict=True)
-            found = {index: gradient for index, gradient in pairs if index in self._own}
-            if not now:
-                self._whole |= {index: gradient.clone() for index, gradient in found.items()}
-                return
+        is_laid_out = self._is_laid_out(replica)
+        bucket = self._looked_at[1][indices[0]]
+        if not parameters or self._whole_step or not is_laid_out:
+            # On a GPU what replays a graph has other plans for its memory.
+            self._keep(bucket, gradients[0] if gradients[0].device.type == "cpu" else gradients[0].clone())
+            return
         self._updated.update(indices)
         with replica.local.updating(indices):
-            self._step(found)
+            self._step(self._gradients_in(bucket, gradients[0]))
 
     def take(self, bucket: int, part: torch.Tensor) -> None:
         if not self._replicated().rehearses:
@@ -540,11 +474,6 @@ class Sharded(InBackward):
     def _forget(self) -> None:
         self._parts.clear()
         self._squares.clear()
-        self._whole.clear()
-
-    def _bucket_of(self, replica: Replica, index: int) -> int:
-        self._is_laid_out(replica)
-        return self._looked_at[1][index]
 
     def _gradients_in(self, bucket: int, part: torch.Tensor) -> dict[int, torch.Tensor]:
         """By parameter, what is reduced of this rank's pieces."""
@@ -583,7 +512,6 @@ class Sharded(InBackward):
         gradients: dict[int, torch.Tensor] = {}
         for bucket in sorted(self._parts):
             gradients |= self._gradients_in(bucket, self._parts.pop(bucket))
-        gradients |= self._whole | self._left_whole()
         gradients = {index: gradient for index, gradient in gradients.items() if index not in still}
         moves = True
         if self._whole_step:
@@ -598,15 +526,6 @@ class Sharded(InBackward):
             if index not in still:
                 self.parameters[index].grad = sharded_gradient(self.parameters[index])
 
-    def _left_whole(self) -> dict[int, torch.Tensor]:
-        """Of whole parameters those that no op has updated, from `.grad`, as where nothing is captured."""
-        if self.cuts:
-            return {}
-        left = {index: self.parameters[index].grad for index in self._own}
-        for index in self.covered:
-            self.parameters[index].grad = None
-        return {index: gradient for index, gradient in left.items() if gradient is not None}
-
     def interrupted(self, error: BaseException) -> None:
         self._forget()
         super().interrupted(error)
@@ -617,11 +536,6 @@ class Sharded(InBackward):
         for index in self.covered:
             if isinstance(self.parameters[index].grad, ShardedGradient):
                 self.parameters[index].grad = None
-
-    def _replicated(self) -> Replica:
-        replica = self.replica
-        assert replica is not None
-        return replica
 
     # --- a step
 
@@ -701,47 +615,33 @@ class Sharded(InBackward):
         if self.ranks == 1:
             self._step(gradients)
             return
-        rounds = (self._rounds_of_parts if self.cuts else self._rounds_of_whole)(replica, gradients, held)
-        if self.crossing is not None:
-            for each in rounds:
+        flights: deque[_Round] = deque()
+        for each in self._rounds(replica, gradients, held):
+            if self.crossing is not None:
                 self.crossing.keep(
                     _LeftGather(
-                        crossing=self.crossing,
-                        replica=replica,
-                        indices=each.indices,
-                        buckets=each.buckets,
-                        told=replica.told,
-                        round=each,
+                        crossing=self.crossing, replica=replica, indices=each.indices, buckets=(each.bucket,),
+                        told=replica.told, round=each,
                     )
-                )
-            held.release()
-            return
-        flights: deque[_Round] = deque()
-        for each in rounds:
+                )  # fmt: skip
+                continue
             flights.append(each)
             if len(flights) > _GATHERS_AHEAD:
                 with held, replica.told.following(GATHER):
                     flights.popleft().put_back(self.parameters)
-        with replica.told.following(GATHER):
+        with replica.told.following(GATHER) if flights else contextlib.nullcontext():
             for each in flights:
                 with held:
                     each.put_back(self.parameters)
         held.release()
 
-    def _numbers(self, replica: Replica) -> list[int]:
-        """Buckets of the plan, those first that are waited for first.
+    def _rounds(self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held) -> Iterator[_Round]:
+        """Each rank's part of each bucket; updated and launched one by one, so that the first is on its way at once.
 
         What is ready last in a backward is taken to be read first in the next forward, as in `plan/crossing.py`.
         """
-        numbers = list(range(len(replica.plan.buckets)))
-        return numbers if self.crossing is None else numbers[::-1]
-
-    def _rounds_of_parts(
-        self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held
-    ) -> Iterator[_Round]:
-        """Each rank's part of each bucket; updated and launched one by one, so that the first is on its way at once."""
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
-        for number in filter(self._in_buckets.__contains__, self._numbers(replica)):
+        for number in sorted(self._in_buckets, reverse=self.crossing is not None):
             bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
             with held:
                 if held.error is None:
@@ -753,7 +653,7 @@ class Sharded(InBackward):
                     values[piece.offset : piece.offset + piece.numel] = self._own[piece.index].detach()
                 work = held.launched(partial(launch_gather, stage, values))
             indices = tuple(member.gradient.index for member in bucket.members)
-            yield _Round((number,), indices, own, others, values, work)
+            yield _Round(number, indices, others, values, work)
 
     def _memory(self, bucket: int, numel: int, like: torch.Tensor) -> torch.Tensor:
         """What a bucket of parameters is gathered in: where its gradients were. What is in gaps is not defined, unless
@@ -764,38 +664,6 @@ class Sharded(InBackward):
         else:
             values = like.new_empty(numel)
         return values.zero_() if nan_check_is_on() else values
-
-    def _rounds_of_whole(
-        self, replica: Replica, gradients: Mapping[int, torch.Tensor], held: _Held
-    ) -> Iterator[_Round]:
-        """What each rank has updated, from that rank to all others; launched one by one."""
-        with held:
-            if held.error is None:
-                self._step(gradients)
-        self._is_laid_out(replica)
-        _, bucket_of, _ = self._looked_at
-        chunks = [((), self.covered)] if self.crossing is None else [
-            ((number,), tuple(index for index in self.covered if bucket_of[index] == number))
-            for number in self._numbers(replica)
-        ]  # fmt: skip
-        kinds = dict.fromkeys(self.parameters[index].dtype for index in self.covered)
-        for (numbers, some), rank, dtype in itertools.product(chunks, range(self.ranks), kinds):
-            indices = tuple(
-                index for index in some if self._owner_of[index] == rank and self.parameters[index].dtype == dtype
-            )
-            if indices:
-                source = dist.get_global_rank(self.group, rank)
-                with replica.told.following(GATHER):
-                    values = torch.cat([flat(self.parameters[index]) for index in indices])
-                    work = held.launched(partial(dist.broadcast, values, source, group=self.group, async_op=True))
-                numels = [self.parameters[index].numel() for index in indices]
-                offsets = itertools.accumulate(numels, initial=0)
-                pieces = tuple(
-                    Piece(index, 0, numel, offset=offset)
-                    for index, numel, offset in zip(indices, numels, offsets, strict=False)
-                )
-                own, others = (pieces, ()) if rank == self.rank else ((), pieces)
-                yield _Round(numbers, indices, own, others, values, work)
 
     # --- around step()
 

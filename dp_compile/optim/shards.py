@@ -1,17 +1,14 @@
-"""Who looks after what: the parts into which an optimizer's parameters are cut over ranks. Numbers only.
+"""The pieces into which an optimizer's parameters are cut over ranks, where the reduce-scatter cuts buckets.
 
     bucket of 3 parameters      a a a a a a b b b . c c c c c c        . : padding
     ranks                       |---- 0 ----|---- 1 ----|-- ...
     pieces of rank 1            b[0:3] at 0, c[0:2] at 4
 
-An element-wise optimizer is cut where the reduce-scatter cuts a bucket. One that looks at a parameter as a whole gets
-whole parameters, each on one rank.
+Numbers only.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dp_compile.plan.buckets import BucketPlan
@@ -27,8 +24,8 @@ class Piece:
     index: int
     start: int
     stop: int
-    bucket: int = -1
-    offset: int = 0
+    bucket: int
+    offset: int
 
     @property
     def numel(self) -> int:
@@ -78,14 +75,3 @@ def layout_of(plan: BucketPlan) -> tuple[object, ...]:
         for number, bucket in enumerate(plan.buckets)
         if bucket.key.reduction.is_scattered
     )
-
-
-def owners_of(numels: Sequence[int], ranks: int) -> tuple[int, ...]:
-    """For each parameter the rank that looks after it: the largest first, each on the rank that has least."""
-    loads = [(0, rank) for rank in range(ranks)]
-    owners = [0] * len(numels)
-    for place in sorted(range(len(numels)), key=lambda place: (-numels[place], place)):
-        load, rank = heapq.heappop(loads)
-        owners[place] = rank
-        heapq.heappush(loads, (load + numels[place], rank))
-    return tuple(owners)

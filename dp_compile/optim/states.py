@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -20,114 +20,70 @@ States = Mapping[int, State]
 """By a parameter's place in the module."""
 
 _OF_ALL_ELEMENTS: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""One number for a parameter, whatever its shape; all else in the state of an element-wise optimizer is its shape."""
+"""One number for a parameter; every other tensor in the state of an element-wise optimizer has its shape."""
 
 
 def is_cut(key: str, value: object) -> bool:
-    """Whether an entry of an element-wise optimizer's state has a value for each element."""
+    """Whether an entry of an optimizer's state has a value for each element."""
     return key not in _OF_ALL_ELEMENTS and isinstance(value, torch.Tensor)
 
 
-def cut(state: State, parameter: nn.Parameter, piece: Piece, cuts: bool) -> State:
-    """The state of a piece, in memory of its own.
+def cut(state: State, parameter: nn.Parameter, piece: Piece) -> State:
+    """The state of a piece, in new memory.
 
     Raises:
         ConfigError: it is of a parameter of another shape.
     """
     found: State = {}
     for key, value in state.items():
-        if cuts and is_cut(key, value):
+        if is_cut(key, value):
             if value.shape != parameter.shape:
                 raise ConfigError(
                     f"the state that is loaded has {key} of shape {list(value.shape)} for a parameter of shape "
                     f"{list(parameter.shape)}. Load what an optimizer over the same parameters has saved."
                 )
-            value = in_memory_order(value, parameter)[piece.start : piece.stop]
+            laid = torch.empty_strided(value.shape, dense_strides(parameter), dtype=value.dtype, device=value.device)
+            value = laid.copy_(value).as_strided((value.numel(),), (1,))[piece.start : piece.stop].to(parameter.device)
         found[key] = value.clone() if isinstance(value, torch.Tensor) else value
-        if isinstance(value, torch.Tensor) and value.dim():
-            found[key] = found[key].to(parameter.device)
     return found
-
-
-def in_memory_order(value: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
-    """A tensor of a parameter's shape as its elements lie in the parameter's memory."""
-    laid = torch.empty_strided(value.shape, dense_strides(parameter), dtype=value.dtype, device=value.device)
-    return laid.copy_(value).as_strided((value.numel(),), (1,))
-
-
-class _Kind(NamedTuple):
-    """What one rank has of an entry: a value, or elements of a tensor that are put together of all ranks' pieces.
-
-    `shape`: of the whole tensor; `None`: that of the parameter, in its memory order.
-    """
-
-    value: Any
-    dtype: torch.dtype | None = None
-    shape: tuple[int, ...] | None = None
 
 
 def gathered(
     own: States,
     pieces: Mapping[int, Piece],
-    parameters: Sequence[nn.Parameter],
+    parameters: Mapping[int, nn.Parameter],
     group: dist.ProcessGroup,
-    device: torch.device,
-    cuts: bool,
     to: int | None,
 ) -> States:
     """The whole of states of which each rank has pieces, on the CPU. Every rank of the group calls it.
 
     Args:
         own: of this rank's `pieces`.
-        device: where tensors travel.
-        cuts: whether parameters are cut.
+        parameters: all that may have state, by place in the module.
         to: the only rank of the group that gets it; the others get nothing. `None`: all.
     """
-    said = {index: {key: _kind_of(key, value, cuts) for key, value in state.items()} for index, state in own.items()}
-    everybody: list[dict[int, dict[str, _Kind]]] = [{} for _ in range(group.size())]
-    dist.all_gather_object(everybody, said, group=group)
-    kinds: dict[int, dict[str, _Kind]] = {}
-    for each in everybody:
-        for index, own_kinds in each.items():
-            kinds.setdefault(index, {}).update(own_kinds)
-    found: dict[int, State] = {}
-    keeps = to is None or group.rank() == to
-    for index in sorted(kinds):
+    states: dict[int, State] = {}
+    # One parameter at a time: with NCCL what is sent is on the GPU, which has no room for all of the state.
+    for index, parameter in parameters.items():
+        mine = own.get(index, {})
+        start = pieces[index].start if mine else 0
+        sent = start, {key: v.detach().cpu() if isinstance(v, torch.Tensor) else v for key, v in mine.items()}
+        received = [sent] * group.size()
+        if to is None:
+            dist.all_gather_object(received, sent, group=group)
+        else:
+            dist.gather_object(sent, received if group.rank() == to else None, group=group, group_dst=to)
+        if to not in (None, group.rank()):
+            continue
         state: State = {}
-        for key, kind in kinds[index].items():
-            value = kind.value if kind.dtype is None else _put_together(
-                own.get(index, {}).get(key), kind, pieces.get(index), parameters[index], group, device
-            )  # fmt: skip
-            if keeps:
-                state[key] = value.cpu() if isinstance(value, torch.Tensor) else value
-        if keeps:
-            found[index] = state
-    return found
-
-
-def _kind_of(key: str, value: Any, cuts: bool) -> _Kind:
-    if not isinstance(value, torch.Tensor):
-        return _Kind(value)
-    if cuts and is_cut(key, value):
-        return _Kind(None, value.dtype)
-    return _Kind(None, value.dtype, tuple(value.shape)) if value.dim() else _Kind(value.detach().cpu())
-
-
-def _put_together(
-    mine: torch.Tensor | None,
-    kind: _Kind,
-    piece: Piece | None,
-    parameter: nn.Parameter,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> torch.Tensor:
-    """Bytes are added up, of which all but one are zeros: what comes out has the bits that went in."""
-    shape = tuple(parameter.shape) if kind.shape is None else kind.shape
-    stride = dense_strides(parameter) if kind.shape is None else None
-    whole = torch.zeros(torch.Size(shape).numel(), dtype=kind.dtype, device=device)
-    if mine is not None:
-        assert piece is not None
-        first = piece.start if kind.shape is None else 0
-        whole[first : first + mine.numel()] = mine.detach().flatten()
-    dist.all_reduce(whole.view(torch.uint8), group=group)
-    return whole.view(shape) if stride is None else whole.as_strided(shape, stride).clone()
+        for first, part in received:
+            for key, value in part.items():
+                if is_cut(key, value):
+                    whole = torch.zeros(parameter.numel(), dtype=value.dtype)
+                    whole = state.setdefault(key, whole.as_strided(parameter.shape, dense_strides(parameter)))
+                    whole.as_strided((parameter.numel(),), (1,))[first : first + value.numel()] = value
+                else:
+                    state[key] = value
+        if state:
+            states[index] = state
+    return states

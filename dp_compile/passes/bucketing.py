@@ -34,12 +34,11 @@ from torch import fx
 from dp_compile._torch import pairs
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
-from dp_compile.passes.analysis import analyse, member_mark
 from dp_compile.passes.bucket_memory import MemoryPlaces
 from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
 from dp_compile.passes.functional_hook import HOOK_STEP
 from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_view, without_views
-from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, states_in
+from dp_compile.passes.reduction import GradReduction, StateInGraph, analyse, finished, reduce_bucket, states_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
@@ -50,7 +49,6 @@ _PAIRED: Final = {
     ALL_TO_ALL: collectives.PAIRED_ALL_TO_ALL,
     ALL_GATHER: collectives.PAIRED_ALL_GATHER,
 }
-"""As `_PAIRED` of `reduction.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,25 +70,17 @@ class BucketReductions:
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
         states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
-        for replica, reductions in sorted(_by_replica(analysis.reductions, plans).items()):
+        for replica, reductions in sorted(by_replica(analysis.reductions, plans).items()):
             staged: list[list[fx.Node]] = []
             places = MemoryPlaces(replica, plans[replica].keeps_memory)
             stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
             for number, bucket in enumerate(plans[replica].buckets):
-                members = [_reduction_of(member, bucket, reductions) for member in bucket.members]
+                members = [reduction_of(member, bucket, reductions) for member in bucket.members]
                 last = max((reduction.node for reduction in members), key=position.__getitem__)
-                site = _Site(graph, last, f"{replica}.{number}", self.zero_gaps, places)
-                ops = _GraphOps(site, _parts_of(bucket, members), states, remembered)
-                tensors = finished(reduce_bucket(bucket, ops))
+                site = Site(graph, last, f"{replica}.{number}", self.zero_gaps, places)
+                ops = GraphOps(site, parts_of(bucket, members), states, remembered)
+                views |= reduced_by(ops, bucket)
                 staged.append(ops.launches)
-                if bucket.key.reduction.is_scattered:
-                    # Only updates use them: `same_reductions` follows what each of them does with its part.
-                    views |= {part.reduction.node: tensors[part.place.tensor] for part in ops.parts}
-                    continue
-                for part in ops.parts:
-                    reduced = tensors[part.place.tensor]
-                    node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
-                    views[node] = site.view_back(reduced, part.member.gradient, promised, part.place.offset)
             launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
         edit.replace_uses(views | remembered)
         for node in remembered:
@@ -128,9 +118,7 @@ def nan_check_is_on(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("TORCH_NCCL_NAN_CHECK", "").strip().lower() in ("1", "y", "yes", "t", "true")
 
 
-def _by_replica(
-    reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]
-) -> dict[int, dict[int, GradReduction]]:
+def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]) -> dict[int, dict[int, GradReduction]]:
     """The reductions of a graph by replica and index. Every one of them has to be planned, and only once."""
     names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
     found: dict[int, dict[int, GradReduction]] = {}
@@ -148,13 +136,25 @@ def _by_replica(
     return found
 
 
-def _parts_of(bucket: Bucket, reductions: Sequence[GradReduction]) -> list[_Part]:
+def reduced_by(ops: GraphOps, bucket: Bucket) -> dict[fx.Node, fx.Node]:
+    """What each reduction of a bucket becomes; where ranks keep parts, the part that has it."""
+    tensors = finished(reduce_bucket(bucket, ops))
+    if bucket.key.reduction.is_scattered:
+        return {part.reduction.node: tensors[part.place.tensor] for part in ops.parts}
+    views: dict[fx.Node, fx.Node] = {}
+    for part in ops.parts:
+        node, promised = part.reduction.node, tuple(part.reduction.node.meta["val"].stride())
+        views[node] = ops.site.view_back(tensors[part.place.tensor], part.member.gradient, promised, part.place.offset)
+    return views
+
+
+def parts_of(bucket: Bucket, reductions: Sequence[GradReduction]) -> list[Part]:
     together = zip(bucket.members, reductions, bucket.places, strict=True)
-    return [_Part(number, *each) for number, each in enumerate(together)]
+    return [Part(number, *each) for number, each in enumerate(together)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """A member of a bucket: its number there, the reduction that it replaces, and where it lies."""
 
     number: int
@@ -164,7 +164,7 @@ class _Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Site:
+class Site:
     """Where in a graph the nodes of a bucket are made."""
 
     graph: fx.Graph
@@ -194,11 +194,11 @@ class _Site:
 
 
 @dataclass(slots=True)
-class _GraphOps:
+class GraphOps:
     """Reduces nodes: what `reduce_bucket` asks for is put into the graph."""
 
-    site: _Site
-    parts: list[_Part]
+    site: Site
+    parts: list[Part]
     states: Mapping[tuple[int, int], StateInGraph]
     remembered: dict[fx.Node, fx.Node]
     """What a hook remembers from now on, by the node that stood for it."""
@@ -241,27 +241,12 @@ class _GraphOps:
         dtype: torch.dtype | None,
         given: Sequence[fx.Node] | None = None,
     ) -> fx.Node:
-        sources: list[fx.Node] = []
-        scales: list[float] = []
-        strides: list[int] = []
         parts = [self.parts[number] for number in members]
-        provenance = edit.Provenance(BucketReductions.name, self.site.unit)
-        for position, part in enumerate(parts):
-            gradient = part.member.gradient
-            if given is not None:
-                source, stride = given[position], gradient.stride
-            else:
-                source, stride = without_views(part.reduction.grad, gradient.stride)
-                if dtype is not None:
-                    source, stride = without_views(before_cast(source, dtype), stride)
-            # What is narrower than the wire is widened first: the product would be rounded where it need not be.
-            kind = source.meta["val"].dtype
-            fits = dtype is None or torch.promote_types(kind, dtype) == kind
-            constant = scale if isinstance(scale, float) else 1.0
-            folded = fits and fold_factor(source, constant, provenance)
-            sources.append(source)
-            scales.append(1.0 if folded else constant)
-            strides.extend(stride)
+        constant = scale if isinstance(scale, float) else 1.0
+        if given is None:
+            put = [self.source_of(part, constant, dtype) for part in parts]
+        else:
+            put = [(node, 1.0, part.member.gradient.stride) for node, part in zip(given, parts, strict=True)]
         offsets = [part.place.offset for part in parts]
         numbers = tuple(str(part.number) for part in parts)
         # Only where there are gaps: a bucket without them stays the memory of a gradient that has it for itself.
@@ -269,15 +254,23 @@ class _GraphOps:
         more: tuple[Any, ...] = (gaps, dtype) if isinstance(scale, float) else (gaps, dtype, scale)
         while more and more[-1] in (None, False):  # as by default
             more = more[:-1]
+        sources, scales = [node for node, _, _ in put], [factor for _, factor, _ in put]
+        strides = [step for _, _, stride in put for step in stride]
         return self.site.make_bucket(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
 
+    def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
+        """What a bucket is given for a gradient, by what that is multiplied there, and its memory order."""
+        source, stride = without_views(part.reduction.grad, part.member.gradient.stride)
+        if dtype is not None:
+            source, stride = without_views(before_cast(source, dtype), stride)
+        # What is narrower than the wire is widened first: the product would be rounded where it need not be.
+        kind = source.meta["val"].dtype
+        fits = dtype is None or torch.promote_types(kind, dtype) == kind
+        folded = fits and fold_factor(source, scale, edit.Provenance(BucketReductions.name, self.site.unit))
+        return source, 1.0 if folded else scale, tuple(stride)
+
     def launch(self, stage: Stage, tensors: Sequence[fx.Node]) -> tuple[fx.Node, int]:
-        """One collective over all tensors; the first notes whose gradients it carries."""
-        names = (
-            ()
-            if self.launches
-            else tuple(member_mark(part.reduction.index, part.reduction.replica) for part in self.parts)
-        )
+        """One collective over all tensors."""
         how: tuple[Any, ...] = stage.reduce_op, stage.group
         paired = _PAIRED.get(stage.op)
         if stage.op == REDUCE_SCATTER:
@@ -292,7 +285,7 @@ class _GraphOps:
         else:
             target = collectives.GROUPED_ALL_REDUCE if len(tensors) > 1 else collectives.ALL_REDUCE
         argument = list(tensors) if len(tensors) > 1 else tensors[0]
-        self.launches.append(self.site.make(target, argument, *how, members=names))
+        self.launches.append(self.site.make(target, argument, *how))
         return self.launches[-1], len(tensors)
 
     def wait(self, launched: tuple[fx.Node, int]) -> list[fx.Node]:
@@ -327,7 +320,7 @@ def _erase(node: fx.Node) -> None:
         _erase(inputs[0])
 
 
-def _reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradReduction]) -> GradReduction:
+def reduction_of(member: Member, bucket: Bucket, reductions: Mapping[int, GradReduction]) -> GradReduction:
     gradient = member.gradient
     reduction = reductions.get(gradient.index)
     if reduction is None:

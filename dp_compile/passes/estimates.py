@@ -19,7 +19,6 @@ from torch.utils.flop_counter import flop_registry
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.plan.backends import GLOO, NCCL
-from dp_compile.plan.devices import device
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import ModelCollective
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
@@ -30,9 +29,9 @@ aten = torch.ops.aten
 FLOPS_PER_BYTE: Final = {"cpu": 8.0, "cuda": 200.0}
 """Where a roofline bends: FLOPs that take as long as moving one byte. Common machines; only ratios of nodes matter."""
 
-_NOMINAL: Final = {"cpu": (GLOO, "cpu-core"), "cuda": (NCCL, "h100-sxm")}
-"""By type of device: the network of a simulated group, and the preset of `plan.devices`."""
-"""By type of device: whose links carry the model's collectives, and whose memory moves bytes meanwhile."""
+_NOMINAL: Final = {"cpu": (GLOO, 10e9), "cuda": (NCCL, 3.35e12)}
+"""By type of device: whose nominal links carry the model's collectives on a simulated group, and how many bytes its
+memory moves in a second meanwhile: of one core, an order of magnitude; of an H100 SXM, the vendor's figure."""
 
 Values = Mapping[fx.Node, Any]
 """What nodes make: fake tensors of static sizes, alone or in lists. A node that is not there counts as no work."""
@@ -97,13 +96,13 @@ def _sent(node: fx.Node, values: Values, done: float) -> Iterator[ModelCollectiv
         return
     target: Any = node.target
     kind, device_type = target.overloadpacket.__name__.removesuffix("_"), made[0].device.type
-    nominal, computes_on = _NOMINAL.get(device_type, _NOMINAL["cuda"])
+    nominal, bytes_per_s = _NOMINAL.get(device_type, _NOMINAL["cuda"])
     members = distributed.group_of_name(group)
     backend = distributed.backend_of(members, device_type)
     ranks, nbytes = members.size(), max(sum(map(_nbytes, each)) for each in (given, made))
     load = Load(WHOLE, 2 if kind.startswith(ALL_REDUCE) else 1, nbytes)
     (leg,) = legs_of([[load]], nominal_cost(nominal if backend.simulated else backend, ranks))
-    yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * device(computes_on).memory_bytes_per_s)
+    yield ModelCollective(kind, ranks, nbytes, done, done + leg.seconds * bytes_per_s)
 
 
 def _work_of_adding(accumulation: Accumulation, values: Values) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from dp_compile.fx.storages import storages_of, viewed_by
-from dp_compile.passes.analysis import is_reduction
+from dp_compile.passes.reduction import is_reduction
 from dp_compile.passes.updates import UPDATE_LATER, read_update
 
 _CLONE = torch.ops.aten.clone.default

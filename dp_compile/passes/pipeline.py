@@ -12,14 +12,13 @@ import torch
 from torch import fx
 
 from dp_compile._torch import inductor
-from dp_compile.errors import InvalidGraphError
 from dp_compile.fx.memory import hold
 from dp_compile.fx.printer import op_counts
 from dp_compile.fx.verify import facts_of, verify
-from dp_compile.passes.analysis import accounted, is_reduction
+from dp_compile.passes.reduction import is_reduction
 from dp_compile.passes.result import GraphPass, PassRecord
-from dp_compile.passes.same_reductions import Sources, check_same, reductions_of
 from dp_compile.passes.sources import source_key
+from dp_compile.passes.verify import check_reductions, reductions_of
 from dp_compile.plan.buckets import BucketPlan
 
 SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
@@ -53,13 +52,7 @@ class Pipeline(inductor.CustomGraphPass):
         # Accumulation leaves dead allocations behind that would count as users of a gradient.
         graph.eliminate_dead_code()
         hold(graph, self.held)
-        facts, reductions, sources = facts_of(graph), accounted(graph), Sources()
-        followed = reductions_of(graph, sources, self.plans)
-        names = {
-            (replica, gradient.index): gradient.name
-            for replica, plan in enumerate(self.plans)
-            for gradient in plan.gradients
-        }
+        facts, reductions = facts_of(graph), reductions_of(graph, self.plans)
         records = []
         self._show("analysed", graph)
         for graph_pass in self.passes:
@@ -67,13 +60,7 @@ class Pipeline(inductor.CustomGraphPass):
             result = graph_pass(graph, self.plans)
             self._show(graph_pass.name, graph)
             verify(graph, after=graph_pass.name, before=facts)
-            # Twice: what launches say of themselves is quick to name, what ops do to values is the truth.
-            if accounted(graph) != reductions:
-                changed = next(iter((accounted(graph) - reductions) + (reductions - accounted(graph))))
-                which = f"the gradient of {names[changed]}" if changed in names else f"gradient {changed[1]}"
-                raise InvalidGraphError(f"pass '{graph_pass.name}' changed what is reduced: {which}")
-            now = reductions_of(graph, sources, self.plans)
-            check_same(followed, now, sources, made_by=graph_pass.name, names=names)
+            check_reductions(graph, reductions, self.plans, made_by=graph_pass.name)
             duration_ms = (time.perf_counter() - start) * 1e3
             # Reductions that the graph came with, each with its waits, are somebody else's.
             ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)

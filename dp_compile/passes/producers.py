@@ -40,14 +40,14 @@ def without_views(node: fx.Node, stride: Sequence[int]) -> tuple[fx.Node, tuple[
     wanted = tuple(stride)
     while is_view(node) and len(node.users) == 1:
         source = node.all_input_nodes[0]
-        before = _stride_before(node, source, wanted)
+        before = stride_before(node, source, wanted)
         if before is None:
             break
         node, wanted = source, before
     return node, wanted
 
 
-def _stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> tuple[int, ...] | None:
+def stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> tuple[int, ...] | None:
     """Strides of a view's input if the view itself has `stride`; `None` if no strides do that."""
     value = torch.empty_strided(view.meta["val"].shape, stride, device="meta")
     if view.target is aten.permute.default:
@@ -113,7 +113,7 @@ def _scale_sum_and_product(node: fx.Node, factor: float, provenance: edit.Proven
 
 
 def _scale_scattered(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    base, position = node.args[0], _SCATTERED[node.target]
+    base, position = node.args[0], SCATTERED[node.target]
     values = node.args[position]
     if not isinstance(base, fx.Node) or not isinstance(values, fx.Node) or not _is_zero(base):
         return False
@@ -130,7 +130,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 # Where the values stand among the arguments.
-_SCATTERED: Final[dict[Any, int]] = {
+SCATTERED: Final[dict[Any, int]] = {
     aten.index_put.default: 2,
     aten._unsafe_index_put.default: 2,
     aten._unsafe_masked_index_put_accumulate.default: 3,
@@ -141,5 +141,5 @@ _FOLDS: Final[dict[Any, Callable[[fx.Node, float, edit.Provenance], bool]]] = {
     aten.bmm.default: _scale_product,
     aten.addmm.default: _scale_sum_and_product,
     aten.baddbmm.default: _scale_sum_and_product,
-    **dict.fromkeys(_SCATTERED, _scale_scattered),
+    **dict.fromkeys(SCATTERED, _scale_scattered),
 }

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import autograd, distributed, pairs
+from dp_compile.fx.collectives import is_collective
 from dp_compile.passes.bucket_ops import multiply_into
 from dp_compile.passes.functional_hook import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.passes.result import Refusal
@@ -403,3 +404,22 @@ def match(node: fx.Node) -> GradReduction | Refusal:
     if not (isinstance(index, int) and isinstance(replica, int)):
         return Refusal(node.name, f"index or replica is not a number: {index!r}, {replica!r}")
     return GradReduction(node, grad, index, replica, tuple(each for each in node.args[4:] if isinstance(each, fx.Node)))
+
+
+class Analysis(NamedTuple):
+    """The reductions of a graph, in graph order, and what looked like one but was not understood."""
+
+    reductions: tuple[GradReduction, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def analyse(graph: fx.Graph) -> Analysis:
+    """Find every `reduce_grad` in a graph."""
+    found = [match(node) for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD)]
+    refusals = tuple(each for each in found if isinstance(each, Refusal))
+    return Analysis(tuple(each for each in found if isinstance(each, GradReduction)), refusals)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a node runs a collective: one of its own for a gradient, or one for a bucket."""
+    return is_collective(node) or (node.op == "call_function" and node.target is REDUCE_GRAD)

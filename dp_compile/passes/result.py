@@ -86,7 +86,7 @@ class GraphPass(Protocol):
 
     A node with a provenance (`fx/edit.py`) belongs to communication: its `unit` is "replica.bucket", the positions of
     the module in the backward and of the bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or
-    behind a wait as late. A launch that a pass makes anew needs the `members` of the old one, or it counts as lost.
+    behind a wait as late.
     """
 
     name: ClassVar[str]

@@ -13,7 +13,7 @@ the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -25,8 +25,7 @@ from dp_compile._torch import autograd
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
-from dp_compile.passes.bucketing import waits_before
-from dp_compile.passes.result import PassResult, Refusal
+from dp_compile.passes.result import PassResult
 from dp_compile.passes.running import running
 from dp_compile.plan.buckets import Bucket, BucketPlan
 
@@ -132,27 +131,29 @@ class PlaceUpdates:
     Args:
         shares: for each input of the graph the updated parameter in whose memory it lies, by a number; else -1.
             Parameters that are written to together have one number.
-        in_flight: for each replica and optimizer how many buckets may be on their way, or done and not yet used, when
-            the next one is launched; `None`: no update before all is computed. 0, where nothing is launched: each
-            update right behind what it needs.
+        at_once: in a graph that launches nothing, put each update right after what it needs; else all stand at the
+            end, in the order of buckets.
     """
 
     shares: tuple[int, ...]
-    in_flight: tuple[tuple[int | None, ...], ...]
+    at_once: bool = False
     name: ClassVar[str] = "place-updates"
     realises_plan: ClassVar[bool] = False
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        placed: dict[fx.Node, Update] = {}
+        placed: list[fx.Node] = []
         for node, wanted in updates_in(graph, UPDATE_LATER).items():
             with graph.inserting_before(node):
-                args = (self._written(graph, wanted), *node.args[1:])
-                update = graph.call_function(UPDATE, args)
+                update = graph.call_function(UPDATE, (self._written(graph, wanted), *node.args[1:]))
             update.meta["val"] = None
-            placed[update] = wanted
+            placed.append(update)
             graph.erase_node(node)
-        refusals = self._move_up(graph, placed, plans)
-        return PassResult(changed=bool(placed), refusals=refusals)
+        if self.at_once and not any(map(is_collective, graph.nodes)):
+            needs, wish = edit.dependencies(graph), dict[fx.Node, float](edit.positions(graph))
+            for update in placed:
+                wish[update] = max(wish[node] for node in needs[update]) + 0.5
+            edit.reorder(graph, edit.stable_order(graph, wish.__getitem__))
+        return PassResult(changed=bool(placed))
 
     def _written(self, graph: fx.Graph, wanted: Update) -> list[fx.Node]:
         """The parameters, then the other inputs that lie in their memory.
@@ -168,67 +169,3 @@ class PlaceUpdates:
             mine = {number[node] for node in wanted.tensors}
             others = [node for node in others if number[node] in mine]
         return list(dict.fromkeys([*wanted.tensors, *others]))
-
-    def _move_up(
-        self, graph: fx.Graph, placed: dict[fx.Node, Update], plans: Sequence[BucketPlan]
-    ) -> tuple[Refusal, ...]:
-        """Let each update stand before the launch by which its bucket has to be out of the way, if it may."""
-        position = edit.positions(graph)
-        launches = _first_launches(graph)
-        wish: dict[fx.Node, float] = dict(position)
-        due: dict[fx.Node, fx.Node] = {}
-        needs = edit.dependencies(graph) if any(0 in each for each in self.in_flight) else {}
-        for update, what in placed.items():
-            count = self.in_flight[what.replica][what.optimizer]
-            launch = None if count is None else launches.get((what.replica, what.bucket + count))
-            if count == 0 and not launches:
-                wish[update] = max(wish[node] for node in needs[update]) + 0.5
-            elif launch is not None:
-                due[update] = launch
-                for node in (*_behind_launches(what.gradients), update):
-                    wish[node] = min(wish[node], position[launch] - 0.5)
-        if wish == position:
-            return ()
-        edit.reorder(graph, edit.stable_order(graph, wish.__getitem__, chain=_in_order(graph)))
-        position = edit.positions(graph)
-        return tuple(
-            Refusal(update.name, f"stands behind {_last_reader(update).name}, which reads what it updates")
-            for update, launch in due.items()
-            if position[update] > position[launch]
-        )
-
-
-def _in_order(graph: fx.Graph) -> list[fx.Node]:
-    """Launches with the waits before them keep the order that they have."""
-    launches = [node for node in graph.nodes if is_collective(node)]
-    return [node for launch in launches for node in (*waits_before(launch), launch)]
-
-
-def _first_launches(graph: fx.Graph) -> dict[tuple[int, int], fx.Node]:
-    """The launch that is given a bucket, by replica and bucket."""
-    found: dict[tuple[int, int], fx.Node] = {}
-    for node in graph.nodes:
-        provenance = edit.provenance_of(node)
-        if is_collective(node) and provenance is not None:
-            replica, bucket = map(int, provenance.unit.split("."))
-            found.setdefault((replica, bucket), node)
-    return found
-
-
-def _behind_launches(gradients: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """What stands between the last launch of a bucket and its gradients: the wait, casts, views."""
-    seen: set[fx.Node] = set()
-    stack = list(gradients)
-    while stack:
-        node = stack.pop()
-        if node not in seen and edit.provenance_of(node) is not None and not is_collective(node):
-            seen.add(node)
-            yield node
-            stack.extend(node.all_input_nodes)
-
-
-def _last_reader(update: fx.Node) -> fx.Node:
-    """What keeps an update from standing earlier."""
-    needs = edit.dependencies(update.graph)[update]
-    position = edit.positions(update.graph)
-    return max((node for node in needs if node.op == "call_function"), key=position.__getitem__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,12 +15,10 @@ from dp_compile.plan.network import (
     finish_time,
     fixed_partition,
     jobs_of,
-    launches,
     release_time_bound,
-    release_times,
 )
 from dp_compile.plan.partition import MANY, SLACK, earliest_partition, optimal_partition
-from dp_compile.plan.words import BYTES_PER_MB, count
+from dp_compile.plan.words import BYTES_PER_MB
 
 ERROR_BAND: Final = (1.0, 0.5**0.5, 2**0.5, 0.5, 2.0)
 """How much slower the network may be, compared with the backward, than was believed; the belief itself first."""
@@ -33,6 +31,7 @@ LATENCIES: Final = (1.0, 2.0, 4.0, 8.0)
 
 CAPS_MB: Final = (1.0, 5.0, 25.0)
 FIRST_CAP_MB: Final = 1.0
+"""The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +39,17 @@ class Certificate:
     """What a partition promises, all in seconds after the start of the backward.
 
     `makespan_s`: when backward and communication are over. `bound_s`: no partition can be earlier. `worst_ratio`:
-    the largest makespan over bound in `band`. `reasons`: for each bucket, why it ends where it ends. `exact`: that
-    reductions have one stage each; where they have several, plans are the best of those that were tried. `crosses`:
-    reductions may end under the next forward, which is in makespan and bound (`plan/crossing.py`).
+    the largest makespan over bound in `band`. `exact`: that reductions have one stage each; where they have several,
+    plans are the best of those that were tried. `crosses`: reductions may end under the next forward, which is in
+    makespan and bound (`plan/crossing.py`).
     """
 
-    strategy: str
     cost: AllReduceCost
     backward_s: float
     makespan_s: float
     bound_s: float
     worst_ratio: float
     band: tuple[float, ...]
-    reasons: tuple[str, ...]
     exact: bool = True
     crosses: bool = False
 
@@ -74,29 +71,6 @@ class Certificate:
         halves = "of backward and next forward " if self.crosses else ""
         return f"{halves}{best}, at most {percent_above(self.worst_ratio)} {off}"
 
-    def __str__(self) -> str:
-        lines = [
-            f"{count(len(self.reasons), 'bucket')}, {self.chosen}; all-reduce = {self.cost}",
-            f"backward {_ms(self.backward_s)}, predicted end {_ms(self.makespan_s)}:",
-            self.promise,
-        ]
-        return "\n".join([*lines, *(f"  {number:>3}  {reason}" for number, reason in enumerate(self.reasons))])
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A partition with its certificate."""
-
-    buckets: Buckets
-    certificate: Certificate
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    strategy: str
-    buckets: Buckets
-    jobs: tuple[Job, ...]
-
 
 def certify(
     gradients: Sequence[ReadyGradient],
@@ -104,20 +78,17 @@ def certify(
     *,
     cost: AllReduceCost,
     backward_s: float,
-    strategy: str,
     band: tuple[float, ...] = ERROR_BAND,
 ) -> Certificate:
     """What given buckets promise."""
     jobs = jobs_of(gradients, buckets, cost)
     return Certificate(
-        strategy,
         cost,
         backward_s,
         _ends(jobs, backward_s, (1.0,))[0],
         release_time_bound(gradients, cost=cost, backward_s=backward_s),
         worst_ratio(jobs, _bounds(gradients, cost, backward_s, band), backward_s, band),
         band,
-        tuple(_reasons(gradients, buckets, jobs, backward_s)),
         _one_stage_each(gradients),
     )
 
@@ -128,7 +99,7 @@ def robust_partition(
     cost: AllReduceCost,
     backward_s: float,
     band: tuple[float, ...] = ERROR_BAND,
-) -> Choice:
+) -> tuple[Buckets, Certificate]:
     """Of the optimal partitions for each speed in `band` and of fixed caps, the one with the least worst ratio.
 
     Equal ones: the fewest buckets, then the optimal one at the believed speed. The price: where latency matters most,
@@ -144,16 +115,14 @@ def robust_partition(
         ConfigError: a number is not allowed.
     """
     whole = tuple(gradients)
-    candidates = list(_candidates(whole, cost, backward_s, band))
     bounds = _bounds(whole, cost, backward_s, band)
-    ratios = [worst_ratio(candidate.jobs, bounds, backward_s, band) for candidate in candidates]
-    least = min(ratios) * (1 + SLACK)
-    equal = [candidate for candidate, ratio in zip(candidates, ratios, strict=True) if ratio <= least]
-    best = min(equal, key=lambda candidate: len(candidate.buckets))
-    certificate = certify(
-        whole, best.buckets, cost=cost, backward_s=backward_s, strategy=f"robust ({best.strategy})", band=band
-    )
-    return Choice(best.buckets, certificate)
+    ratios = {
+        buckets: worst_ratio(jobs_of(whole, buckets, cost), bounds, backward_s, band)
+        for buckets in dict.fromkeys(_candidates(whole, cost, backward_s, band))
+    }
+    least = min(ratios.values()) * (1 + SLACK)
+    best = min((buckets for buckets, ratio in ratios.items() if ratio <= least), key=len)
+    return best, certify(whole, best, cost=cost, backward_s=backward_s, band=band)
 
 
 def _ends(jobs: Sequence[Job], backward_s: float, band: Sequence[float]) -> list[float]:
@@ -180,21 +149,14 @@ def worst_ratio(
 
 def _candidates(
     gradients: tuple[ReadyGradient, ...], cost: AllReduceCost, backward_s: float, band: Sequence[float]
-) -> Iterator[_Candidate]:
-    found: dict[Buckets, str] = {}
-    best = "optimal" if _one_stage_each(gradients) else "best tried"
+) -> Iterator[Buckets]:
     for slower in band:
-        buckets = optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
-        found.setdefault(buckets, f"{best} for a network {slower:.2g}x as slow" if slower != 1 else best)
+        yield optimal_partition(gradients, cost=cost.scaled(slower), backward_s=backward_s)
     for latency, slower in itertools.product(LATENCIES if len(gradients) < MANY else LATENCIES[2:3], band):
-        buckets = earliest_partition(gradients, cost=cost.scaled(slower, latency))
-        found.setdefault(buckets, f"earliest for a network {slower:.2g}x as slow, latency {latency:g}x")
+        yield earliest_partition(gradients, cost=cost.scaled(slower, latency))
     for cap_mb in CAPS_MB:
         first = min(cap_mb, FIRST_CAP_MB) * BYTES_PER_MB
-        buckets = fixed_partition(gradients, cap_nbytes=cap_mb * BYTES_PER_MB, first_cap_nbytes=first)
-        found.setdefault(buckets, f"fixed cap of {cap_mb:g} MiB")
-    for buckets, strategy in found.items():
-        yield _Candidate(strategy, buckets, tuple(jobs_of(gradients, buckets, cost)))
+        yield fixed_partition(gradients, cap_nbytes=cap_mb * BYTES_PER_MB, first_cap_nbytes=first)
 
 
 def _one_stage_each(gradients: Sequence[ReadyGradient]) -> bool:
@@ -207,42 +169,9 @@ def _bounds(
     return [release_time_bound(gradients, cost=cost.scaled(slower), backward_s=backward_s) for slower in band]
 
 
-def _reasons(
-    gradients: Sequence[ReadyGradient], buckets: Buckets, jobs: Sequence[Job], backward_s: float
-) -> Iterator[str]:
-    """One sentence for each bucket, each a fact of the predicted timeline. Without times: those may be assumed."""
-    released = release_times(gradients)
-    following = _first_of_next(gradients, buckets)
-    for bucket, launch in zip(buckets, launches(jobs, backward_s=backward_s), strict=True):
-        then = following.get(bucket)
-        then_s = 0.0 if then is None else released[then] + launch.ready_s - released[bucket[-1]]
-        if then is None:
-            yield "the last bucket"
-        elif then_s > launch.start_s:
-            yield "ends here: waiting for one more gradient would leave the network idle"
-        else:
-            yield "ends here: the network is still busy with what is before, so with fewer it would start no sooner"
-
-
-def _first_of_next(gradients: Sequence[ReadyGradient], buckets: Buckets) -> dict[tuple[int, ...], int]:
-    """For each bucket but the last of its key, the first member of the key's next bucket."""
-    following: dict[tuple[int, ...], int] = {}
-    previous: dict[Hashable, tuple[int, ...]] = {}
-    for bucket in buckets:
-        key = gradients[bucket[0]].key
-        if key in previous:
-            following[previous[key]] = bucket[0]
-        previous[key] = bucket
-    return following
-
-
 def percent_above(ratio: float) -> str:
     """A ratio to the best there can be, for people: `28% above`; `no more than 0.1% above` is what 1 is written as."""
     above = ratio - 1
     return (
         f"{above:.0%} above" if above >= 0.0995 else f"{above:.1%} above" if above >= 0.0005 else "less than 0.1% above"
     )
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f} ms"

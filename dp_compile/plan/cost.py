@@ -1,7 +1,6 @@
-"""What an all-reduce costs: formulas as sympy expressions, a fit to samples.
+"""What an all-reduce costs: formulas of algorithms, a fit to samples.
 
-Two levels. A `Formula` knows the algorithm: a symbolic expression over latency, bandwidth, ranks and bytes. For a
-given group it is a straight line in the bytes, an `AllReduceCost`, and that line is all that a planner needs.
+For a given group each is a straight line in the bytes, an `AllReduceCost`: all that a planner needs.
 
 Units: `_s` seconds, `_us` microseconds, `busbw` bytes per second in the meaning of nccl-tests (time of a large
 all-reduce = 2(n-1)/n * nbytes / busbw), `busbw_gb_s` the same in 1e9 bytes per second.
@@ -14,21 +13,15 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
-import sympy  # type: ignore[import-untyped]
-from sympy.codegen.cfunctions import log2  # type: ignore[import-untyped]
 
 from dp_compile.errors import ConfigError
 from dp_compile.plan.reduction import BETWEEN, INSIDE
 
 COST_VERSION: Final = 1
-
-_nbytes, _busbw = sympy.symbols("nbytes busbw", positive=True)
-_alpha_0, _alpha_hop = sympy.symbols("alpha_0 alpha_hop", positive=True)
-_n = sympy.Symbol("n", positive=True, integer=True)
 
 
 def check_number(name: str, value: object, *, zero_allowed: bool) -> None:
@@ -89,75 +82,30 @@ class AllReduceCost:
         return f"{line}; on two levels {self.inside} inside a node and {self.between} between nodes"
 
 
-@dataclass(frozen=True, slots=True)
-class Formula:
-    """A symbolic expression with its source. Evaluated through a compiled function, which the instance keeps."""
-
-    name: str
-    expression: sympy.Expr
-    source: str
-    _compiled: dict[tuple[sympy.Expr, str], Callable[..., Any]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    @property
-    def symbols(self) -> tuple[str, ...]:
-        return tuple(sorted(symbol.name for symbol in self.expression.free_symbols))
-
-    def evaluate(self, **values: Any) -> Any:
-        """The value for numbers or numpy arrays, one for each of `symbols`.
-
-        Raises:
-            ConfigError: a symbol is missing, unknown, or has a value that is not positive.
-        """
-        return self._evaluate(self.expression, values, "numpy")
-
-    def cost(self, **values: float) -> AllReduceCost:
-        """The straight line in the bytes: `alpha` at zero bytes, `beta` the slope.
-
-        Raises:
-            ConfigError: as in `evaluate`.
-        """
-        line = values | {"nbytes": 1.0}
-        # Of numbers with `math`: for numpy, sympy imports all of it, which takes 0.1 to 0.3 s, and every start pays it.
-        return AllReduceCost(
-            float(self._evaluate(self.expression.subs(_nbytes, 0), line, "math")),
-            float(self._evaluate(sympy.diff(self.expression, _nbytes), line, "math")),
-        )
-
-    def _evaluate(self, expression: sympy.Expr, values: Mapping[str, Any], modules: str) -> Any:
-        names = self.symbols
-        if set(values) != set(names):
-            raise ConfigError(f"{self.name} needs values for {', '.join(names)}, got {', '.join(sorted(values))}.")
-        for name, value in values.items():
-            _check_positive(name, value)
-        if (expression, modules) not in self._compiled:
-            symbols = sorted(self.expression.free_symbols, key=lambda symbol: symbol.name)
-            self._compiled[expression, modules] = sympy.lambdify(symbols, expression, modules=modules)
-        return self._compiled[expression, modules](*(values[name] for name in names))
-
-    def __str__(self) -> str:
-        return f"{self.name} = {sympy.sstr(self.expression)}"
+Formula = Callable[[int], int]
+"""Of an algorithm: from the number of ranks to how many hops follow each other in one all-reduce."""
 
 
-RING: Final = Formula(
-    "ring all-reduce",
-    _alpha_0 + 2 * (_n - 1) * _alpha_hop + 2 * (_n - 1) / _n * _nbytes / _busbw,
-    "Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009: reduce-scatter and all-gather, n-1 steps "
-    "each; alpha_0 is paid once (launch and rendezvous)",
-)
-TREE: Final = Formula(
-    "double binary tree all-reduce",
-    _alpha_0 + 2 * sympy.ceiling(log2(_n)) * _alpha_hop + 2 * _nbytes / _busbw,
-    "Sanders, Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009: up and down, "
-    "pipelined, each rank sends every byte twice",
-)
-EITHER: Final = Formula(
-    "ring or double binary tree all-reduce",
-    _alpha_0 + 2 * sympy.ceiling(log2(_n)) * _alpha_hop + 2 * (_n - 1) / _n * _nbytes / _busbw,
-    "as libraries choose by the size: the tree where latency counts, the ring where bytes do. A straight line that is "
-    "below both, by the most where they meet, and that no rank more makes faster: a choice by the ranks alone would",
-)
+def ring(n: int) -> int:
+    """A reduce-scatter and an all-gather of n-1 steps each.
+
+    Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 2009.
+    """
+    return 2 * (n - 1)
+
+
+def ring_or_tree(n: int) -> int:
+    """As libraries choose by the size: the tree where latency counts, the ring where bytes do.
+
+    A line that is below both, most where they meet, and that no rank more makes faster. Source of the tree: Sanders,
+    Speck, Traeff, Two-tree algorithms for full bandwidth broadcast, reduction and scan, 2009.
+    """
+    return 2 * (n - 1).bit_length()
+
+
+def line(formula: Formula, n: int, *, launch_s: float, hop_s: float, busbw: float) -> AllReduceCost:
+    """What an all-reduce over n ranks costs: the launch is paid once, 2(n-1)/n of the bytes are sent."""
+    return AllReduceCost(launch_s + hop_s * formula(n), 2 * (n - 1) / (busbw * n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +178,3 @@ def fit(samples: Iterable[tuple[int, float]]) -> CostFit:
         raise TimesDoNotGrow("the times do not grow with the size, so there is no bandwidth. Measure larger sizes.")
     cost = AllReduceCost(float(offsets[best]), float(slopes[best]))
     return CostFit(cost, float(deviations[best]), int(x[0]), int(x[-1]))
-
-
-def _check_positive(name: str, value: Any) -> None:
-    array = np.asarray(value, dtype=float)
-    if not bool(np.all(np.isfinite(array) & (array > 0))):
-        raise ConfigError(f"{name} must be > 0 and finite, got {value!r}.")
-    if name == "n" and not bool(np.all(array == np.floor(array))):
-        raise ConfigError(f"{name} must be an integer >= 1, got {value!r}.")

@@ -80,7 +80,6 @@ def plan_crossing(
             bound_s=bound_seconds(best, backward_s),
             worst_ratio=worst_ratio(best, backward_s, lanes),
             band=SPEEDS,
-            reasons=tuple(bucket.reason for bucket in buckets),
             crosses=True,
         )
     return Planned(replace(planned.plan, buckets=buckets), certificate)

@@ -7,7 +7,7 @@ a prefix is solved in constant time on average, see `_OneKey`.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Final
@@ -24,14 +24,11 @@ from dp_compile.plan.network import (
     release_times,
     weights_of,
 )
-from dp_compile.plan.reduction import WHOLE, Load
+from dp_compile.plan.reduction import WHOLE
 
 MAX_ROUNDS: Final = 4
 MANY: Final = 4000
 """From so many gradients on, several keys are solved from one starting order and in two rounds, to save time."""
-
-MOST_TRIES: Final = 6_000
-"""How many gradients are looked at in all, at most, to make a partition of several stages better."""
 
 SLACK: Final = 1e-10
 """Times that differ by this share are the same time: sums of floats in another order."""
@@ -46,20 +43,25 @@ def optimal_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost
     the others held still, until nothing gets better, from two starting orders. That is a local optimum;
     tests/plan/test_partition.py compares it with brute force.
 
-    Reductions of several stages: as if all stages of a bucket, or some of them, were one, and the partition that then
-    ends first by `network.launches` is made better by moving single ends of buckets. Not exact:
-    tests/plan/test_stage_costs.py has the distance to brute force.
+    Reductions of several stages: as if all stages of a bucket were one; of that, one bucket for each key and one for
+    each gradient the one that ends first by `network.launches`. Not exact: tests/plan/test_stage_costs.py has the
+    distance to brute force.
     """
     check_number("backward_s", backward_s, zero_allowed=True)
     if not gradients:
         return ()
-    found = []
-    for problem in _views(gradients, cost):
-        best = problem.best()
-        found += [best, problem.thinned(best, max(problem.finish(best), backward_s))]
-    if len(found) == 2:
-        return found[1]
-    return _improved(gradients, found, cost, backward_s)
+    problem = _Keys(gradients, cost)
+    best = problem.best()
+    thinned = problem.thinned(best, max(problem.finish(best), backward_s))
+    if all(len(gradient.stages) == 1 for gradient in gradients):
+        return thinned
+
+    def value(buckets: Buckets) -> tuple[float, int]:
+        finish_s = finish_time(jobs_of(gradients, buckets, cost), backward_s=backward_s)
+        return max(finish_s, backward_s), len(buckets)
+
+    together = in_launch_order([tuple(positions) for positions in problem.positions.values()])
+    return min(best, thinned, together, tuple((place,) for place in range(len(gradients))), key=value)
 
 
 def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCost) -> Buckets:
@@ -70,66 +72,10 @@ def earliest_partition(gradients: Sequence[ReadyGradient], *, cost: AllReduceCos
     return _Keys(gradients, cost).best() if gradients else ()
 
 
-def _views(gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> Iterator[_Keys]:
-    """The problem with all stages of a bucket as one; also without its last stage, and without first and last."""
-    most = max(len(gradient.stages) for gradient in gradients)
-    for first, behind in ((0, 0), (0, 1), (1, 1))[:most]:
-        yield _Keys(gradients, cost, first, behind)
-
-
-def _improved(
-    gradients: Sequence[ReadyGradient], found: Sequence[Buckets], cost: AllReduceCost, backward_s: float
-) -> Buckets:
-    """The best of some partitions, with ends of buckets moved, taken out and put in as long as that helps."""
-
-    def value(buckets: Buckets) -> tuple[float, int]:
-        finish_s = finish_time(jobs_of(gradients, buckets, cost), backward_s=backward_s)
-        return max(finish_s, backward_s), len(buckets)
-
-    each, keys = tuple((place,) for place in range(len(gradients))), [gradient.key for gradient in gradients]
-    together = in_launch_order([tuple(p for p, key in enumerate(keys) if key == one) for one in dict.fromkeys(keys)])
-    starts = sorted(dict.fromkeys([*found, together, each]), key=value)
-    tries = MOST_TRIES // len(gradients)
-    best, least = starts[0], value(starts[0])
-    for start in starts:
-        now, end = start, value(start)
-        changes = _neighbours(gradients, now)
-        while tries > 0 and (other := next(changes, None)) is not None:
-            tries -= 1
-            if (found_end := value(other))[0] < end[0] * (1 - SLACK) or (
-                found_end[0] <= end[0] * (1 + SLACK) and found_end[1] < end[1]
-            ):
-                now, end, changes = other, found_end, _neighbours(gradients, other)
-        best, least = min((best, least), (now, end), key=lambda pair: pair[1])
-    return best
-
-
-def _neighbours(gradients: Sequence[ReadyGradient], buckets: Buckets) -> Iterator[Buckets]:
-    """Each with one end of a bucket more or less, or elsewhere."""
-    positions: dict[Hashable, list[int]] = defaultdict(list)
-    for position, gradient in enumerate(gradients):
-        positions[gradient.key].append(position)
-    for key, own in positions.items():
-        others = [bucket for bucket in buckets if gradients[bucket[0]].key != key]
-        ends = sorted(own.index(bucket[-1]) + 1 for bucket in buckets if gradients[bucket[0]].key == key)
-        inner, free = set(ends[:-1]), set(range(1, len(own))) - set(ends)
-        changes = [inner - {end} for end in sorted(inner)]
-        changes += [(inner - {end}) | {end + step} for end in sorted(inner) for step in (-1, 1) if end + step in free]
-        changes += [inner | {end} for end in sorted(free)]
-        for cuts in changes:
-            edges = [0, *sorted(cuts), len(own)]
-            yield in_launch_order([*others, *(tuple(own[start:stop]) for start, stop in pairwise(edges))])
-
-
 class _Keys:
-    """The problem of all keys, solved one key at a time, with all stages of a bucket as one.
+    """The problem of all keys, solved one key at a time, with all stages of a bucket as one."""
 
-    Of several stages some may be left out: so many in front, so many behind.
-    """
-
-    def __init__(
-        self, gradients: Sequence[ReadyGradient], cost: AllReduceCost, front: int = 0, behind: int = 0
-    ) -> None:
+    def __init__(self, gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> None:
         self.gradients = gradients
         self.released = release_times(gradients)
         self.sizes: list[float] = []
@@ -138,7 +84,7 @@ class _Keys:
         self.positions: dict[Hashable, list[int]] = defaultdict(list)
         for position, gradient in enumerate(gradients):
             self.positions[gradient.key].append(position)
-            self.latency[gradient.key], seconds = weights_of(_without(gradient.stages, front, behind), cost)
+            self.latency[gradient.key], seconds = weights_of(gradient.stages, cost)
             self.sizes.append(seconds)
 
     def orders(self) -> list[list[Hashable]]:
@@ -195,10 +141,6 @@ class _Keys:
             self.positions[key], released, list(accumulate(sizes, initial=0.0)), self.latency[key], self._jobs(others)
         )
         return in_launch_order([*others, *solve(solver)])
-
-
-def _without(stages: Sequence[Load], front: int, behind: int) -> Sequence[Load]:
-    return stages[front : len(stages) - behind] if len(stages) > front + behind else stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,14 +16,12 @@ from typing import Final
 
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout, Member, plan_buckets
-from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND, Certificate, robust_partition
-from dp_compile.plan.cost import EITHER, RING, AllReduceCost
+from dp_compile.plan.certificate import ERROR_BAND, FIRST_CAP_MB, MEASURED_BAND, Certificate, robust_partition
+from dp_compile.plan.cost import AllReduceCost, ring, ring_or_tree
 from dp_compile.plan.links import link, with_levels
 from dp_compile.plan.ready_times import ReadyTimes, backward_seconds, in_ready_order, ready_gradients
 
 RANKS_OF_A_NODE: Final = 8
-FIRST_CAP_MB: Final = 1.0
-"""The cap of the first bucket of each key, as of torch's DDP: communication starts early."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,17 +81,22 @@ def plan_optimal(
     ordered = in_ready_order(gradients, times)
     members = [Member(gradient, None) for gradient in ordered]
     backward_s = backward_seconds(members, times, cost)
-    choice = robust_partition(
+    partition, certificate = robust_partition(
         ready_gradients(members, times, backward_s),
         cost=cost,
         backward_s=backward_s,
         band=band or (ERROR_BAND if times.backward_s is None else MEASURED_BAND),
     )
+    last = {ordered[bucket[0]].key: bucket for bucket in partition}.values()
     buckets = [
-        layout.bucket(ordered[bucket[0]].key, [ordered[position] for position in bucket], reason)
-        for bucket, reason in zip(choice.buckets, choice.certificate.reasons, strict=True)
+        layout.bucket(
+            ordered[bucket[0]].key,
+            [ordered[position] for position in bucket],
+            "the last bucket" if bucket in last else "by the predicted end of the backward",
+        )
+        for bucket in partition
     ]
-    return Planned(BucketPlan(tuple(buckets)), choice.certificate)
+    return Planned(BucketPlan(tuple(buckets)), certificate)
 
 
 def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = None) -> AllReduceCost:
@@ -101,7 +104,7 @@ def nominal_cost(backend: Backend, world_size: int, ranks_inside: int | None = N
 
     `ranks_inside`: of a node, where the network has two levels.
     """
-    inside, between, formula = link(backend.inside), link(backend.between), EITHER if backend.has_nodes else RING
+    inside, between, formula = link(backend.inside), link(backend.between), ring_or_tree if backend.has_nodes else ring
     if ranks_inside is not None:
         whole = between.cost(world_size, formula=formula)
         return with_levels(whole, inside, between, ranks_inside=ranks_inside, nodes=world_size // ranks_inside)

@@ -27,7 +27,7 @@ from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
-from dp_compile.plan.cost import EITHER
+from dp_compile.plan.cost import ring_or_tree
 from dp_compile.plan.links import link as link_of
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.testing.golden import assert_text
@@ -135,7 +135,7 @@ def backward_of(
     # On the meta device the flags of unused parameters have no values to read.
     checks = training.config.check_reductions and on == "cpu"
     config = replace(training.config, backend=backend, check_reductions=checks)
-    cost = link_of(link).cost(ranks, formula=EITHER)  # also where it is not read: a wrong name is an error
+    cost = link_of(link).cost(ranks, formula=ring_or_tree)  # also where it is not read: a wrong name is an error
     strategy = config.chosen_strategy(has_policy=training.bucket_policy is not None)
     if strategy == "optimal" and config.cost is None:
         config = replace(config, cost=cost)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import os
 from functools import partial
@@ -12,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from poison import poisoned
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers as theirs
 
@@ -20,7 +20,6 @@ from dp_compile import averaging
 from dp_compile.averaging import exchange
 from dp_compile.config import CHECK_VARIABLE
 from dp_compile.modules.replicated_module import replica_of
-from dp_compile.optim.crossing import POISON_VARIABLE
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
@@ -65,55 +64,6 @@ def momenta(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [state["momentum_buffer"] for state in optimizer.state.values()]
 
 
-@compared
-def train(how: str, zero_first: bool, momenta_too: bool = True) -> list[torch.Tensor]:
-    """Reduced, then local with averages, then reduced again. The drift check looks at every reduced backward."""
-    torch._dynamo.reset()
-    plain = build()
-    model: Any = dp_compile.replicate(plain, config=CONFIG) if how != "wrapper" else None
-    model = model or dp_compile.DistributedDataParallel(plain, config=CONFIG)
-    run = model if how == "eager" else torch.compile(model, backend="aot_eager")
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    averager = averaging.PeriodicModelAverager(PERIOD, LOCAL_FROM + PERIOD - 1)
-    apart = 0
-    for step in range(STEPS):
-        is_local = LOCAL_FROM <= step < LOCAL_TO
-        if how == "wrapper":
-            model.require_backward_grad_sync = not is_local
-        else:
-            model.set_requires_gradient_sync(not is_local)
-        if zero_first:
-            optimizer.zero_grad()
-        run(batch(step)).square().sum().backward()
-        optimizer.step()
-        if step < LOCAL_TO:
-            averager.average_parameters(model.parameters())
-        if step == LOCAL_TO - 1 and momenta_too:
-            averaging.PeriodicModelAverager(2).average_parameters(momenta(optimizer))
-        if not zero_first:
-            optimizer.zero_grad()
-        mine = next(model.parameters()).detach().clone()
-        others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, mine)
-        apart += not torch.equal(*others)
-    # Of the six local steps the third and the last end with an average.
-    assert apart == LOCAL_TO - LOCAL_FROM - 2
-    for found, expected in zip(model.parameters(), alone(range(STEPS)).parameters(), strict=True):
-        torch.testing.assert_close(found, expected)
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize(("how", "zero_first"), [("compiled", True), ("eager", False), ("wrapper", True)])
-def test_reduced_then_local_then_reduced(ranks2: Ranks, how: str, zero_first: bool) -> None:
-    """As without this package; no alarm of the checks against steps on gradients that are not reduced, and drift."""
-    one, other = ranks2.run(train, how, zero_first)
-    for mine, theirs_ in zip(one, other, strict=True):
-        torch.testing.assert_close(mine, theirs_, rtol=0, atol=0)
-
-
-# --- averages that the next forward waits for ---------------------------------------------------------------------
-
-
 def in_flight_now() -> int:
     """How many buckets are in flight in this process."""
     return len({id(each) for each in in_flight.values()})
@@ -138,33 +88,67 @@ def crossing_model(
 
 
 @compared
-def train_crossing(breaks: bool, bucket_mb: float) -> list[int]:
-    """As `train`. How many buckets are in flight behind each local step; whoever reads from them reads NaN."""
+def train(how: str, momenta_too: bool = True, bucket_mb: float = 25.0) -> tuple[list[int], list[torch.Tensor]]:
+    """Reduced, then local with averages, then reduced again. The drift check looks at every reduced backward.
+
+    Returns how many buckets are in flight after each local step, and the parameters.
+    """
     exchange.BUCKET_MB = bucket_mb  # type: ignore[misc]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(POISON_VARIABLE, "1")
-        model, run, optimizer = crossing_model(activation=Broken() if breaks else nn.Tanh())
-        averager = averaging.PeriodicModelAverager(PERIOD, LOCAL_FROM + PERIOD - 1)
-        counts = []
+    torch._dynamo.reset()
+    model: Any
+    optimizer: Any
+    if how in ("crossing", "broken"):
+        model, run, optimizer = crossing_model(activation=Broken() if how == "broken" else nn.Tanh())
+    else:
+        replicated = dp_compile.DistributedDataParallel if how == "wrapper" else dp_compile.replicate
+        model = replicated(build(), config=CONFIG)
+        run = model if how == "eager" else torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    averager = averaging.PeriodicModelAverager(PERIOD, LOCAL_FROM + PERIOD - 1)
+    counts, apart = [], 0
+    with poisoned():
         for step in range(STEPS):
-            model.set_requires_gradient_sync(not LOCAL_FROM <= step < LOCAL_TO)
+            is_local = LOCAL_FROM <= step < LOCAL_TO
+            if how == "wrapper":
+                model.require_backward_grad_sync = not is_local
+            else:
+                model.set_requires_gradient_sync(not is_local)
             optimizer.zero_grad()
             run(batch(step)).square().sum().backward()
             optimizer.step()
             if step < LOCAL_TO:
                 averager.average_parameters(model.parameters())
             counts.append(in_flight_now())
-            if step == LOCAL_TO - 1:
+            if step == LOCAL_TO - 1 and momenta_too:
                 averaging.PeriodicModelAverager(2).average_parameters(momenta(optimizer))
+            if how not in ("crossing", "broken"):
+                mine = next(model.parameters()).detach().clone()
+                others = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+                dist.all_gather(others, mine)
+                apart += not torch.equal(*others)
+        # Of the six local steps the third and the last end with an average.
+        assert how in ("crossing", "broken") or apart == LOCAL_TO - LOCAL_FROM - 2
         for found, expected in zip(model.parameters(), alone(range(STEPS)).parameters(), strict=True):
             torch.testing.assert_close(found, expected)
-    return [counts[step] for step in range(LOCAL_FROM, LOCAL_TO)]
+    return counts[LOCAL_FROM:LOCAL_TO], [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize(("breaks", "bucket_mb", "buckets"), [(False, 25.0, 1), (False, 1e-5, 4), (True, 25.0, 0)])
-def test_averages_that_the_next_forward_waits_for(ranks2: Ranks, breaks: bool, bucket_mb: float, buckets: int) -> None:
+@pytest.mark.parametrize("how", ["compiled", "eager", "wrapper"])
+def test_reduced_then_local_then_reduced(ranks2: Ranks, how: str) -> None:
+    """As without this package; no alarm of the checks against steps on gradients that are not reduced, and drift."""
+    (_, one), (_, other) = ranks2.run(train, how)
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+# --- averages that the next forward waits for ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "bucket_mb", "buckets"), [("crossing", 25.0, 1), ("crossing", 1e-5, 4), ("broken", 25.0, 0)]
+)
+def test_averages_that_the_next_forward_waits_for(ranks2: Ranks, how: str, bucket_mb: float, buckets: int) -> None:
     """Behind a forward of several graphs nothing stays in flight."""
-    for counts in ranks2.run(train_crossing, breaks, bucket_mb):
+    for counts, _ in ranks2.run(train, how, True, bucket_mb):
         assert counts == [0, 0, buckets] * 2
 
 
@@ -257,19 +241,13 @@ def without_the_optimizer() -> torch.Tensor:
     return torch.cat([each.detach().flatten() for each in model.state_dict().values()])
 
 
-def test_an_average_arrives_without_its_optimizer(ranks2: Ranks) -> None:
-    here, there = ranks2.run(without_the_optimizer)
-    assert torch.equal(here, there)
-
-
 @compared
 def with_one_memory() -> torch.Tensor:
     """Two parameters in one memory, averaged in two buckets: one that arrives is no change of the other."""
     model, run, optimizer = crossing_model(activation=nn.Linear(5, 5))
     model[1].bias.data = model[0].bias.data
     averager = averaging.PeriodicModelAverager(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchange, "BUCKET_MB", 1e-5)
+    with mock.patch.object(exchange, "BUCKET_MB", 1e-5):
         model.set_requires_gradient_sync(False)
         for step in range(3):
             run(batch(step)).sum().backward()
@@ -279,14 +257,15 @@ def with_one_memory() -> torch.Tensor:
     return torch.cat([each.detach().flatten() for each in model.state_dict().values()])
 
 
-def test_parameters_in_one_memory_do_not_stay_in_flight(ranks2: Ranks) -> None:
-    here, there = ranks2.run(with_one_memory)
+@pytest.mark.parametrize("scenario", [without_the_optimizer, with_one_memory])
+def test_averages_without_their_optimizer_and_in_one_memory(ranks2: Ranks, scenario: Any) -> None:
+    here, there = ranks2.run(scenario)
     assert torch.equal(here, there)
 
 
 def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
     """A true alarm: parameters were equal, but each rank's optimizer goes on in a direction of its own."""
-    for ok, said in ranks2.outcomes(train, "eager", True, False):
+    for ok, said in ranks2.outcomes(train, "eager", False):
         assert not ok
         assert "DesyncError: parameters differ between ranks after 5 synchronised backwards" in said
 
@@ -325,18 +304,13 @@ def outer() -> list[torch.Tensor]:
     """An outer optimizer around a replicated module; two steps are reduced behind it."""
     torch._dynamo.reset()
     model: Any = dp_compile.replicate(build(), config=CONFIG)
-    twin = copy.deepcopy(model.state_dict())
     optimizer = averaging.OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2, outer_lr=1.0, momentum=0.0)
-    run = torch.compile(model, backend="aot_eager")
-    for step in range(6):
-        optimizer.zero_grad()
-        with model.no_sync():
-            run(batch(step)).square().sum().backward()
-        optimizer.step()
-    for step in range(2):
+    for step in range(8):
+        model.set_requires_gradient_sync(step >= 6)
         model.zero_grad()
-        run(batch(step)).square().sum().backward()
-    assert not torch.equal(twin["0.weight"], model[0].weight)
+        model(batch(step)).square().sum().backward()
+        if step < 6:
+            optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,9 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from expecttest import assert_expected_inline
 
-from dp_compile.bench import report, results
+from dp_compile.bench import results
 from dp_compile.bench.compare import compare
 from dp_compile.bench.machine import environment
 from dp_compile.bench.networks import Network
@@ -42,7 +40,6 @@ def run_of(seed: int, factors: Mapping[str, float] = FACTORS, *, noise: float = 
                 name in ("oracle", "comm"),
                 results.MEASURED,
                 step_s=tuple(float(x) for x in shared * factor * np.exp(noise * random.standard_normal(15))),
-                others=(0.01,) * 15,
                 starts_s=(10.5,),
                 peak_nbytes=400 * 2**20,
                 gradient_error=1e-6,
@@ -67,12 +64,6 @@ def with_ours(found: Results, **changes: object) -> Results:
     return with_first_cell(found, modes=modes)
 
 
-def verdicts(baseline: Results, new: Results) -> dict[str, str]:
-    """By workload, network, mode and what was compared."""
-    pairs = (line.split(": ", 1) for line in compare(baseline, new)[0][:-1])
-    return {title: verdict for verdict, title in pairs}
-
-
 def write(directory: Path, name: str, found: Results) -> str:
     results.save(found, directory / name)
     return str(directory / name)
@@ -91,37 +82,16 @@ def test_a_tenth_slower_is_found_and_five_reruns_of_the_same_code_pass(seed: int
         assert compare(baseline, run_of(1000 * seed + rerun))[1] == 0
 
 
-def test_a_slower_machine_is_no_regression_and_a_bound_is_not_compared() -> None:
-    found = verdicts(run_of(1), run_of(2, {**FACTORS, "comm": 0.9}, machine=1.5))
-    assert set(found.values()) == {"same"}
-    assert not [title for title in found if ", comm, " in title]
+def test_a_slower_machine_is_no_regression() -> None:
+    assert not compare(run_of(1), run_of(2, {**FACTORS, "comm": 0.9}, machine=1.5))[1]
 
 
 def test_more_noise_hides_what_less_noise_shows() -> None:
     slower = {**FACTORS, "ours": 1.08 * FACTORS["ours"]}
     assert compare(run_of(1, noise=0.01), run_of(2, slower, noise=0.01))[1]
     assert not compare(run_of(1, noise=0.2), run_of(2, slower, noise=0.2))[1]
-    assert set(verdicts(run_of(1, noise=1.0), run_of(2, slower, noise=1.0)).values()) == {"unclear"}
     below_tolerance = {**FACTORS, "ours": 1.02 * FACTORS["ours"]}
     assert not compare(run_of(1, noise=0.0001), run_of(2, below_tolerance, noise=0.0001))[1]
-
-
-def test_the_error_of_a_ratio_is_that_of_repeated_runs() -> None:
-    random = np.random.default_rng(0)
-    drawn = [results.ratio(*np.exp(0.02 * random.standard_normal((2, 15)))) for _ in range(400)]
-    spread = float(np.std([math.log(each.value) for each in drawn]))
-    assert 0.8 < float(np.median([each.log_error for each in drawn])) / spread < 1.25
-    outlier = [1.0] * 7 + [1.02] * 7 + [5.0]
-    assert results.ratio(outlier, [1.0] * 15).log_error < 0.01
-
-
-def test_faster_and_slower_starts_are_compared() -> None:
-    old, new = (with_ours(run_of(1), starts_s=starts) for starts in ((10.0, 10.1, 9.9), (20.0, 20.1, 19.9)))
-    modes = tuple(replace(mode, starts_s=(10.0, 10.0, 10.0)) for mode in old.cells[0].modes if mode.name == "oracle")
-    old, new = (with_first_cell(each, modes=(*modes, each.cells[0].modes[2])) for each in (old, new))
-    (slow,) = (line for line in compare(old, new)[0] if "until warm" in line)
-    assert slow.startswith("slower: gpt, loopback, ours, until warm: 1.000 -> 2.000, +100.0%")
-    assert "faster" in {line.split(":")[0] for line in compare(new, old)[0]}
 
 
 @pytest.mark.parametrize("what", COUNTS)
@@ -171,33 +141,15 @@ def test_settings_of_malloc_are_a_part_of_the_machine(monkeypatch: pytest.Monkey
         compare(replace(run_of(1), environment=environment()), replace(run_of(2), environment=found))
 
 
-def test_another_network_or_torch_is_noted() -> None:
-    check = replace(CHECK, matmul_slowdown=1.6)
-    changed = with_first_cell(run_of(1), rate_mbit=500.0, self_check=check)
-    old = with_first_cell(run_of(1), rate_mbit=640.0)
-    lines = compare(old, replace(changed, environment=HERE | {"torch": "2.12"}))[0]
-    assert [line for line in lines if line.startswith("note: ")] == [
-        "note: torch was 2.13.0 and is 2.12",
-        "note: gpt over loopback: the rate was 640 mbit and is 500; rate_mbit fixes it",
-        "note: gpt over loopback: the network did not pass its self-check",
-    ]
-
-
 # --- files and tables -------------------------------------------------------------------------------------------
-
-
-def test_a_file_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert results.load(Path(write(tmp_path, "one.json", run_of(3)))) == run_of(3)
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [
         (None, "cannot be read"),
-        ("", "is not what `dp-compile bench run` writes"),
-        ("[1]", "is not what `dp-compile bench run` writes"),
-        ('{"version": 1}', "has version 1, this is 3. Run the benchmark again"),
-        ('{"version": 3}', r"is not what `dp-compile bench run` writes: KeyError\('suite'\)"),
+        ('{"version": 1}', "has version 1, this is 4. Run the benchmark again"),
+        ('{"version": 4}', r"is not what `dp-compile bench run` writes: KeyError\('suite'\)"),
     ],
 )
 def test_a_bad_file_is_refused(
@@ -210,14 +162,6 @@ def test_a_bad_file_is_refused(
     assert re.search(error, capsys.readouterr().err)
 
 
-def test_times_without_a_self_check_are_refused(tmp_path: Path) -> None:
-    path = Path(write(tmp_path, "unproved.json", with_first_cell(run_of(1), self_check=None)))
-    with pytest.raises(ConfigError, match="gpt over loopback has times but no self-check"):
-        results.load(path)
-    with pytest.raises(ConfigError, match="holds no cell"):
-        results.load(Path(write(tmp_path, "empty.json", replace(run_of(1), cells=()))))
-
-
 def test_exit_status_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = write(tmp_path, "before.json", run_of(1))
     after = write(tmp_path, "after.json", run_of(2, {**FACTORS, "ours": 1.2}))
@@ -225,35 +169,3 @@ def test_exit_status_and_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "no regressions in 8 comparisons of times over oracle" in capsys.readouterr().out
     assert cli.main(["bench", "compare", before, after]) == 1
     assert "4 regressions in 8 comparisons" in capsys.readouterr().out
-
-
-def test_the_tables() -> None:
-    found = run_of(4)
-    missing = ModeResult("decent_dp", status=results.SKIPPED, reason="decent_dp not installed")
-    failed = ModeResult("ddp:5", reason="mode ddp:5: rank 0 failed: Traceback\n  line 3\nKeyError: 'x'")
-    first, second, third, _ = found.cells
-    first = replace(first, modes=(*first.modes, missing, failed), self_check=replace(CHECK, matmul_slowdown=1.4))
-    second = replace(second, self_check=replace(CHECK, stated_alpha_us=170.0, stated_mb_per_s=81.0))
-    third = replace(third, modes=(), self_check=None, skipped="no sockets")
-    text = report.markdown(replace(found, cells=(first, second, third)))
-    assert_expected_inline(
-        "\n".join(line for line in text.splitlines() if line[:1] in ("#", "|", "-")),
-        """\
-# Benchmark `made-up`
-## gpt
-| mode | loopback | 640 mbit | until warm | peak memory | counts |
-|---|---|---|---|---|---|
-| *oracle* | 420 ms (410-434) | 422 ms (408-426) | 10.5 s | 400.0 MiB |  |
-| ddp | 1.170 +-0.033 | 1.149 +-0.011 | 10.5 s | 400.0 MiB |  |
-| ours | 1.022 +-0.034 | 1.020 +-0.012 | 10.5 s | 400.0 MiB | graphs 1, collectives 4, bytes 1,000, copied bytes 0 |
-| *comm* | 0.505 +-0.007 | 0.499 +-0.005 | 10.5 s | 400.0 MiB |  |
-## Self-checks of the networks
-| workload | network | rate | alpha | MB/s | all-reduce | waiting | concurrent matmul | self-check |
-|---|---|---|---|---|---|---|---|---|
-| gpt | loopback | - | 166 us | 80 | 4.0 MiB in 52 ms | 10% of a core | 1.40x as slow | FAILED |
-| gpt | 640 mbit | 640 mbit | 166 us | 80 (stated 81) | 4.0 MiB in 52 ms | 10% of a core | 1.05x as slow | passed |
-## Not measured
-- ddp:5 over loopback, gpt: mode ddp:5: rank 0 failed: Traceback ... KeyError: 'x'
-- resnet over loopback: no sockets
-- decent_dp: decent_dp not installed""",
-    )

@@ -14,22 +14,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gradients import compare_gradients
 from torch import nn
-from torch._dynamo.utils import counters
 
 from dp_compile._torch import inductor
 from dp_compile.bench.contract import ADAMW, PROBE_LR, SGD, Rule, Workload
 from dp_compile.bench.modes import MODES, mode
-from dp_compile.bench.modes.bounds import dummies
 from dp_compile.bench.modes.loop import Loop
+from dp_compile.bench.reference import compare
 from dp_compile.bench.workloads import WORKLOADS, workload
 from dp_compile.errors import ConfigError
 from dp_compile.plan.flags import MORE
 from dp_compile.testing.ranks import Ranks
 
 STEPS = 5
-TINY = "tiny-gpt"
 nightly = pytest.mark.nightly
 
 # Parameters and tensors: `resnet50` as torchvision's, the others by their definition.
@@ -94,29 +91,25 @@ def test_a_plain_step_gives_the_gradient_and_is_taken_back(rule: Rule) -> None:
 # --- modes ------------------------------------------------------------------------------------------------------
 
 
-def train(name: str, workload_name: str, backend: str | None) -> dict[str, Any]:
+def train(name: str, backend: str) -> dict[str, Any]:
     """On a rank: the gradients of a batch before and after `STEPS` steps."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-    chosen, trained = mode(name), workload(workload_name)
-    if backend is not None and hasattr(chosen, "backend"):
+    chosen, trained = mode(name), workload("tiny-gpt")
+    if hasattr(chosen, "backend"):
         chosen = dataclasses.replace(chosen, backend=backend)  # type: ignore[type-var]
     trainer = chosen.prepare(trained)
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     batch = trained.batch(generator)
-    before: list[dict[str, Any]] = []
     with inductor.generated_anew():
-        code = inductor.code_of(lambda: before.append(as_arrays(trainer.gradients(batch))))
+        before = as_arrays(trainer.gradients(batch))
     again = as_arrays(trainer.gradients(batch))
     for _ in range(STEPS):
         trainer.step(trained.batch(generator))
     trainer.wait()
     return {
-        "before": before[0],
+        "before": before,
         "again": again,
         "after": as_arrays(trainer.gradients(batch)),
-        "parts": counters["aot_autograd"]["total"],
-        "launches": sum(each.count("ops._c10d_functional.all_reduce") for each in code),
-        "fused": counters["inductor"]["ddp_buckets"],
         "counts": trainer.counts(),
     }
 
@@ -125,27 +118,30 @@ def as_arrays(gradients: Any) -> dict[str, Any]:
     return {name: each.numpy() for name, each in gradients.items()}
 
 
-def run(name: str, workload_name: str = TINY, backend: str | None = "aot_eager") -> list[dict[str, Any]]:
+def run(name: str, backend: str = "aot_eager") -> list[dict[str, Any]]:
     ranks = Ranks(2, "forkserver")
     try:
-        return ranks.run(train, name, workload_name, backend)
+        return ranks.run(train, name, backend)
     finally:
         ranks.stop()
 
 
 @cache
-def torch_ddp(workload_name: str) -> list[dict[str, Any]]:
-    return run("ddp", workload_name)
+def torch_ddp() -> list[dict[str, Any]]:
+    one, two = run("ddp")
+    # It reduces: otherwise two modes that do nothing would be equal.
+    assert all((gradient == two["before"][name]).all() for name, gradient in one["before"].items())
+    return [one, two]
 
 
-def check(found: list[dict[str, Any]], workload_name: str = TINY, whens: Any = ("before", "again", "after")) -> None:
-    for rank, expected in enumerate(torch_ddp(workload_name)):
+def check(found: list[dict[str, Any]], whens: Any = ("before", "again", "after")) -> None:
+    for rank, expected in enumerate(torch_ddp()):
         for when in whens:
             mine, theirs = (
                 {name: torch.from_numpy(each) for name, each in side[when].items()} for side in (found[rank], expected)
             )
-            equality = compare_gradients(mine, theirs)
-            assert equality.is_equal, f"rank {rank}, {when} training: {equality}"
+            name, error = compare(mine, theirs)
+            assert error < 1e-3, f"rank {rank}, {when} training: {name} is off by {error:.2g} of its norm"
 
 
 @pytest.mark.parametrize(
@@ -163,42 +159,15 @@ def test_same_gradients_as_torch_ddp(name: str) -> None:
     check(run(name))
 
 
-def test_the_reference_reduces() -> None:
-    """Otherwise two modes that do nothing would be equal."""
-    one, two = torch_ddp(TINY)
-    alone = run("compute")
-    for name, gradient in one["before"].items():
-        mean = (alone[0]["before"][name] + alone[1]["before"][name]) / 2
-        assert abs(gradient - mean).max() <= 1e-4 * abs(mean).max()
-        assert (gradient == two["before"][name]).all()
-        assert abs(gradient - alone[0]["before"][name]).max() > 0.01 * abs(mean).max()
-
-
 @nightly
 def test_ours_counts_its_reductions() -> None:
     one, two = (each["counts"] for each in run("ours:0.01", backend="inductor"))
-    gradients = torch_ddp(TINY)[0]["before"].values()
+    gradients = torch_ddp()[0]["before"].values()
     nbytes = sum(each.nbytes + 4 for each in gradients) + 4 * MORE  # with a flag for each, whether it was used
     assert one == two
     assert {name: one[name] for name in ("graphs", "bytes")} == {"graphs": 1, "bytes": nbytes}
     assert one["collectives"] > 1
     assert 0 <= one["copied bytes"] < 0.1 * nbytes
-
-
-@nightly
-@pytest.mark.parametrize(("name", "what"), [("functional", "launches"), ("python_reducer", "fused")])
-def test_inductor_fuses_the_collectives_of_peers(name: str, what: str) -> None:
-    found = run(name, "tiny-many-small", None)
-    check(found, "tiny-many-small")
-    assert found[0][what] == 1
-
-
-@nightly
-def test_ddp_optimizer_splits_at_its_cap() -> None:
-    """1.2 MiB of parameters, buckets of 1 MiB: two parts."""
-    found = run("ddp_compiled:1", "many-small-150")
-    check(found, "many-small-150")
-    assert found[0]["parts"] == 2
 
 
 @nightly
@@ -214,16 +183,6 @@ def test_decent_dp() -> None:
     if reason := mode("decent_dp").why_not():
         pytest.skip(reason)
     check(run("decent_dp"), whens=("before", "again"))
-
-
-def test_dummies_have_the_bytes_of_the_parameters() -> None:
-    parameters = [torch.empty(300), torch.empty(5, dtype=torch.float64), torch.empty(10, 20)]
-    buffers = dummies(parameters, 1 / 1024)
-    assert [(each.dtype, each.numel()) for each in buffers] == [
-        (torch.float32, 256),
-        (torch.float32, 244),
-        (torch.float64, 5),
-    ]
 
 
 def test_names_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +201,8 @@ def test_names_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "message"),
     [
         ("dpp", r"unknown mode 'dpp'. Built in: ours, .*compute"),
-        ("compute:5", "unknown mode 'compute:5'"),
-        ("decent_dp:ring", "unknown mode 'decent_dp:ring'"),
         ("ours:best", "'ours:best': a number of MiB > 0"),
-        ("ddp:", "a number of MiB > 0"),
-        ("ddp:-1", "a number of MiB > 0"),
         ("ddp:nan", "a number of MiB > 0"),
-        ("ddp:inf", "a number of MiB > 0"),
         ("ddp_compiled:0.5", "for 'ddp_compiled' >= 1"),
     ],
 )

@@ -100,13 +100,6 @@ def test_networks_of_a_killed_run_are_removed_by_the_next() -> None:
     assert not spaces(killed.pid)
 
 
-def test_a_rate_follows_from_compute_and_bytes() -> None:
-    network = Network("shaped", comm_over_compute=0.5)
-    assert network.name == "comm/compute 0.5"
-    assert network.rate(compute_s=1.0, gradient_nbytes=40_000_000) == pytest.approx(640.0)  # 80 MB/s
-    assert SHAPED.rate(compute_s=1.0, gradient_nbytes=1) == 123.0
-
-
 def test_a_simulated_network_costs_what_a_ring_does() -> None:
     network = Network("simulated", ranks=8, latency_us=20.0, rate_mbit=8000.0)
     assert network.name == "simulated 8 x 20 us, 8000 mbit"
@@ -150,24 +143,12 @@ def test_a_file_becomes_values_and_user_code_is_found_in_its_directory(tmp_path:
     ("old", "new", "error"),
     [
         ("repetitions = 4", "repetition = 3", r"mine\.toml: .*unexpected keyword argument 'repetition'"),
-        ("repetitions = 4", "ranks = 0", r"ranks must be an integer >= 1, got 0"),
         ("repetitions = 4", "repetitions = true", r"repetitions must be an integer >= 3, got True"),
-        ("repetitions = 4", "caches = 'hot'", r"caches must be one of shared, cold, warm, got 'hot'"),
-        ("repetitions = 4", "repetitions = = 3", r"mine\.toml: .*line 5"),
         ('"bench_standins:tiny"', '"no-such"', r"mine\.toml: unknown workload 'no-such'\. Built in: .*Your own: "),
-        ('"bench_standins:tiny"', '"gpt-4l:lion"', r"unknown workload 'gpt-4l:lion'.*each also as 'NAME:adamw'"),
-        ('"bench_standins:tiny"', '"nowhere:tiny"', r"'nowhere:tiny' cannot be made: ModuleNotFoundError"),
-        ('"bench_standins:tiny"', '"bench_standins:nothing"', r"returned a object, not a Workload"),
-        ('"bench_standins:tiny"', "3", r"workloads must be a list of distinct names, got \[3\]"),
-        ('["bench_standins:tiny"]', "[]", r"workloads must be a list of distinct names, got \[\]"),
         ('reference = "bench_standins:oracle"', "", r"reference must be one of the modes .*got 'oracle'"),
-        (':averaged"]', ':oracle"]', r"modes must be a list of distinct names"),
         ('kind = "loopback"', 'kind = "wifi"', r"kind must be one of loopback, shaped, simulated, got 'wifi'"),
         ('kind = "loopback"', 'kind = "loopback", rate_mbit = 5', r"rate_mbit is for kind = 'shaped' or 'simulated'"),
-        ("comm_over_compute = 1", "rate = 1", r"unexpected keyword argument 'rate'"),
-        ("comm_over_compute = 1", "comm_over_compute = -1", r"comm_over_compute must be > 0, got -1"),
         ("comm_over_compute = 1", "comm_over_compute = 1, rate_mbit = 9", r"exactly one of rate_mbit and comm"),
-        ('kind = "loopback"', 'kind = "simulated", ranks = 1, latency_us = 5', r"needs ranks \(an integer >= 2\), lat"),
         ('networks = [{kind = "loopback"}, {kind = "shaped", comm_over_compute = 1}]', "", r"networks must be a list"),
     ],
 )

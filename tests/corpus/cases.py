@@ -108,9 +108,8 @@ ELSEWHERE: Final = (
 )
 
 
-def plain(side: Side, steps: int = 3) -> None:
-    for step in side.steps(steps):
-        side.backward(lambda rank, step=step: side.square(rank, step))  # type: ignore[misc]
+def plain(side: Side) -> None:
+    side.train(side.square, 3)
 
 
 # --- accumulation, buffers, freezing --------------------------------------------------------------------------------
@@ -132,7 +131,7 @@ def static_graph_and_no_sync(side: Side) -> list[bool]:
         for micro in range(4):
             before, number = side.collectives(), 10 * step + micro
             with side.no_sync() if micro < 3 else nullcontext():
-                side.backward(lambda rank, number=number: side.square(rank, number))  # type: ignore[misc]
+                side.backward(side.square, number)
             reduced.append(micro == 3 if side.is_truth else side.collectives() > before)
     return reduced
 
@@ -150,8 +149,7 @@ def siamese(side: Side) -> None:
         one, other = (side.run(side.batch(rank, number)) for number in (step, step + 50))
         return (one - other).square().mean()
 
-    for step in side.steps(3):
-        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+    side.train(loss, 3)
     side.wrapped.eval()
     with torch.no_grad():
         side.wrapped(side.batch(0, 0))  # torch's DDP hands buffers on in the next forward
@@ -161,7 +159,7 @@ def _switched(side: Side, trainable: bool) -> None:
     for step in side.steps(4):
         if step == 2:
             side.model.get_submodule("trunk").requires_grad_(trainable)
-        side.backward(lambda rank, step=step: side.square(rank, step))  # type: ignore[misc]
+        side.backward(side.square, step)
 
 
 @case(
@@ -206,8 +204,7 @@ def stochastic_depth(side: Side) -> None:
         result: torch.Tensor = side.run(side.batch(rank, step, rows=3 + step % 3), 1.0 + 0.1 * step)
         return result.square().mean()
 
-    for step in side.steps(8):
-        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+    side.train(loss, 8)
 
 
 # --- parameters of other kinds --------------------------------------------------------------------------------------
@@ -226,7 +223,7 @@ def complex_parameters(side: Side) -> None:
         for micro in range(2):
             number = 10 * step + micro
             with side.no_sync() if micro == 0 else nullcontext():
-                side.backward(lambda rank, number=number: side.square(rank, number))  # type: ignore[misc]
+                side.backward(side.square, number)
 
 
 @case(
@@ -270,8 +267,7 @@ def _words(side: Side, used_by: tuple[int, ...]) -> None:
         result: torch.Tensor = side.run(side.batch(rank, step), words)
         return result.square().mean()
 
-    for step in side.steps(3):
-        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+    side.train(loss, 3)
 
 
 @case(
@@ -299,26 +295,22 @@ def sparse_on_one_rank(side: Side) -> None:
     _words(side, (0,))
 
 
-@case(
+case(
     "15a",
     "pytorch#158936 ao#1665 DiffSynth-Studio#1674",
     "a frozen weight that is a tensor subclass (NF4, int8) breaks the broadcast at the start",
     "what is trainable trains",
     lambda: models.OnScaled(frozen=True),
-)
-def frozen_subclass(side: Side) -> None:
-    plain(side)
+)(plain)
 
 
-@case(
+case(
     "15b",
     "ao#2586 TransformerEngine#1135",
     "a trainable weight that is a tensor subclass breaks the copy into buckets",
     "as in one process, or an error that names the parameter",
     lambda: models.OnScaled(frozen=False),
-)
-def trainable_subclass(side: Side) -> None:
-    plain(side)
+)(plain)
 
 
 # --- recomputation and backwards in backwards -----------------------------------------------------------------------
@@ -339,8 +331,7 @@ def past_the_wrapper(side: Side) -> None:
         return result
 
     run = side.compile(forward)
-    for step in side.steps(3):
-        side.backward(lambda rank, step=step: run(side.batch(rank, step)).square().mean())  # type: ignore[misc]
+    side.train(lambda rank, step: run(side.batch(rank, step)).square().mean(), 3)
 
 
 @case(
@@ -351,24 +342,16 @@ def past_the_wrapper(side: Side) -> None:
     models.SharedLora,
 )
 def lora_in_two_checkpoints(side: Side) -> None:
-    for step in side.steps(3):
-        side.backward(lambda rank, step=step: _with_grad(side, rank, step))  # type: ignore[misc]
+    side.train(lambda rank, step: side.run(side.batch(rank, step).requires_grad_()).square().mean(), 3)
 
 
-def _with_grad(side: Side, rank: int, step: int) -> torch.Tensor:
-    result: torch.Tensor = side.run(side.batch(rank, step).requires_grad_()).square().mean()
-    return result
-
-
-@case(
+case(
     "8b",
     "kernels-community#1083",
     "a tiled MLP, whose backward runs three backwards that add to the same parameters",
     "one reduction of the summed gradient",
     models.Tiled,
-)
-def tiled(side: Side) -> None:
-    plain(side)
+)(plain)
 
 
 @case(
@@ -386,16 +369,16 @@ def lora_dropout(side: Side) -> None:
     """The gradient of `up`, whose output is summed, is the sum of what it was given."""
     if side.is_truth:
         return
+    given: list[torch.Tensor] = []
+
+    def loss(rank: int, step: int) -> torch.Tensor:
+        result, hidden = side.run(side.batch(rank, step, rows=8))
+        given[:] = [hidden]
+        total: torch.Tensor = result.sum()
+        return total
+
     for step in side.steps(2):
-        given: list[torch.Tensor] = []
-
-        def loss(rank: int, step: int, given: list[torch.Tensor]) -> torch.Tensor:
-            result, hidden = side.run(side.batch(rank, step, rows=8))
-            given.append(hidden)
-            total: torch.Tensor = result.sum()
-            return total
-
-        side.backward(lambda rank, step=step, given=given: loss(rank, step, given))  # type: ignore[misc]
+        side.backward(loss, step)
         expected = given[0].sum(0) / RANKS
         dist.all_reduce(expected)
         grad = side.model.get_parameter("lora.up.weight").grad
@@ -428,8 +411,7 @@ def gradient_penalty(side: Side) -> None:
         result: torch.Tensor = score.mean() + (slope.norm(dim=1) - 1).square().mean()
         return result
 
-    for step in side.steps(3):
-        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
+    side.train(loss, 3)
 
 
 @case(
@@ -456,16 +438,6 @@ def autograd_grad(side: Side) -> None:
 # --- ranks that differ ----------------------------------------------------------------------------------------------
 
 
-def _towers(side: Side) -> None:
-    def loss(rank: int, step: int) -> torch.Tensor:
-        has_image = step == 0 or (rank == 0 and step < 3)
-        result: torch.Tensor = side.run(side.batch(rank, step), side.batch(rank, step + 50) if has_image else None)
-        return result.square().mean()
-
-    for step in side.steps(5):
-        side.backward(lambda rank, step=step: loss(rank, step))  # type: ignore[misc]
-
-
 @case(
     "10a",
     "trl#6617 torchtitan#4777",
@@ -474,10 +446,6 @@ def _towers(side: Side) -> None:
     models.Towers,
     options={"find_unused_parameters": True},
 )
-def towers(side: Side) -> None:
-    _towers(side)
-
-
 @case(
     "10b",
     "trl#6617 torchtitan#4777",
@@ -486,8 +454,13 @@ def towers(side: Side) -> None:
     models.Towers,
     names=("vision",),
 )
-def towers_without_option(side: Side) -> None:
-    _towers(side)
+def towers(side: Side) -> None:
+    def loss(rank: int, step: int) -> torch.Tensor:
+        has_image = step == 0 or (rank == 0 and step < 3)
+        result: torch.Tensor = side.run(side.batch(rank, step), side.batch(rank, step + 50) if has_image else None)
+        return result.square().mean()
+
+    side.train(loss, 5)
 
 
 @case(
@@ -616,7 +589,7 @@ def out_of_memory(side: Side) -> None:
     try:
         for step in side.steps(4):
             models.Fault.armed = step == 2 and side.ranks == (1,)
-            side.backward(lambda rank, step=step: models.Fault.apply(side.run(side.batch(rank, step))).sum())  # type: ignore[misc]
+            side.backward(lambda rank, step: models.Fault.apply(side.run(side.batch(rank, step))).sum(), step)  # type: ignore[no-untyped-call]
     finally:
         models.Fault.armed = False
 
@@ -638,7 +611,7 @@ def a_rank_dies(side: Side) -> None:
     for step in side.steps(4):
         if step == 2 and side.ranks == (1,):
             os._exit(1)
-        side.backward(lambda rank, step=step: side.square(rank, step))  # type: ignore[misc]
+        side.backward(side.square, step)
 
 
 # --- numbers, names, memory -----------------------------------------------------------------------------------------
@@ -662,7 +635,7 @@ def resnet(side: Side) -> None:
     for step in side.steps(3):
         for micro in range(2):
             with side.no_sync() if micro == 0 else nullcontext():
-                side.backward(lambda rank, number=10 * step + micro: loss(rank, number))  # type: ignore[misc]
+                side.backward(loss, 10 * step + micro)
         torch.nn.utils.clip_grad_norm_(side.model.parameters(), 0.5)
 
 
@@ -783,7 +756,7 @@ def eight_bits(side: Side) -> Any:
         side.wrapped.register_comm_hook(dp_compile.HookState(), hook)
     norms, losses = [], []
     for step in side.steps(6):
-        side.backward(lambda rank, step=step: side.square(rank, 0))  # type: ignore[misc]
+        side.backward(lambda rank, _: side.square(rank, 0), step)
         if step == 0:
             norms = [side.model.get_parameter(f"norm.{name}").grad for name in ("weight", "bias")]
             norms = [each.clone() for each in norms if each is not None]

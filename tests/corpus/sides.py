@@ -20,6 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 import dp_compile
 
 RANKS: Final = 2
+Loss = Callable[[int, int], torch.Tensor]
+"""Of the batch of a rank, by its number."""
 
 
 class Wrong(Exception):
@@ -87,16 +89,20 @@ class Side:
             yield step
             self.optimizer.step()
 
-    def backward(self, loss: Callable[[int], torch.Tensor], **options: Any) -> None:
-        """Run `loss(rank)` and its backward for each of `ranks`: their gradients add up to those of the joint batch."""
+    def train(self, loss: Loss, steps: int) -> None:
+        for step in self.steps(steps):
+            self.backward(loss, step)
+
+    def backward(self, loss: Loss, number: int) -> None:
+        """Run `loss(rank, number)` and its backward for each of `ranks`: gradients add up as of the joint batch."""
         for rank in self.ranks:
             with self._as(rank):
-                value = loss(rank)
-                self.run_backward(value if len(self.ranks) == 1 else value / len(self.ranks), **options)
+                value = loss(rank, number)
+                self.run_backward(value if len(self.ranks) == 1 else value / len(self.ranks))
 
-    def run_backward(self, loss: torch.Tensor, **options: Any) -> None:
+    def run_backward(self, loss: torch.Tensor) -> None:
         with nullcontext() if self.subject is None else self.subject.backward(self.backend):
-            loss.backward(**options)
+            loss.backward()
 
     def batch(self, rank: int, number: int, rows: int = 3, columns: int = 6) -> torch.Tensor:
         generator = torch.Generator().manual_seed(10 * number + rank)

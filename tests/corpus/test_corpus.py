@@ -13,7 +13,7 @@ import pytest
 from corpus import table
 from corpus.cases import CASES, ELSEWHERE
 from corpus.judge import CRASH, HANG, NOT_OFFERED, REFUSED, RIGHT, WRONG, Outcome, merge, run
-from corpus.sides import SUBJECTS
+from corpus.sides import SUBJECTS, Subject
 from dp_compile.testing.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
@@ -85,32 +85,21 @@ FINE, LATE = Outcome(RIGHT), Outcome(HANG, "Timed out waiting 20000ms")
 NAMED = Outcome(REFUSED, "ReductionError: not reduced: trunk.weight", 1.0)
 
 
-def test_one_rank_that_raises_while_the_other_waits_is_a_hang() -> None:
-    assert merge(CASES["10b"], DDP, [LATE, Outcome(CRASH, "RuntimeError: a")]) == Outcome(
-        HANG, "Timed out waiting 20000ms; rank 1: RuntimeError: a"
-    )
-
-
-def test_an_error_on_one_rank_alone_is_no_refusal() -> None:
-    assert merge(CASES["3a"], DP_COMPILE, [FINE, NAMED]).kind == CRASH
-    assert merge(CASES["3a"], DP_COMPILE, [NAMED, NAMED]).kind == REFUSED
-
-
-def test_what_the_rank_with_the_fault_says_does_not_count() -> None:
-    assert merge(CASES["21b"], DP_COMPILE, [NAMED, Outcome(CRASH, "MemoryError: a")]).kind == REFUSED
-    assert merge(CASES["21b"], DP_COMPILE, [FINE, Outcome(CRASH, "MemoryError: a")]).kind == WRONG
-
-
-def test_ours_refuses_in_time() -> None:
-    late = Outcome(REFUSED, "DesyncError: rank 1", 11.0)
-    assert merge(CASES["11"], DP_COMPILE, [late, FINE]).kind == HANG
-    assert merge(CASES["11"], DDP, [late, FINE]).kind == REFUSED
-
-
-def test_the_worst_of_the_ranks_counts() -> None:
-    wrong = Outcome(WRONG, "0.weight.grad is 0.1 off")
-    assert merge(CASES["1"], DDP, [FINE, wrong]) == wrong
-    assert merge(CASES["1"], DDP, [wrong, Outcome(CRASH, "the process died")]).kind == CRASH
+@pytest.mark.parametrize(
+    ("name", "subject", "by_rank", "kind"),
+    [
+        ("10b", DDP, [LATE, Outcome(CRASH, "RuntimeError: a")], HANG),  # one raises while the other waits
+        ("3a", DP_COMPILE, [FINE, NAMED], CRASH),  # an error on one rank alone is no refusal
+        ("3a", DP_COMPILE, [NAMED, NAMED], REFUSED),
+        ("21b", DP_COMPILE, [NAMED, Outcome(CRASH, "MemoryError: a")], REFUSED),  # rank 1 has the fault
+        ("21b", DP_COMPILE, [FINE, Outcome(CRASH, "MemoryError: a")], WRONG),
+        ("11", DP_COMPILE, [Outcome(REFUSED, "DesyncError: rank 1", 11.0), FINE], HANG),  # ours refuses in time
+        ("11", DDP, [Outcome(REFUSED, "DesyncError: rank 1", 11.0), FINE], REFUSED),
+        ("1", DDP, [Outcome(WRONG, "0.weight.grad is 0.1 off"), Outcome(CRASH, "the process died")], CRASH),
+    ],
+)
+def test_what_ranks_saw_is_put_together(name: str, subject: Subject, by_rank: list[Outcome], kind: str) -> None:
+    assert merge(CASES[name], subject, by_rank).kind == kind
 
 
 def test_a_page() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dp_compile
+from dp_compile.decentralized import decentralize
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 SMALL_MB = 1e-4
@@ -47,7 +48,7 @@ def not_compiled(model: nn.Module) -> Any:
 
 
 def decentral(model: nn.Module, topology: Any = "ring", optimizer: Any = adamw, **options: Any) -> nn.Module:
-    return dp_compile.decentralize(
+    return decentralize(
         model, topology=topology, optimizer=optimizer, **{"bucket_size_in_mb": SMALL_MB, "config": AOT} | options
     )
 

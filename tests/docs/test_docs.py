@@ -1,26 +1,137 @@
-"""The table of semantics names tests, and they exist."""
+"""What the documents name is there: links, files, names, tests, texts of errors. What has to stay short is short."""
 
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+import api
+from test_layout import ROOMS
+
+import dp_compile
+from dp_compile.config import ReplicateConfig
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "semantics.md"
-HEADER = ["line", "torch's DDP", "dp_compile", "tests"]
+PACKAGE = ROOT / "dp_compile"
+TEXTS = {path: path.read_text() for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+README_LINES = 200
+WAY_FILES = 12
+PLACES = {"docs", "tests", ".ci", "dp_compile", *(path.name for path in PACKAGE.iterdir() if path.is_dir())}
 
 
-def rows(text: str) -> list[list[str]]:
-    """The cells of every row of every table, without rulers."""
-    split = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
-    return [cells for cells in split if not set("".join(cells)) <= set("-| ")]
+# --- links and files ------------------------------------------------------------------------------------------------
 
 
-def named_tests(cell: str) -> list[str]:
-    return re.findall(r"`(test_\w+\.py::[\w:]+)`", cell)
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a document as GitHub names them: lower case, without punctuation, numbered if met before."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", without_blocks(text), re.MULTILINE):
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def leads_nowhere(document: Path, text: str) -> Iterator[str]:
+    """Links that stay in the repository and have no target there."""
+    found = re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset|href)=\"([^\"]+)\"", without_blocks(text))
+    for link in (target for pair in found for target in pair if target and not re.match(r"https?://", target)):
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(text if not path else target.read_text())):
+            yield link
+
+
+def named_files(text: str) -> list[str]:
+    """Names of files in code font; a star stands for any."""
+    return re.findall(r"`([\w./*-]+\.(?:py|md|toml)|\.ci/\w+)(?:::\w+)?`", text)
+
+
+def is_there(name: str) -> bool:
+    return any(any(base.glob(name)) for base in (ROOT, PACKAGE))
+
+
+def test_links_files_and_functions_are_there() -> None:
+    for path, text in TEXTS.items():
+        assert list(leads_nowhere(path, text)) == [], path.name
+        named = {name for name in named_files(text) if name.split("/")[0] in PLACES}
+        assert [name for name in sorted(named) if not is_there(name)] == [], path.name
+        assert set(re.findall(r"`[^`\n]*?\bdp_compile\.(\w+)\(", text)) <= set(dp_compile.__all__), path.name
+
+
+def test_what_leads_nowhere_is_seen() -> None:
+    text = (
+        "# A `b` c's\n# A b cs\n[1](#a-b-cs) [2](#a-b-cs-1) [3](index.md#documents) [4](https://x.y)\n"
+        '[5](#a) [6](gone.md) [7](index.md#gone) <img src="gone.svg">\n```\n[8](gone.md)\n```\n'
+    )
+    assert list(leads_nowhere(ROOT / "docs" / "index.md", text)) == ["#a", "gone.md", "index.md#gone", "gone.svg"]
+    assert not is_there("engine/gone.py")
+    assert names_that_are_gone("`plan/words.py` has `BYTES_PER_MB` and `words.gone`") == ["words.gone"]
+
+
+def test_the_index_lists_every_document_and_the_readme_is_short() -> None:
+    listed = re.findall(r"^- \[(\S+)\]\(\1\): \S", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in TEXTS if path.name not in ("index.md", "README.md"))
+    assert len(TEXTS[ROOT / "README.md"].splitlines()) <= README_LINES
+
+
+# --- the design -----------------------------------------------------------------------------------------------------
+
+
+def section(title: str) -> str:
+    """A section of the design, with those below it."""
+    (found,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", DESIGN, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def names_that_are_gone(part: str) -> list[str]:
+    """Names in code font that are in none of the files that a part of the design names."""
+    sources = "".join(
+        path.read_text() for name in named_files(part) for base in (PACKAGE, ROOT) for path in base.glob(name)
+    )
+    names = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)(?:\(\))?`", part)) - set(named_files(part))
+    return sorted(name for name in names if not re.search(rf"\b{name.rpartition('.')[2]}\b", sources))
+
+
+def test_the_design_names_what_is_there_and_the_way_of_one_gradient_is_short() -> None:
+    way = re.findall(r"^\d+\. `([^`]+)`", section("The way of one gradient"), re.MULTILINE)
+    assert 1 < len(set(way)) == len(way) <= WAY_FILES
+    assert [name for name in way if not (PACKAGE / name).is_file()] == []
+    steps = re.split(r"^\d+\. ", section("The way of one gradient"), flags=re.MULTILINE)[1:]
+    for part in (*steps, *section("Where to add").split("### ")[1:]):
+        assert [name for name in named_files(part) if not is_there(name)] == []
+        assert names_that_are_gone(part) == []
+
+
+def test_the_rooms_are_those_of_the_layout() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", section("Rooms"), re.MULTILINE)
+    listed = [tuple(re.findall(r"`(\w+)(?:/|\.py)`", row)) for row in rows]
+    assert [set(rooms) for rooms in listed] == [set(rooms) for rooms in ROOMS if not rooms[0].startswith("__")]
+
+
+# --- names, options, texts ------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_names_is_that_of_today_and_explains_every_option_and_argument() -> None:
+    assert (ROOT / "docs" / "api.md").read_text() == api.document(), "run python docs/api.py"
+    assert list(api.options()) == [field.name for field in dataclasses.fields(ReplicateConfig)]
+    assert all(text.startswith("`") and ", default" in text for text in api.options().values())
+    for function in (getattr(dp_compile, name) for name in dp_compile.__all__):
+        if inspect.isfunction(function):
+            explained, arguments = inspect.getdoc(function) or "", inspect.signature(function).parameters
+            for each in set(arguments) - {"module", "model", "modules"}:
+                assert re.search(rf"^ +{each}: ", explained, re.MULTILINE), (function.__name__, each)
 
 
 def names_in(file: Path) -> set[str]:
@@ -30,31 +141,32 @@ def names_in(file: Path) -> set[str]:
         inside = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}::" if isinstance(node, ast.ClassDef) else ""
         found |= {prefix + each.name for each in inside if isinstance(each, ast.FunctionDef)}
-    return {name for name in found if name.split("::")[-1].startswith("test_")}
+    return found
 
 
-LINES = [cells for cells in rows(TABLE.read_text()) if cells != HEADER]
+def test_every_line_of_the_semantics_has_tests_that_exist() -> None:
+    text = TEXTS[ROOT / "docs" / "semantics.md"]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:1] == "|"]
+    lines = [cells for cells in rows if not set("".join(cells)) <= set("-| ") and cells[0] != "line"]
+    assert len(lines) > 50
+    for cells in lines:
+        named = re.findall(r"`(test_\w+\.py)::([\w:]+)`", cells[-1])
+        assert len(cells) == 4, cells[0]
+        assert len(named) == cells[-1].count("`") // 2 > 0, cells[0]
+        for file, name in named:
+            (path,) = (ROOT / "tests").rglob(file)
+            assert name in names_in(path), (cells[0], file, name)
 
 
-@pytest.mark.parametrize("cells", LINES, ids=[cells[0] for cells in LINES])
-def test_every_line_has_tests_that_exist(cells: list[str]) -> None:
-    assert len(cells) == len(HEADER)
-    named = named_tests(cells[-1])
-    assert len(named) == cells[-1].count("`") // 2 > 0
-    for each in named:
-        file, name = each.split("::", 1)
-        (path,) = (ROOT / "tests").rglob(file)
-        assert name in names_in(path), each
-
-
-def test_a_wrong_name_is_seen() -> None:
-    assert named_tests("`test_docs.py::test_a_wrong_name_is_seen`, words") == [
-        "test_docs.py::test_a_wrong_name_is_seen"
-    ]
-    assert "test_a_wrong_name_is_seen" in names_in(Path(__file__))
-    assert "test_that_is_not_there" not in names_in(Path(__file__))
-    assert rows("| a | b |\n|---|---|\ntext\n| c | d |") == [["a", "b"], ["c", "d"]]
-
-
-def test_the_readme_links_to_the_table() -> None:
-    assert "(docs/semantics.md)" in (ROOT / "README.md").read_text()
+def test_what_the_page_on_trouble_quotes_is_a_text_of_the_package() -> None:
+    page = TEXTS[ROOT / "docs" / "troubleshooting.md"]
+    # The first column of a table in code font, and the last one of the second kind.
+    cells = re.findall(r"^\| (`[^|]*`) \|", page, re.MULTILINE)
+    cells += re.findall(r"^\|[^|]*\| (?:the same, or )?(`[^|]*`) \|$", page, re.MULTILINE)
+    quoted = [each for cell in cells for each in re.findall(r"`([^`]+)`", cell)]
+    # Texts run over lines, and names are put into them: pieces between quotes are joined, calls are left out.
+    texts = re.sub(r'"\s*\n\s*f?"', "", "".join(path.read_text() for path in sorted(PACKAGE.rglob("*.py"))))
+    assert len(quoted) >= 12
+    for each in quoted:
+        words = each.replace("replicate()", "").replace("warmup()", "").replace("has not called", "called").strip()
+        assert words in texts, each

@@ -84,7 +84,7 @@ def test_hooks_return_in_the_middle_of_an_accumulation(ranks: Ranks) -> None:
 def test_memory_order_without_passes(ranks: Ranks) -> None:
     """Rank 0 took part with zeros row by row, rank 1 with a gradient in channels_last: they were added up crosswise."""
     case = FuzzCase(
-        blocks=(BlockSpec("conv channels_last", hidden=5),),
+        blocks=(BlockSpec("conv", hidden=5),),
         width=6,
         steps=(Step((Micro((3, 4), way=(1, 0)),)),),
         ways=((), (0,)),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import AOT
 from torch import nn
 
 import dp_compile
@@ -41,15 +41,6 @@ class Mixed(nn.Module):
         x = self.norm(self.wide(self.token(tokens)).tanh()).bfloat16()
         logits: torch.Tensor = self.head(self.again(self.again(x).relu()).float())
         return logits
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Of one rank: how many backwards were captured, the reports of both modules, their parameters in the end."""
-
-    captured: int
-    reports: tuple[Report, ...]
-    parameters: tuple[list[torch.Tensor], ...]
 
 
 def group_of(members: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -86,15 +77,15 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str) -> None:
         assert error <= 4 * torch.finfo(mine.dtype).eps * other.grad.abs().max(), f"{when}: {name}: {error}"
 
 
-def train(others: Sequence[Sequence[int]], cap_mb: float) -> Outcome:
+def train(others: Sequence[Sequence[int]], cap_mb: float) -> tuple[int, list[Report], list[list[torch.Tensor]]]:
+    """How many backwards were captured; of both modules the reports, and the parameters in the end."""
     torch._dynamo.reset()
     before = compiler.captures()
     groups = group_of(PAIRS), group_of(others)
     models = Mixed(0), Mixed(1)
     plain = copy.deepcopy(models)
-    config = dp_compile.ReplicateConfig(backend="aot_eager")
     for model, group in zip(models, groups, strict=True):
-        dp_compile.replicate(model, process_group=group, bucket_cap_mb=cap_mb, config=config)
+        dp_compile.replicate(model, process_group=group, bucket_cap_mb=cap_mb, config=AOT)
     compiled = [torch.compile(model, backend="aot_eager") for model in models]
     optimizer = torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.05)
     for step in range(STEPS):
@@ -108,11 +99,10 @@ def train(others: Sequence[Sequence[int]], cap_mb: float) -> Outcome:
             average_gradients(theirs, group)
             compare(ours, theirs, f"step {step}")
         optimizer.step()
-    reports = tuple(dp_compile.report(model) for model in models)
+    reports = [dp_compile.report(model) for model in models]
     for model in models:
         dp_compile.unreplicate(model)
-    parameters = tuple([parameter.detach() for parameter in model.parameters()] for model in models)
-    return Outcome(compiler.captures() - before, reports, parameters)
+    return compiler.captures() - before, reports, [[each.detach() for each in model.parameters()] for model in models]
 
 
 @pytest.mark.parametrize(
@@ -126,18 +116,16 @@ def test_two_groups_two_dtypes_tied_and_repeated_parameters(
     outcomes = ranks4.run(train, others, cap_mb)
     for number, members in enumerate((PAIRS, others)):
         for ranks in members:
-            for same in zip(*(outcomes[rank].parameters[number] for rank in ranks), strict=True):
-                assert all(torch.equal(same[0], other) for other in same)
-    for outcome in outcomes:
-        assert outcome.captured == 1
-        buckets = 0
-        for report in outcome.reports:
+            for first, *rest in zip(*(outcomes[rank][2][number] for rank in ranks), strict=True):
+                assert all(torch.equal(first, other) for other in rest)
+    for captured, reports, _ in outcomes:
+        assert captured == 1
+        for report in reports:
             assert report.backwards == {"captured": STEPS}
             assert {bucket.key.dtype for bucket in report.plan.buckets} == {"float32", "bfloat16"}
             assert len(report.plan.buckets) == of_each
-            buckets += len(report.plan.buckets)
-        ((first,), (second,)) = (report.captures for report in outcome.reports)
+        (first,), (second,) = (report.captures for report in reports)
         assert first == second
-        assert (first.graphs, first.deferred, first.collectives) == (1, False, buckets)
+        assert (first.graphs, first.deferred, first.collectives) == (1, False, 2 * of_each)
         after = first.passes[-1].after
-        assert sum(times for name, times in after.items() if name.startswith("all_reduce")) == buckets
+        assert sum(times for name, times in after.items() if name.startswith("all_reduce")) == 2 * of_each

@@ -1,4 +1,4 @@
-"""The look at a module before a backward: what it finds later than in the first steps, and when it is spared."""
+"""A module that changes after `replicate` is an error that names the parameter; the check is spared where it can be."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from beside import compile_whole, not_compiled
 from torch import nn
 
 import dp_compile
 from dp_compile.engine import intact
 from dp_compile.modules.replicated_module import replica_of
+from dp_compile.testing.ranks import Ranks
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +66,15 @@ def unfrozen(model: Net) -> None:
 
 
 def wider(model: Net) -> None:
-    model.last.double()
+    model.first.double()
+
+
+def loaded(model: Net) -> None:
+    model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
+
+
+def moved(model: Net) -> None:
+    model.to("meta")
 
 
 CHANGES: dict[Callable[[Net], None], str] = {
@@ -73,16 +83,10 @@ CHANGES: dict[Callable[[Net], None], str] = {
     adapted: r"not reduced: adapter\.weight\. The parameter was added",
     silently_adapted: r"not reduced: adapter\.weight\. The parameter was added",
     unfrozen: r"not reduced: first\.bias\. It was frozen",
-    wider: r"last\.bias is float64, it was float32",
+    wider: r"first\.weight is float64, it was float32",
+    loaded: r"not reduced: first\.weight, last\.weight, last\.bias\. The parameter was replaced",
+    moved: r"not reduced: first\.weight, last\.weight, last\.bias",
 }
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    return model
-
-
-def compiled(model: nn.Module) -> Any:
-    return torch.compile(model, backend="aot_eager")
 
 
 def anomalies() -> AbstractContextManager[Any]:
@@ -110,19 +114,64 @@ GUARDED = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("change", [pytest.param(each, marks=GUARDED if each is wider else ()) for each in CHANGES])
-def test_the_look_finds_what_changes_between_two_backwards(
-    fake_group: dist.ProcessGroup, walks: list[str], change: Callable[[Net], None]
+@pytest.mark.parametrize("way", [pytest.param(nullcontext, marks=GUARDED), anomalies])
+def test_a_change_between_two_backwards(
+    fake_group: dist.ProcessGroup, walks: list[str], change: Callable[[Net], None], way: Callable[[], Any]
 ) -> None:
     torch._dynamo.reset()
     model = dp_compile.replicate(Net(), config=AOT)
     for _ in range(4):
-        with anomalies():
-            compiled(model)(torch.ones(2, 4)).sum().backward()
-    assert len(walks) == 1
+        with way():
+            compile_whole(model)(torch.ones(2, 4)).sum().backward()
+    assert len(walks) == 1 or way is nullcontext
     change(model)
-    for _ in range(2):  # it is found again, whoever caught the first error
-        with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]), anomalies():
-            compiled(model)(torch.ones(2, 4)).sum().backward()
+    for _ in range(2):  # also after the first error was caught
+        with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]), way():
+            compile_whole(model)(torch.ones(2, 4)).sum().backward()
+
+
+def run_change(change: Callable[[Net], None]) -> str:
+    """Two steps that torch's reducer reduces, a change, and the error of the third."""
+    model = dp_compile.replicate(Net(), config=AOT)
+    for number in range(3):
+        model.zero_grad()
+        if number == 2:
+            change(model)
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except dp_compile.ReductionError as error:
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_replicate_is_named(ranks: Ranks, change: Callable[[Net], None]) -> None:
+    for text in ranks.run(run_change, change):
+        assert re.search(CHANGES[change], text)
+
+
+def run_there_and_back(compile_model: Callable[[nn.Module], Any]) -> str:
+    """Two steps, the second after another dtype; the error of that one, or whether gradients are the same."""
+    torch._dynamo.reset()
+    model, found = dp_compile.replicate(Net(), config=AOT), []
+    run = compile_model(model)
+    for _ in range(2):
+        model.zero_grad()
+        try:
+            run(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
+        except dp_compile.ReductionError as error:
+            return str(error)
+        found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
+        model.double().float()
+    return "the same" if all(map(torch.equal, *found)) else "other gradients"
+
+
+@pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
+def test_another_dtype_for_a_while(ranks: Ranks, compile_model: Callable[[nn.Module], Any]) -> None:
+    """torch's DDP, and its reducer, lose all parameters without a word."""
+    captured = compile_model is compile_whole
+    expected = "the same" if captured else "first.weight and 2 more had another dtype after replicate()"
+    assert all(text.startswith(expected) for text in ranks.run(run_there_and_back, compile_model))
 
 
 @pytest.mark.parametrize("way", [pytest.param(nullcontext, marks=GUARDED), anomalies])
@@ -133,10 +182,10 @@ def test_frozen_and_then_trained(fake_group: dist.ProcessGroup, way: Callable[[]
     model.adapter = nn.Linear(4, 4).requires_grad_(False)
     for _ in range(2):
         with way():
-            compiled(model)(torch.ones(2, 4)).sum().backward()
+            compile_whole(model)(torch.ones(2, 4)).sum().backward()
     model.adapter.requires_grad_(True)
     with pytest.raises(dp_compile.ReductionError, match=r"adapter\.weight, adapter\.bias\. .* added"), way():
-        compiled(model)(torch.ones(2, 4)).sum().backward()
+        compile_whole(model)(torch.ones(2, 4)).sum().backward()
 
 
 def test_backwards_of_other_modules_walk_through_nothing(
@@ -174,7 +223,7 @@ def test_a_module_of_others_may_be_added_later(fake_group: dist.ProcessGroup, mo
 def test_no_look_keeps_a_module_alive(fake_group: dist.ProcessGroup) -> None:
     model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
     with anomalies():
-        compiled(model)(torch.ones(2, 4)).sum().backward()
+        compile_whole(model)(torch.ones(2, 4)).sum().backward()
     other(torch.ones(2, 4)).sum().backward()
     before = len(intact._intact), len(intact._others)
     del model

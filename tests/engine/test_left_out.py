@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
+from beside import AOT, batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +32,7 @@ def run_left_out(way: str, by: str) -> str:
     """In the second step all ranks, or the last one, leave a part out."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model = dp_compile.replicate(Branches(), config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    model = dp_compile.replicate(Branches(), config=AOT)
     run, error = WAYS[way](model), ""
     try:
         for number in range(2):
@@ -72,14 +72,10 @@ class Static(nn.Module):
         return x
 
 
-def run_static(way: str) -> None:
-    compiled = {"captured in parts": compile_blocks, "torch's reducer": not_compiled}[way]
-    beside(Static, plain, compile_model=compiled, theirs={"static_graph": True}, config=AOT_STATIC)
+def run_static(compile_model: Any) -> None:
+    beside(Static, plain, compile_model=compile_model, theirs={"static_graph": True}, config=AOT, static_graph=True)
 
 
-AOT_STATIC = dp_compile.ReplicateConfig(backend="aot_eager", static_graph=True)
-
-
-@pytest.mark.parametrize("way", ["captured in parts", "torch's reducer"])
-def test_static_graph_means_what_it_says(ranks: Ranks, way: str) -> None:
-    ranks.run(run_static, way)
+@pytest.mark.parametrize("compile_model", [compile_blocks, not_compiled])
+def test_static_graph_means_what_it_says(ranks: Ranks, compile_model: Any) -> None:
+    ranks.run(run_static, compile_model)

@@ -69,53 +69,32 @@ def monitors() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "dp_compile monitor"]
 
 
-def long_run() -> tuple[Footprint, Footprint, int]:
-    """The footprint after `WARM_STEPS` and after `STEPS` steps, and the number of monitors then."""
+def long_run(lives_on: bool) -> tuple[Footprint, Footprint, int, bool]:
+    """The footprint after `WARM_STEPS` and after `STEPS` steps, the number of monitors then, and whether the memory of
+    buckets stayed where it was."""
     torch._dynamo.reset()
+    torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    train(model, WARM_STEPS)
+    dp_compile.replicate(model, bucket_cap_mb=0.03, gradient_as_bucket_view=lives_on)
+    train(model, WARM_STEPS, backend="inductor")
+    memory = replica_of(model).bucket_memory
+    before = {key: each.memory.data_ptr() for key, each in memory.kept.items()}
     warm = Footprint.now()
-    train(model, STEPS - WARM_STEPS)
-    return warm, Footprint.now(), len(monitors())
+    train(model, STEPS - WARM_STEPS, backend="inductor")
+    stayed = before == {key: each.memory.data_ptr() for key, each in memory.kept.items()} and len(before) > 1
+    return warm, Footprint.now(), len(monitors()), stayed
 
 
 @pytest.mark.nightly
-def test_nothing_grows(ranks2: Ranks) -> None:
-    for warm, end, monitoring in ranks2.run(long_run):
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_nothing_grows(ranks2: Ranks, lives_on: bool) -> None:
+    for warm, end, monitoring, stayed in ranks2.run(long_run, lives_on):
         assert end.resident_bytes - warm.resident_bytes < MOST_BYTES
         assert end.objects - warm.objects < MOST_OBJECTS
         assert (end.files, end.threads) == (warm.files, warm.threads)
         assert (end.captures, end.frames_compiled) == (warm.captures, warm.frames_compiled)
         assert monitoring == 1
-
-
-def train_on_memory_that_lives_on() -> tuple[Footprint, Footprint, bool, bool]:
-    """The footprints, whether buckets lay where they had, and whether parameters are those without."""
-    torch._dynamo.reset()
-    models = []
-    for lives_on in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-        models.append(dp_compile.replicate(model, bucket_cap_mb=0.03, gradient_as_bucket_view=lives_on))
-        torch.manual_seed(dist.get_rank())
-        train(model, WARM_STEPS, backend="inductor")
-        if lives_on:
-            warm, memory = Footprint.now(), replica_of(model).bucket_memory
-            before = {key: each.memory.data_ptr() for key, each in memory.kept.items()}
-        train(model, STEPS - WARM_STEPS, backend="inductor")
-    same = [torch.equal(*pair) for pair in zip(*(model.parameters() for model in models), strict=True)]
-    stayed = before == {key: each.memory.data_ptr() for key, each in memory.kept.items()} and len(before) > 1
-    return warm, Footprint.now(), stayed, all(same)
-
-
-@pytest.mark.nightly
-def test_nothing_grows_with_memory_that_lives_on(ranks2: Ranks) -> None:
-    for warm, end, stayed, same in ranks2.run(train_on_memory_that_lives_on):
-        assert end.resident_bytes - warm.resident_bytes < MOST_BYTES
-        assert end.objects - warm.objects < MOST_OBJECTS
-        assert stayed
-        assert same
+        assert stayed == lives_on
 
 
 def drop_model() -> list[str]:
@@ -153,12 +132,12 @@ def forked() -> tuple[int, bool]:
     dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
     train(model, 2)
     deadline = time.monotonic() + 10.0
-    while monitor._monitor._store is None and time.monotonic() < deadline:
+    while monitor.MONITOR._store is None and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert monitor._monitor._store is not None
+    assert monitor.MONITOR._store is not None
     child = os.fork()
     if child == 0:
-        os._exit(monitor._monitor._store is not None)
+        os._exit(monitor.MONITOR._store is not None)
     _, status = os.waitpid(child, 0)
     train(model, 2)
     dist.barrier()

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dp_compile
 from dp_compile._torch.compiler import captures
+from dp_compile.decentralized import decentralize
 from dp_compile.testing.ranks import Ranks
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -226,7 +227,7 @@ class TestAlone:
         with pytest.raises(dp_compile.ModuleError, match=r"no parameter that requires a gradient .*replicated already"):
             dp_compile.replicate(nn.Sequential(model), config=AOT)
         with pytest.raises(dp_compile.ModuleError, match="a part of the module is replicated already"):
-            dp_compile.decentralize(nn.Sequential(model), topology="ring", optimizer=torch.optim.SGD)
+            decentralize(nn.Sequential(model), topology="ring", optimizer=torch.optim.SGD)
         dp_compile.unreplicate(model)
 
     def test_a_wrapper_around_a_part_and_around_the_whole(self) -> None:

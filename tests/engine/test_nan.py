@@ -51,17 +51,10 @@ def test_a_loss_that_is_not_finite_on_one_rank(ranks: Ranks, way: str) -> None:
     assert "loss was not finite on rank(s) 1 of the group" in messages[0]
 
 
-def test_a_gradient_that_is_not_finite(ranks: Ranks) -> None:
-    messages = ranks.run(run_nan, 0.0, "captured", True)
-    assert messages[0] == messages[1]
-    assert "not finite: scale (nan). The loss was finite on every rank" in messages[0]
-
-
 def test_a_gradient_that_is_infinite(ranks: Ranks) -> None:
-    """Not one of them is a NaN."""
+    """Not one of them is a NaN; with a loss that is finite."""
     for message in ranks.run(run_nan, 1.0, "captured", True, 3e38):
         assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on rank(s) 0, 1" in message
-
-
-def test_without_the_check(ranks2: Ranks) -> None:
-    assert ranks2.run(run_nan, float("nan"), "captured", False) == ["no error"] * 2
+    for message in ranks.run(run_nan, 0.0, "captured", True):
+        assert "not finite: scale (nan). The loss was finite on every rank" in message
+    assert set(ranks.run(run_nan, float("nan"), "captured", False)) == {"no error"}

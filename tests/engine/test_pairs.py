@@ -33,28 +33,24 @@ def exchanged() -> None:
             # Several at once, which end in another order than they begin.
             several = [pairs.all_to_all(sent, name), pairs.all_gather(sent, name), pairs.all_to_all(turned, name)]
             parts, gathered, flipped = [result for result, work in several[::-1] if work.wait()][::-1]
-            expected = sent.view(torch.uint8), turned.view(torch.uint8)
-            for given, found in zip(expected, (parts, flipped), strict=True):
-                result = torch.empty_like(given)
-                dist.all_to_all_single(result, given, group=group)
+            for given, found in ((sent, parts), (turned, flipped)):
+                result = torch.empty_like(given.view(torch.uint8))
+                dist.all_to_all_single(result, given.view(torch.uint8), group=group)
                 assert torch.equal(found.view(torch.uint8), result)
             whole = torch.empty(ranks * sent.nbytes, dtype=torch.uint8)
             dist.all_gather_into_tensor(whole, sent.view(torch.uint8), group=group)
             assert torch.equal(gathered.view(torch.uint8), whole)
-            memory = torch.empty(3 * ranks, dtype=dtype), torch.empty(3 * ranks * ranks, dtype=dtype)
-            received, work = pairs.all_to_all(sent, name, into=memory[0])
-            place = memory[1].view(ranks, -1)[rank]
+            memory = torch.empty(3 * ranks * ranks, dtype=dtype)
+            place = memory.view(ranks, -1)[rank]
             place.copy_(sent)
-            in_place, other = pairs.all_gather(place, name, into=memory[1])
-            assert work.wait()
+            in_place, other = pairs.all_gather(place, name, into=memory)
             assert other.wait()
-            assert [each.data_ptr() for each in (received, in_place)] == [each.data_ptr() for each in memory]
-            assert torch.equal(received.view(torch.uint8), parts.view(torch.uint8))
+            assert in_place.data_ptr() == memory.data_ptr()
             assert torch.equal(in_place.view(torch.uint8), whole)
-            for op, result in ((pairs.ALL_TO_ALL, parts), (pairs.ALL_GATHER, gathered)):
+            for op, expected in ((pairs.ALL_TO_ALL, parts), (pairs.ALL_GATHER, gathered)):
                 made = op(sent, ranks, name)
                 kept = weakref.ref(made)
-                assert torch.equal(WAIT(made).view(torch.uint8), result.view(torch.uint8))
+                assert torch.equal(WAIT(made).view(torch.uint8), expected.view(torch.uint8))
                 del made
                 assert kept() is None
 

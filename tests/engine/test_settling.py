@@ -6,24 +6,20 @@ import contextlib
 import copy
 import dataclasses
 import time
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from beside import Fuse
 from torch import nn
-from torch._guards import TracingContext
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile._torch import dynamo
-from dp_compile.engine import captured, shapes
 from dp_compile.insight.report import Report
-from dp_compile.modules import planning
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
-from dp_compile.plan.ready_times import ASSUMED, ESTIMATED, ReadyTimes
+from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.testing.ranks import Ranks
 
 
@@ -68,13 +64,11 @@ def test_launch_order_is_that_of_the_graph(fake_group: dist.ProcessGroup) -> Non
     assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] <= captures + 1
 
 
-def train(
-    options: dict[str, Any], steps: int, *, eager_at: tuple[int, int] = (-1, -1), model: nn.Module | None = None
-) -> tuple[Report, torch.Tensor]:
-    """Train; rank `eager_at[0]` cannot capture backward number `eager_at[1]`. Returns the report and a parameter."""
+def train(options: dict[str, Any], steps: int, eager_at: tuple[int, int] = (-1, -1)) -> tuple[Report, torch.Tensor]:
+    """Rank `eager_at[0]` cannot capture backward number `eager_at[1]`. Returns the report and a parameter."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    ours = dp_compile.replicate(model or Backwards(), config=dp_compile.ReplicateConfig(backend="aot_eager", **options))
+    ours = dp_compile.replicate(Backwards(), config=dataclasses.replace(CONFIG, **options))
     compiled = torch.compile(ours, backend="aot_eager")
     optimizer = torch.optim.SGD(ours.parameters(), lr=0.1)
     for number in range(steps):
@@ -88,23 +82,15 @@ def train(
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_rank_cannot_capture_the_first_backward(ranks: Ranks, who: int) -> None:
-    one, other, *_ = ranks.run(train_eager_at, who)
+    one, other, *_ = ranks.run(train, {}, 3, (who, 0))
     assert one[0].plan == other[0].plan
     assert torch.equal(one[1], other[1])
     estimated = names(one[0].plan)[0] == "layers.0.bias"
     assert estimated == (who == 1)  # rank 0 decides; without a graph the plan stays
 
 
-def train_eager_at(who: int) -> tuple[Report, torch.Tensor]:
-    return train({}, 3, eager_at=(who, 0))
-
-
-def replan() -> tuple[Report, torch.Tensor, tuple[Report, torch.Tensor]]:
-    return (*train({"replan_after": 2}, 6), train({}, 6))
-
-
 def test_one_plan_from_measured_launches(ranks: Ranks) -> None:
-    one, other, *_ = ranks.run(replan)
+    one, other, *_ = ranks.run(train, {"replan_after": 2}, 6)
     assert one[0].plan == other[0].plan
     assert "ready times are measured" in str(one[0])
     assert "speeds off by 0.9x to 1.1x" in str(one[0])
@@ -112,46 +98,14 @@ def test_one_plan_from_measured_launches(ranks: Ranks) -> None:
     assert [record.synced for record in one[0].captures] in ([True, True], [True])
     assert one[0].backwards == {"captured": 6}
     assert torch.equal(one[1], other[1])
-    torch.testing.assert_close(one[1], one[2][1])
-
-
-def replan_eager() -> tuple[Report, torch.Tensor]:
-    return train({"replan_after": 1}, 5, eager_at=(1, 1))
+    torch.testing.assert_close(one[1], ranks.run(train, {}, 6)[0][1])
 
 
 def test_the_plan_stays_if_a_rank_measured_nothing(ranks: Ranks) -> None:
-    one, other, *_ = ranks.run(replan_eager)
+    one, other, *_ = ranks.run(train, {"replan_after": 1}, 5, (1, 1))
     assert one[0].plan == other[0].plan
     assert "estimated from the captured graph" in str(one[0])
     assert torch.equal(one[1], other[1])
-
-
-def test_models_of_one_shape_share_code(fake_group: dist.ProcessGroup) -> None:
-    """The second model's plan is settled from what the first one's graph said, before anything is compiled for it."""
-    torch._dynamo.reset()
-    one, other = (dp_compile.replicate(Backwards(3, 20), config=CONFIG) for _ in range(2))
-    for model in (one, other):
-        step(torch.compile(model, backend="aot_eager"), torch.randn(8, 20))
-    assert dp_compile.report(one).plan == dp_compile.report(other).plan
-    (first,), (second,) = dp_compile.report(one).captures, dp_compile.report(other).captures
-    assert first is second
-
-
-def late_leader() -> str:
-    """Rank 0 does not come to the first backward; rank 1 says whom it waits for, as long as the group lets it."""
-    torch._dynamo.reset()
-    ours = dp_compile.replicate(Backwards(2), process_group=dist.new_group(timeout=timedelta(seconds=3)), config=CONFIG)
-    if dist.get_rank() == 0:
-        return ""
-    try:
-        step(torch.compile(ours, backend="aot_eager"), torch.randn(8, 24))
-    except dp_compile.DesyncError as error:
-        return str(error)
-    return "no error"
-
-
-def test_the_deciding_rank_is_missing(ranks: Ranks) -> None:
-    assert "rank 0 has not decided within 3 s" in ranks.run(late_leader)[1]
 
 
 # --- the same plan on every rank -----------------------------------------------------------------------------------
@@ -164,8 +118,7 @@ def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=replan_after)
-    ours = dp_compile.replicate(Backwards(3), config=config)
+    ours = dp_compile.replicate(Backwards(3), config=dataclasses.replace(CONFIG, replan_after=replan_after))
     replica = replica_of(ours)
     make, armed = replica.revisions.revise, replan_after is None
     assert make is not None
@@ -217,21 +170,11 @@ def one_word_each() -> list[dict[str, int]]:
         if number == 1 and dist.get_rank() == 0:
             time.sleep(1.0)
         output = (compiled if number == 1 and dist.get_rank() == 0 else ours)(torch.ones(2, 24) * (dist.get_rank() + 1))
-        if number == 0:
-            output = Boom.apply(output)
-        with pytest.raises(ValueError, match="boom") if number == 0 else contextlib.nullcontext():
+        Fuse.blown = number == 0
+        output = Fuse.apply(output)
+        with pytest.raises(ValueError, match="blown") if number == 0 else contextlib.nullcontext():
             output.sum().backward()
     return [dict(dp_compile.report(ours).backwards), {"done": replica_of(ours).history.synced_backwards}]
-
-
-class Boom(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise ValueError("boom")
 
 
 def test_a_backward_that_is_tried_again_is_agreed_on_anew(ranks2: Ranks) -> None:
@@ -299,83 +242,6 @@ def test_hooks_come_back_on_all_ranks_at_once(ranks: Ranks) -> None:
     one, other, *_ = ranks.run(late_compilation)
     assert one == {"torch reducer": 4, "captured": 2}
     assert other == {"torch reducer": 4, "eager hooks": 2}
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_equal_layers_take_equal_times() -> None:
-    """Tensors that a graph takes out of its list of inputs counted as work as large as all inputs together."""
-    torch._dynamo.reset()
-    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    torch.compile(model, backend="aot_eager")(torch.randn(64, 256)).sum().backward()
-    ready = replica_of(model).ready
-    assert ready.basis == ESTIMATED
-    # From the last layer to the first. Each takes two products, but the first layer, whose input has no gradient.
-    shares = [ready.shares[index] for index in reversed(range(8))]
-    assert shares == pytest.approx([(2 * layer + 2) / 15 for layer in range(7)] + [1.0], abs=0.08)
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_plan_is_settled_before_anything_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks wait for each other there: not inside a compiler, which holds locks and counts its time."""
-    seen: list[tuple[bool, str]] = []
-    planner = planning.plan_optimal
-
-    def witness(gradients: Any, cost: Any, times: Any, layout: Any) -> Any:
-        seen.append((TracingContext.try_get() is not None, times.basis))
-        return planner(gradients, cost, times, layout)
-
-    monkeypatch.setattr(planning, "plan_optimal", witness)
-    model = dp_compile.replicate(Backwards(), config=CONFIG)
-    step(torch.compile(model, backend="aot_eager"), torch.randn(8, 24))
-    assert seen == [(False, ASSUMED), (False, ESTIMATED)]
-    (capture,) = dp_compile.report(model).captures
-    assert capture.graphs == 1
-
-
-class Doubled(torch.autograd.Function):
-    runs = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        Doubled.runs += 1
-        return 2 * grad
-
-
-@pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_shapes_of_a_captured_graph(monkeypatch: pytest.MonkeyPatch, dynamic: bool) -> None:
-    """Those of the gradients, of compiled and of other functions; a function of the user's does not run for it."""
-    seen: dict[tuple[int, int], torch.Tensor] = {}
-    runs: list[int] = []
-    estimates_of = captured.estimates_of
-
-    def looked_at(graph_module: Any, sites: Any, binding: Any, *given: Any) -> Any:
-        before = Doubled.runs
-        values = shapes.fake_values(graph_module, *given)
-        gradients = [values[gradient] for node in graph_module.graph.nodes if (gradient := dynamo.accumulated(node))]
-        of = dict(zip(sites.accumulations, gradients, strict=True))
-        seen.update({place: of[call.parameter] for call, place in zip(sites.hook_calls, binding.hooked, strict=True)})
-        estimates = estimates_of(graph_module, sites, binding, *given)
-        runs.append(Doubled.runs - before)
-        return estimates
-
-    monkeypatch.setattr(captured, "estimates_of", looked_at)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4 * 36, 5).bfloat16())
-    dp_compile.replicate(model, config=CONFIG)
-    first = torch.compile(model[:3], backend="aot_eager", dynamic=dynamic)(torch.randn(2, 3, 8, 8))
-    model[3](Doubled.apply(first).bfloat16()).float().square().sum().backward()  # not compiled
-    found = {name: seen[0, index] for index, name in enumerate(replica_of(model).names)}
-    real = {name: parameter.grad for name, parameter in model.named_parameters()}
-    assert {name: (each.shape, each.dtype, each.stride()) for name, each in found.items()} == {
-        name: (real[name].shape, real[name].dtype, real[name].stride()) for name in found
-    }
-    assert runs == [0]
-    assert replica_of(model).ready.basis == ESTIMATED
 
 
 @pytest.mark.usefixtures("fake_group")

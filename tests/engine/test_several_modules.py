@@ -55,21 +55,19 @@ def test_ranks_that_reduce_different_modules_together(ranks2: Ranks, way: str) -
 SECOND: dict[str, dict[str, Any]] = {
     "without hooks": {"ddp_python_hook": False},
     "other passes": {"passes": DEFAULT_PASSES[:1]},
-    "no passes": {"passes": ()},
     "torch's DDP": {},
 }
 
 
-def run_kinds(kind: str) -> tuple[dict[str, int], dict[str, int]]:
+def run_kinds(kind: str) -> dict[str, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     ours = [mlp(), mlp()]
     theirs = [DistributedDataParallel(copy.deepcopy(each)) for each in ours]
-    first = dp_compile.replicate(ours[0], config=AOT)
-    if kind == "torch's DDP":
-        second: nn.Module = DistributedDataParallel(ours[1])
-    else:
-        second = dp_compile.replicate(ours[1], config=AOT, **SECOND[kind])
+    first, of_torch = dp_compile.replicate(ours[0], config=AOT), kind == "torch's DDP"
+    second: nn.Module = (
+        DistributedDataParallel(ours[1]) if of_torch else dp_compile.replicate(ours[1], config=AOT, **SECOND[kind])
+    )
     compiled = torch.compile(first, backend="aot_eager")
     for number in range(3):
         for model in (*ours, *theirs):
@@ -78,13 +76,13 @@ def run_kinds(kind: str) -> tuple[dict[str, int], dict[str, int]]:
         theirs[1](theirs[0](batch(number))).square().mean().backward()
         for mine, other in zip(ours, theirs, strict=True):
             compare(mine, other.module, f"step {number}", rtol=1e-5, atol=1e-6)
-    reports = [dp_compile.report(each) for each in (first, *([second] if kind != "torch's DDP" else []))]
-    for each in (first, *([second] if kind != "torch's DDP" else [])):
+    report = dp_compile.report(first)
+    for each in [first] if of_torch else [first, second]:
         dp_compile.unreplicate(each)
-    return dict(reports[0].backwards), dict(reports[-1].backwards)
+    return dict(report.backwards)
 
 
 @pytest.mark.parametrize("kind", SECOND)
 def test_modules_of_different_kinds_in_one_backward(ranks: Ranks, kind: str) -> None:
-    for first, _ in ranks.run(run_kinds, kind):
-        assert first == {"eager hooks": 3}
+    for backwards in ranks.run(run_kinds, kind):
+        assert backwards == {"eager hooks": 3}

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 import dp_compile
 from dp_compile import HookState, QuantizedHook, averaging
+from dp_compile.decentralized import decentralize
 from dp_compile.insight.timeline import SENDS, events_of
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.testing.ranks import Ranks
@@ -434,8 +435,8 @@ def run_the_page(code: str, path: str) -> tuple[dict[str, int], list[float]]:
     loader = [(torch.randn(2, 6), torch.randn(2, 6)) for _ in range(3)]
     names: dict[str, Any] = {"Model": OfThePage, "loss_fn": nn.functional.mse_loss, "loader": loader}
     exec(code.replace('checkpoint_id="', f'checkpoint_id="{path}/'), names)
-    # The chunk is that of the weight at the end: what was copied back, and made a DTensor, are the same.
-    assert torch.equal(full(names["weight"]), full(names["average"]["up.weight"]))
+    # The chunk is that of the weight at the end: what was copied back is the same.
+    assert torch.equal(full(names["model"].up.weight), full(names["average"]["up.weight"]))
     assert names["part"].numel() == 2 * names["average"]["up.weight"].to_local().numel()
     values = [full(parameter).flatten() for parameter in names["model"].parameters()]
     return dict(dp_compile.report(names["model"]).backwards), torch.cat(values).tolist()
@@ -510,9 +511,7 @@ def refusals() -> dict[str, str]:
         note(name, partial(dp_compile.replicate, other, device_mesh=mesh["dp"]))
     note(
         "decentralize",
-        lambda: dp_compile.decentralize(
-            parallel(), topology="complete", optimizer=lambda named: torch.optim.SGD(named, lr=0.1)
-        ),
+        lambda: decentralize(parallel(), topology="complete", optimizer=lambda named: torch.optim.SGD(named, lr=0.1)),
     )
     return said
 

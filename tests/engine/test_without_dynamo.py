@@ -11,23 +11,21 @@ import contextlib
 import copy
 import operator
 import random
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT
+from beside import AOT, compile_whole, expect_half
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.utils import fresh_cache
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
-from dp_compile._torch import compiler, dynamo, guards
+from dp_compile._torch import dynamo, guards
 from dp_compile.engine import compilation, ready
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -93,6 +91,13 @@ def backward(model: Any, x: torch.Tensor = X) -> None:
     model(x).square().sum().backward()
 
 
+def assert_plain_gradients(model: nn.Module, x: torch.Tensor = X) -> None:
+    twin = net()
+    twin.load_state_dict(model.state_dict())
+    backward(twin, x)
+    expect_half(model, twin)
+
+
 @pytest.fixture
 def model() -> Iterator[nn.Module]:
     torch._dynamo.reset()
@@ -101,81 +106,39 @@ def model() -> Iterator[nn.Module]:
     dp_compile.unreplicate(made)
 
 
-def assert_plain_gradients(model: nn.Module, x: torch.Tensor = X) -> None:
-    """The played ranks of the group send nothing: the average over two is half of what is computed here."""
-    twin = net()
-    twin.load_state_dict(model.state_dict())
-    backward(twin, x)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad / 2)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
-def test_later_backwards(without: list[int], backend: str) -> None:
-    torch._dynamo.reset()
-    model = dp_compile.replicate(net(), config=dp_compile.ReplicateConfig(backend=backend))
-    run = torch.compile(model, backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(run, X + step)
-        assert_plain_gradients(model, X + step)
-        optimizer.step()
-    assert len(without) == 4
-    assert dp_compile.report(model).backwards == {"captured": 4}
-    dp_compile.unreplicate(model)
-
-
-def test_parameters_in_other_memory(model: nn.Module, without: list[int]) -> None:
-    """What is like the inputs that were seen need not be the same tensors."""
-    run = torch.compile(model, backend="aot_eager")
+def test_later_backwards(model: nn.Module, without: list[int]) -> None:
+    """What is like the inputs that were seen need not be the same tensors. Adding to gradients is left to Dynamo."""
+    run = compile_whole(model)
     for step in range(3):
         model.zero_grad()
         for parameter in model.parameters():
             parameter.data = parameter.data.clone() + step
-        backward(run)
-        assert_plain_gradients(model)
+        backward(run, X + step)
+        assert_plain_gradients(model, X + step)
+    backward(run)
     assert len(without) == 3
+    assert dp_compile.report(model).backwards == {"captured": 4}
 
 
-STATES: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
-    "default dtype": (lambda: torch.set_default_dtype(torch.float64), lambda: torch.set_default_dtype(torch.float32)),
-    "threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), lambda: None),
-}
-
-
-@pytest.mark.parametrize("state", STATES)
-def test_another_state_of_torch(model: nn.Module, without: list[int], state: str) -> None:
-    """Dynamo looks at it, and compiles anew; a state that is as it was needs no look again."""
-    run = torch.compile(model, backend="aot_eager")
-    threads, (change, back) = torch.get_num_threads(), STATES[state]
+def test_another_state_of_torch(model: nn.Module, without: list[int]) -> None:
+    """Dynamo looks at it, and compiles again; a state that is as it was needs no look again."""
+    run = compile_whole(model)
     for _ in range(2):
         model.zero_grad()
         backward(run)
     outputs = run(X).square().sum()
     model.zero_grad()
     try:
-        change()
+        torch.set_default_dtype(torch.float64)
         outputs.backward()
         assert len(without) == 2
     finally:
-        back()
-        torch.set_num_threads(threads)
+        torch.set_default_dtype(torch.float32)
     assert_plain_gradients(model)
     model.zero_grad()
     backward(run)
     assert_plain_gradients(model)
     assert len(without) == 3
-
-
-def test_dynamo_forgets(model: nn.Module, graphs: list[fx.Graph]) -> None:
-    run = torch.compile(model, backend="aot_eager")
-    backward(run)
-    torch._dynamo.reset()
-    model.zero_grad()
-    backward(run)
-    assert len(graphs) == 2
-    assert_plain_gradients(model)
 
 
 class Scale(torch.autograd.Function):
@@ -203,11 +166,10 @@ def test_code_of_the_user_s_that_changes(
     model: nn.Sequential, without: list[int], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dynamo sees that a variable which the code reads has another value; nobody else would."""
-    # Only what the loss is scaled by is compared: a factor of two, wherever it is applied.
     if what == "post-accumulate hook":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(post_hook)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = compile_whole(model)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = compiled(x)
@@ -226,44 +188,6 @@ def test_code_of_the_user_s_that_changes(
     for first, second, third in zip(*found, strict=True):
         torch.testing.assert_close(second, first)
         torch.testing.assert_close(third, scale * first)
-
-
-def test_gradients_that_are_added_to(model: nn.Module, without: list[int]) -> None:
-    run = torch.compile(model, backend="aot_eager")
-    for _ in range(3):
-        backward(run)
-    with dp_compile.no_sync(model):
-        backward(run)
-    assert len(without) == 1  # the first, which adds to nothing
-
-
-def test_what_a_forward_saved_is_freed_while_the_backward_runs(
-    model: nn.Module, without: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The list of inputs is emptied, and nobody else holds what was in it."""
-    run, seen, alive = torch.compile(model, backend="aot_eager"), list[Any](), list[bool]()
-    counted, put = ready.Ready.run, ready.Ready._put
-
-    def note(self: ready.Ready, inputs: list[Any]) -> Any:
-        seen.extend(
-            weakref.ref(each)
-            for each in inputs
-            if each is not X and not isinstance(each, nn.Parameter) and each.dim() == 2
-        )
-        return counted(self, inputs)
-
-    def look(self: ready.Ready, *args: Any) -> Any:
-        alive.extend(ref() is not None for ref in seen)
-        return put(self, *args)
-
-    monkeypatch.setattr(ready.Ready, "run", note)
-    monkeypatch.setattr(ready.Ready, "_put", look)
-    for _ in range(2):
-        model.zero_grad()
-        backward(run)
-    assert len(without) == 2
-    assert seen
-    assert not any(alive)
 
 
 # --- what Dynamo would have made of it ------------------------------------------------------------------------------
@@ -302,10 +226,6 @@ class Blocks(nn.Module):
         return nn.functional.log_softmax(out, -1)
 
 
-def compiled_whole(model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    return torch.compile(model, backend="aot_eager")
-
-
 def compiled_blocks(model: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     for block in (model.first, model.last):
         block.compile(backend="aot_eager")
@@ -325,21 +245,13 @@ class Attention(nn.Module):
         return nn.functional.linear(hidden.double().float(), self.table.weight)
 
 
-def convolutions() -> nn.Sequential:
-    made = nn.Sequential(nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.Flatten())
-    return made.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
-
-
 KINDS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
-    "whole": (net, compiled_whole, {}),
+    "whole": (net, compile_whole, {}),
     "with eager code": (Blocks, compiled_blocks, {}),
-    "attention": (Attention, compiled_whole, {}),
-    "convolutions": (convolutions, compiled_whole, {}),
+    "attention": (Attention, compile_whole, {}),
     "unused": (lambda: Blocks(unused=True), compiled_blocks, {"find_unused_parameters": True}),
-    "everything at the end": (net, compiled_whole, {"passes": ()}),
-    "bf16 wire": (net, compiled_whole, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}),
-    "factor that is given": (net, compiled_whole, {"config": replace(AOT, gradient_divide_factor=3.0)}),
-    "without synchronisation": (net, compiled_whole, {}),
+    "bf16 wire": (net, compile_whole, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}),
+    "without synchronisation": (net, compile_whole, {}),
 }
 
 
@@ -387,39 +299,10 @@ def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
     model = dp_compile.replicate(Complex(), config=AOT)
     for _ in range(2):
         model.zero_grad()
-        backward(torch.compile(model, backend="aot_eager"))
+        backward(compile_whole(model))
     assert len(dynamos) == 1
     assert dp_compile.report(model).backwards == {"captured": 2}
     dp_compile.unreplicate(model)
-
-
-@pytest.mark.parametrize("step", ["compile_graph", "stand_ins"])
-def test_what_torch_cannot_do_is_left_to_dynamo(
-    model: nn.Module, dynamos: list[int], without: list[int], monkeypatch: pytest.MonkeyPatch, step: str
-) -> None:
-    def fail(*args: Any) -> Any:
-        raise RuntimeError("another torch")
-
-    monkeypatch.setattr(dynamo, step, fail)
-    run = torch.compile(model, backend="aot_eager")
-    for _ in range(3):
-        model.zero_grad()
-        backward(run)
-        assert_plain_gradients(model)
-    assert len(dynamos) == 1
-    assert len(without) == 2
-
-
-def test_an_error_of_ours_is_not_tried_again(
-    model: nn.Module, dynamos: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: Any) -> Any:
-        raise dp_compile.ReductionError("no")
-
-    monkeypatch.setattr(compilation.CompiledBackward, "_compile_with_passes", refuse)
-    with pytest.raises(dp_compile.ReductionError, match="no"):
-        backward(torch.compile(model, backend="aot_eager"))
-    assert not dynamos
 
 
 def test_other_sizes_are_traced_by_dynamo(dynamos: list[int], without: list[int]) -> None:
@@ -435,14 +318,6 @@ def test_other_sizes_are_traced_by_dynamo(dynamos: list[int], without: list[int]
     dp_compile.unreplicate(model)
 
 
-def test_it_is_counted(model: nn.Module) -> None:
-    """Whoever asks whether something was compiled after a warm-up goes by this counter."""
-    loss = torch.compile(model, backend="aot_eager")(X).square().sum()
-    before = compiler.compiled_graphs()
-    loss.backward()
-    assert compiler.compiled_graphs() == before + 1
-
-
 def test_other_threads_are_kept_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody compiles meanwhile, and who runs compiled code is not told that it is being traced (torch 2.13)."""
     seen: list[tuple[bool, bool]] = []
@@ -454,42 +329,20 @@ def test_other_threads_are_kept_out(model: nn.Module, monkeypatch: pytest.Monkey
         return compile_graph(self, *args)
 
     monkeypatch.setattr(compilation.CompiledBackward, "_compile_with_passes", look)
-    backward(torch.compile(model, backend="aot_eager"))
+    backward(compile_whole(model))
     assert seen == [(False, hasattr(torch.compiler, "_compile_session_context"))]
 
 
 def test_a_stance_against_compiling_is_kept(model: nn.Module, dynamos: list[int]) -> None:
-    run = torch.compile(model, backend="aot_eager")
+    run = compile_whole(model)
     loss = run(X).square().sum()
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="fail_on_recompile"):
         loss.backward()
     assert len(dynamos) == 1
 
 
-def test_a_stance_for_eager_code(model: nn.Module, graphs: list[fx.Graph]) -> None:
-    """The hooks reduce, as where a backward cannot be compiled; later ones are compiled."""
-    run = torch.compile(model, backend="aot_eager")
-    for stance, compiled in [("eager_on_recompile", 0), ("default", 1), ("eager_on_recompile", 1)]:
-        loss = run(X).square().sum()
-        model.zero_grad()
-        with torch.compiler.set_stance(stance):  # type: ignore[arg-type]
-            loss.backward()
-        assert_plain_gradients(model)
-        assert len(graphs) == compiled
-    model.zero_grad()
-    loss = run(X).square().sum()
-    try:
-        torch.set_default_dtype(torch.float64)  # what was compiled does not fit
-        with torch.compiler.set_stance("eager_on_recompile"):
-            loss.backward()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert_plain_gradients(model)
-    assert len(graphs) == 1
-
-
 def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
-    run = torch.compile(model, backend="aot_eager")
+    run = compile_whole(model)
     loss = run(X).square().sum()
     torch.manual_seed(1)
     random.seed(1)
@@ -505,21 +358,6 @@ def test_compiling_draws_no_random_numbers(model: nn.Module) -> None:
 
 class Sub(torch.Tensor):
     pass
-
-
-def test_gradients_that_come_from_elsewhere_are_seen() -> None:
-    parameters = {3: nn.Parameter(torch.ones(2)), 5: nn.Parameter(torch.ones(2))}
-    grads, flags = [torch.ones(2), torch.zeros(2)], torch.ones(1)
-    for parameter, grad in zip(parameters.values(), grads, strict=True):
-        parameter.grad = grad
-    assert ready.places_of(parameters, [grads[1], flags, grads[0]], [flags]) == (5, -1, 3)
-    for outputs, returned in (
-        ([grads[0], flags], [flags]),
-        ([*grads, flags, torch.ones(1)], [flags]),
-        (grads, [flags]),
-    ):
-        with pytest.raises(ready.NotPlain):
-            ready.places_of(parameters, outputs, returned)
 
 
 def test_what_fits_is_what_dynamo_would_guard_on() -> None:

@@ -9,13 +9,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from cases import LARGE, SMALL, Results
+from generate import LARGE, SMALL, Results
 
 HERE = Path(__file__).parent
 
@@ -34,48 +33,23 @@ def missing() -> str:
     return ""
 
 
-def run(script: str, *arguments: str, **variables: str) -> None:
-    """One of the scripts beside this file, in a process of its own that sees Triton."""
-    root = HERE.parents[1]
-    folders = [str(root), str(HERE.parent), os.environ.get("DP_COMPILE_TRITON", ""), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, **variables, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
-    command = [sys.executable, str(HERE / script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-def made_anew(part: Path, names: tuple[str, ...]) -> Results:
-    """Small cases share a process; attention is replaced for a whole process, if at all."""
-    apart = [name for name in names if name in LARGE]
-    results: Results = {}
-    for group in filter(None, ([name for name in names if name not in apart], *([name] for name in apart))):
-        run("generate.py", str(part), *group)
-        results.update(json.loads(part.read_text()))
-    part.write_text(json.dumps(results))
-    binaries = part.with_suffix(".binaries")
-    run("cubins.py", str(part), str(binaries))
-    for name, found in json.loads(binaries.read_text()).items():
-        results[name]["binaries"] = found
-    return results
-
-
-def made_once(factory: pytest.TempPathFactory, which: str, make: Callable[[Path], Any]) -> Any:
-    """What is made by the first who asks, whichever of pytest's workers it is in. `make` may write to a file."""
+def results_of(factory: pytest.TempPathFactory, which: str, names: Iterable[str]) -> Results:
+    """Made by the first who asks, whichever of pytest's workers it is in, in a process that sees Triton."""
     if missing():
         pytest.skip(missing())
     base = factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    target = shared / f"generated_{which}.json"
+    target, part = shared / f"generated_{which}.json", shared / f"generated_{which}.part"
+    folders = [str(HERE.parents[1]), str(HERE.parent), os.environ.get("DP_COMPILE_TRITON", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(HERE / "generate.py"), str(part), *names]
     with (shared / f"generated_{which}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            target.write_text(json.dumps(make(shared / f"{which}.part")))
-    return json.loads(target.read_text())
-
-
-def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...]) -> Results:
-    """Results of these cases."""
-    results: Results = made_once(factory, which, lambda part: made_anew(part, names))
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=1200, check=False)
+            assert done.returncode == 0, done.stderr[-4000:]
+            part.rename(target)
+    results: Results = json.loads(target.read_text())
     failed = {name: result["failed"] for name, result in results.items() if "failed" in result}
     assert not failed, "\n".join(f"{name}: {text}" for name, text in failed.items())
     return results
@@ -83,14 +57,9 @@ def generated(factory: pytest.TempPathFactory, which: str, names: tuple[str, ...
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return generated(tmp_path_factory, "small", tuple(name for name, case in SMALL.items() if case.every_day))
-
-
-@pytest.fixture(scope="session")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return generated(tmp_path_factory, "more", tuple(name for name, case in SMALL.items() if not case.every_day))
+    return results_of(tmp_path_factory, "small", SMALL)
 
 
 @pytest.fixture(scope="session")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return generated(tmp_path_factory, "large", tuple(LARGE))
+    return results_of(tmp_path_factory, "large", LARGE)

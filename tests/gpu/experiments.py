@@ -17,6 +17,7 @@ import signal
 import statistics
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -48,9 +49,7 @@ MAIN_FEATURES = ("default", "bucket_cap_mb", "bf16 on the wire", "in_backward", 
 """Features of G2 that Inductor compiles too, on a GPU; and those rehearsed with gloo, on which all other tests run."""
 GROUP_TIMEOUT_S = 60.0
 FEATURE_S = 35.0
-"""A feature that takes longer is given up by `run_feature`. Where that does not help, the process ends with all stacks
-after as long again, and the runner starts it for the features that are left.
-"""
+"""A process whose feature takes longer ends with all stacks; the runner starts it for the features that are left."""
 PR_SET_PDEATHSIG = 1
 PLANT = "DP_COMPILE_GPU_PLANT"
 """The variable with which a test plants a fault: `module:function`, called before the experiment."""
@@ -231,7 +230,7 @@ def g2(task: Task) -> None:
             task.record(claim, NEEDS_A_GPU)
             continue
         task.publish(f"now.{task.role}.{task.rank}", claim)
-        faulthandler.dump_traceback_later(2 * within_s, exit=True)
+        faulthandler.dump_traceback_later(within_s, exit=True)
         verdict = run_feature(feature, device, captured=way == CAPTURED, compiler=compiler, within_s=within_s)
         faulthandler.cancel_dump_traceback_later()
         if task.rank == 0:  # it is the same on all ranks
@@ -650,10 +649,15 @@ def main(text: str) -> None:
     if planted := os.environ.get(PLANT):
         module, _, function = planted.partition(":")
         getattr(importlib.import_module(module), function)()
-    EXPERIMENTS[task.experiment](task)
+    status = 0
+    try:
+        EXPERIMENTS[task.experiment](task)
+    except Exception:
+        traceback.print_exc()
+        status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # a communicator that another rank has left may wait for ever
+    os._exit(status)  # a communicator that another rank has left may wait for ever
 
 
 if __name__ == "__main__":

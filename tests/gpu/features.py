@@ -17,11 +17,10 @@ import functools
 import itertools
 import json
 import math
-import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final
@@ -40,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile import averaging
+from dp_compile.decentralized import decentralize
 
 STEPS: Final = 10
 WIDTH: Final = 16
@@ -49,8 +49,8 @@ SMALL_MB: Final = 1e-3
 EXACT: Final = 0.0
 LOOSE: Final = 2e-5
 """Largest difference of an element after all steps, where sums may be added up in another order."""
-GRACE_S: Final = 5.0
-"""How long a rank may go on once another rank has failed, before its collectives are aborted."""
+GRACE_S: Final = 10.0
+"""How long a rank that has failed waits for the others; these may wait for its collectives for ever."""
 CAPTURED: Final = "captured"
 EAGER: Final = "eager"
 _WAYS: Final = {CAPTURED: "captured", EAGER: "eager hooks"}
@@ -84,10 +84,10 @@ class Place:
     def config(self, **options: Any) -> dp_compile.ReplicateConfig:
         return dp_compile.ReplicateConfig(**{"backend": self.compiler, "bucket_cap_mb": SMALL_MB} | options)
 
-    def batch(self, number: int, width: int = WIDTH, rows: int = ROWS) -> torch.Tensor:
-        """Of this rank in a step."""
-        generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
-        return torch.randn(rows, width, generator=generator).to(self.device)
+    def batch(self, number: int, rank: int | None = None) -> torch.Tensor:
+        """Of this rank in a step, or of another one."""
+        rank = dist.get_rank() if rank is None else rank
+        return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * number + rank)).to(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,7 @@ class Feature:
 
 _features: list[Feature] = []
 Run = Callable[[Place], Difference]
+Tolerance = float | Callable[[Place], float] | None
 
 
 def _feature(name: str, **options: Any) -> Callable[[Run], Run]:
@@ -205,7 +206,7 @@ def loss_of(outputs: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Pair:
-    """A model of this package and one of torch's DDP, which are trained by the same steps."""
+    """A model of this package and a reference, by default one of torch's DDP, which are trained by the same steps."""
 
     place: Place
     ours: Any
@@ -213,9 +214,11 @@ class Pair:
     theirs: Any
     mine: torch.optim.Optimizer
     other: torch.optim.Optimizer
+    in_backward: Mapping[str, Any] = field(default_factory=dict)
     max_norm: float | None = None
     scalers: tuple[torch.amp.GradScaler, torch.amp.GradScaler] | None = None
     set_to_none: bool = True
+    data_rank: int | None = None
     backwards: int = 0
 
     @staticmethod
@@ -226,25 +229,37 @@ class Pair:
         make: Callable[[Any], torch.optim.Optimizer] = sgd,
         config: Mapping[str, Any] | None = None,
         ddp: Mapping[str, Any] | None = None,
-        hook: tuple[Callable[[], Any], Callable[[], Any]] | None = None,
+        reference: Callable[[nn.Module], Any] | None = None,
+        prepare: Callable[[nn.Module], object] | None = None,
+        hook: tuple[Callable[[], Any] | None, Callable[[], Any] | None] = (None, None),
         in_backward: Mapping[str, Any] | None = None,
         max_norm: float | None = None,
         scaled: bool = False,
         set_to_none: bool = True,
+        levels: bool = False,
         **options: Any,
     ) -> Pair:
         """`config` goes to `ReplicateConfig`, `options` to `replicate`, `ddp` to torch's DDP, `in_backward` to the
-        function of that name. `hook`: what make our comm hook and torch's, each with its state."""
+        function of that name. `reference`: makes another module than torch's DDP of a copy. `prepare`: changes our
+        module before it is replicated. `hook`: what make our comm hook and torch's, each with its state. `levels`: two
+        levels of network."""
         torch.manual_seed(0)
-        ours = build().to(place.device)
-        theirs = DistributedDataParallel(copy.deepcopy(ours), **(ddp or {}))
-        with torch.no_grad():
-            for parameter in ours.parameters():
-                parameter.add_(dist.get_rank())  # replicate() has to undo this
+        ours: Any = build().to(place.device)
+        theirs = (reference or functools.partial(DistributedDataParallel, **(ddp or {})))(copy.deepcopy(ours))
+        if prepare is not None:
+            prepare(ours)
+        else:
+            with torch.no_grad():
+                for parameter in ours.parameters():
+                    parameter.add_(dist.get_rank())  # replicate() has to undo this
+        if levels:
+            mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
+            options["device_mesh"] = mesh
         dp_compile.replicate(ours, config=place.config(**(config or {})), **options)
         place.exits.callback(_unreplicated, ours)
-        if hook is not None:
+        if hook[0] is not None:
             ours.register_comm_hook(*hook[0]())
+        if hook[1] is not None:
             # torch's method refuses bfloat16 where it does not know the backend; the hook does not care.
             dist._register_comm_hook(theirs.reducer, *hook[1]())  # type: ignore[attr-defined]
         scalers = None
@@ -258,11 +273,11 @@ class Pair:
             dp_compile.optim.in_backward(ours, mine, **given)
             backend = "dp_compile" if in_backward.get("overlap_forward") else backend
         run = torch.compile(ours, backend=backend)
-        return Pair(place, ours, run, theirs, mine, other, max_norm, scalers, set_to_none)
+        return Pair(place, ours, run, theirs, mine, other, in_backward or {}, max_norm, scalers, set_to_none)
 
     def backward(self, number: int, *inputs: Any, sync: bool = True, factor: float = 1.0) -> None:
         """Of both. `factor`: of this rank's loss."""
-        x = self.place.batch(number)
+        x = self.place.batch(number, self.data_rank)
         with nullcontext() if sync else dp_compile.no_sync(self.ours), self.place.is_eager():
             (self._loss(0, self.run(x, *inputs)) * factor).backward()
         with nullcontext() if sync else self.theirs.no_sync():
@@ -273,7 +288,7 @@ class Pair:
         loss = loss_of(outputs)
         return loss if self.scalers is None else self.scalers[side].scale(loss)
 
-    def step(self, *, before_zero: Callable[[], object] = lambda: None) -> None:
+    def step(self, *, before_zero: Callable[[Pair], object] = lambda _: None) -> None:
         for side, (module, optimizer) in enumerate(((self.ours, self.mine), (self.theirs, self.other))):
             if self.scalers is not None and side == 1:
                 self.scalers[1].unscale_(optimizer)
@@ -284,29 +299,88 @@ class Pair:
             else:
                 self.scalers[side].step(optimizer)
                 self.scalers[side].update()
-        before_zero()
+        before_zero(self)
         for optimizer in (self.mine, self.other):
             optimizer.zero_grad(set_to_none=self.set_to_none)
 
-    def train(self, steps: int = STEPS, **options: Any) -> Pair:
-        for number in range(steps):
-            self.backward(number, **options)
-            self.step()
+    def train(
+        self,
+        *,
+        inputs: Callable[[int], tuple[Any, ...]] = lambda number: (),
+        micro: int = 1,
+        before_step: Callable[[Pair], object] = lambda _: None,
+        before_zero: Callable[[Pair], object] = lambda _: None,
+        autocast: bool = False,
+    ) -> Pair:
+        """All steps. With a scaler the gradients of the last rank overflow in step 4: no rank steps, all scales shrink.
+
+        Args:
+            inputs: what the models are given besides the batch.
+            micro: backwards of each step; all but the last are not synchronised.
+            before_step: is called after the backwards of each step.
+            before_zero: is called before gradients are dropped.
+            autocast: compute in float16.
+        """
+        for number in range(STEPS):
+            overflows = self.scalers is not None and number == 4 and dist.get_rank() == dist.get_world_size() - 1
+            for each in range(micro):
+                # A new context in each step: it keeps what it has cast.
+                with torch.autocast(self.place.device.type, F16) if autocast else nullcontext():
+                    factor = math.inf if overflows else 1.0
+                    self.backward(micro * number + each, *inputs(number), sync=each == micro - 1, factor=factor)
+            before_step(self)
+            self.step(before_zero=before_zero)
         return self
 
-    def compared(self, tolerance: float | None = None, *, buffers: bool = True) -> Difference:
+    def compared(self, tolerance: Tolerance = None, *, states: bool = True) -> Difference:
         """Parameters, what optimizers of elements remember, and on the first rank buffers, which are its own."""
+        if callable(tolerance):
+            tolerance = tolerance(self.place)
         if self.scalers is not None and self.scalers[0].get_scale() != self.scalers[1].get_scale():
             raise AssertionError(f"scales: {self.scalers[0].get_scale()} and {self.scalers[1].get_scale()}")
+        if self.in_backward.get("overlap_forward"):
+            dp_compile.optim.synchronize(self.ours)
         check_way(self.place, self.ours, self.backwards)
-        mine, other = named(self.ours.named_parameters()), named(self.theirs.module.named_parameters())
-        if buffers and dist.get_rank() == 0:
+        theirs = getattr(self.theirs, "module", self.theirs)
+        mine, other = named(self.ours.named_parameters()), named(theirs.named_parameters())
+        if dist.get_rank() == 0:
             mine |= named(self.ours.named_buffers())
-            other |= named(self.theirs.module.named_buffers())
-        if not getattr(self.mine, "_dp_compile_sharded", False):
+            other |= named(theirs.named_buffers())
+        if self.in_backward.get("shard"):
+            whole = dp_compile.optim.full_state_dict(self.mine)
+            mine |= by_index(whole) if states else {}
+            other |= by_index(self.other.state_dict()) if states else {}
+        elif states:
             mine |= remembered(self.ours, self.mine)
-            other |= remembered(self.theirs.module, self.other)
+            other |= remembered(theirs, self.other)
         return compared(mine, other, self.place.tolerance if tolerance is None else tolerance)
+
+
+def _pair(
+    name: str,
+    build: Callable[[], nn.Module] = Net,
+    *,
+    tolerance: Tolerance = None,
+    train: Mapping[str, Any] | None = None,
+    ranks: tuple[int, ...] = (2, 4),
+    needs: str = "",
+    **options: Any,
+) -> None:
+    """A feature that a `Pair` made with these options trains, by steps with the options `train`."""
+
+    def run(place: Place) -> Difference:
+        return Pair.made(place, build, **options).train(**(train or {})).compared(tolerance)
+
+    _features.append(Feature(name, run, ranks, needs))
+
+
+def at_least(smallest: float) -> Callable[[Place], float]:
+    return lambda place: max(smallest, place.tolerance)
+
+
+def of_half(place: Place) -> float:
+    """Two ranks add up to the same bits in half precision, too."""
+    return EXACT if place.tolerance == EXACT else 2e-2
 
 
 def _unreplicated(module: nn.Module) -> None:
@@ -327,17 +401,23 @@ def check_way(place: Place, module: nn.Module, backwards: int) -> None:
 
 
 def named(pairs: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach() for name, tensor in pairs}
+    return {name: each.full_tensor() if isinstance(each, DTensor) else each.detach() for name, each in pairs}
 
 
 def remembered(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The state of an optimizer, by parameter and name."""
-    found = {}
-    for name, parameter in module.named_parameters():
-        for key, value in (optimizer.state[parameter] if parameter in optimizer.state else {}).items():
-            if isinstance(value, torch.Tensor) and value.dim():
-                found[f"{key} of {name}"] = value
-    return found
+    return named(
+        (f"{key} of {name}", value)
+        for name, parameter in module.named_parameters()
+        for key, value in (optimizer.state[parameter] if parameter in optimizer.state else {}).items()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
+
+
+def by_index(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The state of an optimizer, by the index of its parameter and name."""
+    states = state_dict["state"].items()
+    return {f"{key} of parameter {index}": value for index, each in states for key, value in each.items()}
 
 
 def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], tolerance: float) -> Difference:
@@ -361,107 +441,59 @@ def compared(mine: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
 
 # --- buckets and gradients ----------------------------------------------------------------------------------------
 
-
-@_feature("default")
-def default(place: Place) -> Difference:
-    return Pair.made(place, config={"bucket_cap_mb": None}).train().compared()
+_SPARE: Final = functools.partial(Net, spare=True)
+_BATCH_NORM: Final = functools.partial(Net, batch_norm=True)
 
 
-@_feature("bucket_cap_mb")
-def capped(place: Place) -> Difference:
-    return Pair.made(place).train().compared()
+def _frozen() -> nn.Module:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    return model
 
 
-@_feature("buckets by module")
-def by_module(place: Place) -> Difference:
-    return Pair.made(place, config={"bucket_cap_mb": None}, bucket_policy={nn.Linear}).train().compared()
+def _halve(pair: Pair) -> None:
+    for parameter in pair.theirs.parameters():
+        parameter.grad /= 2
+
+
+def _spare_is_used(number: int) -> tuple[bool]:
+    """On the first rank, on all, and on none, in turns."""
+    return ((dist.get_rank() == 0, True, False)[number % 3],)
+
+
+_pair("default", config={"bucket_cap_mb": None})
+_pair("bucket_cap_mb")
+_pair("buckets by module", config={"bucket_cap_mb": None}, bucket_policy={nn.Linear})
 
 
 @_feature("gradients divided by 3")
 def divided(place: Place) -> Difference:
     """No average of the backend's: all is divided by hand. torch's DDP divides by the number of ranks."""
     pair = Pair.made(place, config={"gradient_divide_factor": 2.0 * dist.get_world_size()})
-    for number in range(STEPS):
-        pair.backward(number)
-        for parameter in pair.theirs.parameters():
-            parameter.grad /= 2
-        pair.step()
-    return pair.compared()
+    return pair.train(before_step=_halve).compared()
 
 
-@_feature("unused parameters are found")
-def unused(place: Place) -> Difference:
-    """The spare layer is used on the first rank, on all, and on none, in turns."""
-    pair = Pair.made(
-        place,
-        functools.partial(Net, spare=True),
-        find_unused_parameters=True,
-        ddp={"find_unused_parameters": True},
-    )
-    for number in range(STEPS):
-        pair.backward(number, (dist.get_rank() == 0, True, False)[number % 3])
-        pair.step()
-    return pair.compared()
-
-
-@_feature("no_sync, 4 backwards a step")
-def accumulated(place: Place) -> Difference:
-    pair = Pair.made(place)
-    for number in range(STEPS):
-        for micro in range(4):
-            pair.backward(4 * number + micro, sync=micro == 3)
-        pair.step()
-    return pair.compared()
-
-
-@_feature("gradients kept, set_to_none=False")
-def kept(place: Place) -> Difference:
-    return Pair.made(place, set_to_none=False).train().compared()
-
-
-@_feature("gradients as views of lasting buckets")
-def views(place: Place) -> Difference:
-    given = {"gradient_as_bucket_view": True}
-    return Pair.made(place, ddp=given, **given).train().compared()
-
-
-@_feature("convolutions, apart from their bucket")
-def convolutions(place: Place) -> Difference:
-    return Pair.made(place, Convolutions).train().compared()
-
-
-@_feature("tied weights")
-def tied(place: Place) -> Difference:
-    return Pair.made(place, functools.partial(Net, tied=True)).train().compared()
-
-
-@_feature("frozen parameters")
-def frozen(place: Place) -> Difference:
-    def build() -> nn.Module:
-        model = Net()
-        model.layers[1].requires_grad_(False)
-        return model
-
-    return Pair.made(place, build).train().compared()
-
-
-@_feature("static_graph")
-def static(place: Place) -> Difference:
-    pair = Pair.made(place, functools.partial(Net, spare=True), static_graph=True, ddp={"static_graph": True})
-    return pair.train().compared()
-
-
-@_feature("BatchNorm buffers")
-def batch_norm(place: Place) -> Difference:
-    return Pair.made(place, functools.partial(Net, batch_norm=True)).train().compared(max(place.tolerance, 1e-6))
-
-
-@_feature("SyncBatchNorm", needs="cuda")
-def synced_batch_norm(place: Place) -> Difference:
-    def build() -> nn.Module:
-        return nn.SyncBatchNorm.convert_sync_batchnorm(Net(batch_norm=True))
-
-    return Pair.made(place, build).train().compared(LOOSE)
+_pair(
+    "unused parameters are found",
+    _SPARE,
+    find_unused_parameters=True,
+    ddp={"find_unused_parameters": True},
+    train={"inputs": _spare_is_used},
+)
+_pair("no_sync, 4 backwards a step", train={"micro": 4})
+_pair("gradients kept, set_to_none=False", set_to_none=False)
+_pair("gradients as views of lasting buckets", ddp={"gradient_as_bucket_view": True}, gradient_as_bucket_view=True)
+_pair("convolutions, apart from their bucket", Convolutions)
+_pair("tied weights", functools.partial(Net, tied=True))
+_pair("frozen parameters", _frozen)
+_pair("static_graph", _SPARE, static_graph=True, ddp={"static_graph": True})
+_pair("BatchNorm buffers", _BATCH_NORM, tolerance=at_least(1e-6))
+_pair(
+    "SyncBatchNorm",
+    lambda: nn.SyncBatchNorm.convert_sync_batchnorm(_BATCH_NORM()),
+    tolerance=LOOSE,
+    needs="cuda",
+)
 
 
 @_feature("two modules in one backward")
@@ -475,8 +507,7 @@ def two_modules(place: Place) -> Difference:
         for pair in pairs:
             pair.backwards += 1
             pair.step()
-    found = [pair.compared() for pair in pairs]
-    return max(found, key=lambda each: each.largest)
+    return max((pair.compared() for pair in pairs), key=lambda each: each.largest)
 
 
 @_feature("join(), uneven inputs")
@@ -505,36 +536,21 @@ def _torchs(hook: Any) -> Callable[[], Any]:
     return lambda: (None, hook)
 
 
-@_feature("bf16 on the wire")
-def wire_bf16(place: Place) -> Difference:
-    pair = Pair.made(place, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)})
-    dist._register_comm_hook(pair.theirs.reducer, None, default_hooks.bf16_compress_hook)  # type: ignore[attr-defined]
-    return pair.train().compared(_of_half(place))
+_BF16_HOOK: Final = _torchs(default_hooks.bf16_compress_hook)
+_F16_HOOK: Final = _torchs(default_hooks.fp16_compress_hook)
+_BF16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}
+_F16_WIRE: Final = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)}
 
 
-@_feature("fp16 on the wire")
-def wire_fp16(place: Place) -> Difference:
-    """Ours divides behind the sum: small numbers keep bits that torch's hook loses."""
-    pair = Pair.made(place, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=F16)})
-    dist._register_comm_hook(pair.theirs.reducer, None, default_hooks.fp16_compress_hook)  # type: ignore[attr-defined]
-    return pair.train().compared(max(1e-5, _of_half(place)))
+def of_float16(place: Place) -> float:
+    """Ours divides after the sum: small numbers keep bits that torch's hook loses."""
+    return max(1e-5, of_half(place))
 
 
-def _of_half(place: Place) -> float:
-    """Two ranks add up to the same bits in half precision, too."""
-    return EXACT if place.tolerance == EXACT else 2e-2
-
-
-@_feature("torch's bf16_compress_hook")
-def hook_bf16(place: Place) -> Difference:
-    hook = _torchs(default_hooks.bf16_compress_hook)
-    return Pair.made(place, hook=(hook, hook)).train().compared(_of_half(place))
-
-
-@_feature("torch's fp16_compress_hook")
-def hook_fp16(place: Place) -> Difference:
-    hook = _torchs(default_hooks.fp16_compress_hook)
-    return Pair.made(place, hook=(hook, hook)).train().compared(max(1e-5, _of_half(place)))
+_pair("bf16 on the wire", config=_BF16_WIRE, hook=(None, _BF16_HOOK), tolerance=of_half)
+_pair("fp16 on the wire", config=_F16_WIRE, hook=(None, _F16_HOOK), tolerance=of_float16)
+_pair("torch's bf16_compress_hook", hook=(_BF16_HOOK, _BF16_HOOK), tolerance=of_half)
+_pair("torch's fp16_compress_hook", hook=(_F16_HOOK, _F16_HOOK), tolerance=of_float16)
 
 
 @dataclass(frozen=True)
@@ -572,33 +588,26 @@ def _rounded_by_torch(errors, bucket):  # type: ignore[no-untyped-def]  # torch 
     return work.get_future().then(lambda done: done.value()[0].float() / dist.get_world_size())
 
 
-@_feature("FunctionalHook with state")
-def functional_hook(place: Place) -> Difference:
-    pair = Pair.made(place, hook=(lambda: (dp_compile.HookState(), Rounded()), lambda: ({}, _rounded_by_torch)))
-    return pair.train().compared(_of_half(place))
+_pair(
+    "FunctionalHook with state",
+    hook=(lambda: (dp_compile.HookState(), Rounded()), lambda: ({}, _rounded_by_torch)),
+    tolerance=of_half,
+)
 
 
 @_feature("QuantizedHook int8, error feedback")
 def quantized(place: Place) -> Difference:
     """Against a formula in NumPy of the gradients of all ranks. A rounding that tips over is sent in the next step."""
-    torch.manual_seed(0)
-    ours, block = Net().to(place.device), 64
-    theirs = copy.deepcopy(ours)
-    dp_compile.replicate(ours, config=place.config(bucket_cap_mb=math.inf))
-    place.exits.callback(_unreplicated, ours)
-    ours.register_comm_hook(dp_compile.HookState(), dp_compile.QuantizedHook(torch.int8, block, min_ndim=0))  # type: ignore[operator]
-    run, mine, other = torch.compile(ours, backend=place.compiler), sgd(ours.parameters()), sgd(theirs.parameters())
-    errors: list[np.ndarray] = []
-    for number in range(STEPS):
-        with place.is_eager():
-            loss_of(run(place.batch(number))).backward()
-        loss_of(theirs(place.batch(number))).backward()
+    block, errors = 64, list[np.ndarray]()
+
+    def reduce(pair: Pair) -> None:
+        nonlocal errors
         (order,) = (
             [member.gradient.name for member in bucket.members]
-            for bucket in dp_compile.report(ours).plan.buckets
+            for bucket in dp_compile.report(pair.ours).plan.buckets
             if bucket.key.reduction.hook is not None
         )
-        gradients = [theirs.get_parameter(name).grad for name in order]
+        gradients = [pair.theirs.get_parameter(name).grad for name in order]
         own = torch.cat([nn.functional.pad(each.flatten(), (0, -each.numel() % block)) for each in gradients])
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, own)
@@ -609,11 +618,10 @@ def quantized(place: Place) -> Difference:
             flat = torch.from_numpy(reduced[offset : offset + gradient.numel()]).to(place.device)
             gradient.copy_(flat.view_as(gradient))
             offset += gradient.numel() + -gradient.numel() % block
-        for optimizer in (mine, other):
-            optimizer.step()
-            optimizer.zero_grad()
-    check_way(place, ours, STEPS)
-    return compared(named(ours.named_parameters()), named(theirs.named_parameters()), 2e-3)
+
+    hook = lambda: (dp_compile.HookState(), dp_compile.QuantizedHook(torch.int8, block, min_ndim=0))  # noqa: E731
+    pair = Pair.made(place, config={"bucket_cap_mb": math.inf}, reference=lambda module: module, hook=(hook, None))
+    return pair.train(before_step=reduce).compared(2e-3, states=False)
 
 
 def _rounded_to_int8(x: np.ndarray, block: int) -> np.ndarray:
@@ -646,75 +654,20 @@ def _in_eight_bits(
 @_feature("param_dtype bf16, as FSDP2")
 def mixed_precision(place: Place) -> Difference:
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
-    torch.manual_seed(0)
-    ours = Net().to(place.device)
-    theirs: Any = copy.deepcopy(ours)
-    fully_shard(theirs, mesh=init_device_mesh(place.device.type, (dist.get_world_size(),)), mp_policy=policy)
-    dp_compile.replicate(ours, config=place.config(), mp_policy=policy)
-    place.exits.callback(_unreplicated, ours)
-    run, mine, other = torch.compile(ours, backend=place.compiler), sgd(ours.parameters()), sgd(theirs.parameters())
-    for number in range(STEPS):
-        with place.is_eager():
-            loss_of(run(place.batch(number))).backward()
-        loss_of(theirs(place.batch(number))).backward()
-        for optimizer in (mine, other):
-            optimizer.step()
-            optimizer.zero_grad()
-    check_way(place, ours, STEPS)
-    whole = {name: each.full_tensor() for name, each in theirs.named_parameters()}
-    return compared(named(ours.named_parameters()), named(whole.items()), _of_half(place))
+    mesh = init_device_mesh(place.device.type, (dist.get_world_size(),))
+    reference = functools.partial(fully_shard, mesh=mesh, mp_policy=policy)
+    return Pair.made(place, reference=reference, mp_policy=policy).train().compared(of_half, states=False)
 
 
-@_feature("fp16 autocast, GradScaler, inf on one rank")
-def grad_scaler(place: Place) -> Difference:
-    """The gradients of the last rank overflow in step 4: no rank steps, and all scales shrink."""
-    pair = Pair.made(place, scaled=True)
-    for number in range(STEPS):
-        overflows = number == 4 and dist.get_rank() == dist.get_world_size() - 1
-        with torch.autocast(place.device.type, F16):  # anew in each step: it keeps what it has cast
-            pair.backward(number, factor=math.inf if overflows else 1.0)
-        pair.step()
-    return pair.compared(_of_half(place))
+_pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocast": True}, tolerance=of_half)
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------------
 
-
-@_feature("in_backward")
-def in_backward(place: Place) -> Difference:
-    return Pair.made(place, in_backward={}).train().compared()
-
-
-@_feature("in_backward, clipped")
-def in_backward_clipped(place: Place) -> Difference:
-    return Pair.made(place, in_backward={}, max_norm=0.1).train().compared(max(place.tolerance, 1e-6))
-
-
-def _sharded(place: Place, **given: Any) -> Difference:
-    """Beside torch's DDP with the optimizer whole, which has the same bits."""
-    options = {key: given.pop(key) for key in ("max_norm", "scaled") if key in given}
-    pair = Pair.made(place, in_backward={"shard": True, **given}, **options)
-    for number in range(STEPS):
-        overflows = pair.scalers is not None and number == 4 and dist.get_rank() == dist.get_world_size() - 1
-        pair.backward(number, factor=math.inf if overflows else 1.0)
-        pair.step()
-    if given.get("overlap_forward"):
-        dp_compile.optim.synchronize(pair.ours)
-    mine = dp_compile.optim.full_state_dict(pair.mine)["state"]
-    pair.mine._dp_compile_sharded = True  # type: ignore[attr-defined]  # its state is compared here
-    found = pair.compared(max(place.tolerance, 1e-6) if options else None)
-    other = pair.other.state_dict()["state"]
-    states = [
-        {f"{key} of parameter {index}": value for index, each in side.items() for key, value in each.items()}
-        for side in (mine, other)
-    ]
-    of_states = compared(states[0], states[1], found.tolerance)
-    return max((found, of_states), key=lambda each: (bool(each.name), each.largest))
-
-
-@_feature("shard=True")
-def sharded(place: Place) -> Difference:
-    return _sharded(place)
+_pair("in_backward", in_backward={})
+_pair("in_backward, clipped", in_backward={}, max_norm=0.1, tolerance=at_least(1e-6))
+# The reference has its optimizer whole, which has the same bits.
+_pair("shard=True", in_backward={"shard": True})
 
 
 @_feature("shard=True, as ZeroRedundancyOptimizer")
@@ -723,48 +676,30 @@ def sharded_as_zero(place: Place) -> Difference:
         warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
         from torch.distributed.optim import ZeroRedundancyOptimizer
     pair = Pair.made(place, make=adamw, in_backward={"shard": True})
-    zero = ZeroRedundancyOptimizer(
+    pair.other = ZeroRedundancyOptimizer(
         pair.theirs.parameters(), torch.optim.AdamW, lr=0.01, eps=1e-3, parameters_as_bucket_view=False
     )
-    pair.other = zero
-    pair.mine._dp_compile_sharded = True  # type: ignore[attr-defined]
     pair.train()
-    zero.consolidate_state_dict(to=0)
-    mine = dp_compile.optim.full_state_dict(pair.mine, to=0)
-    found = pair.compared()
-    if dist.get_rank() == 0:
-        states = [
-            {f"{key} of parameter {index}": value for index, each in side.items() for key, value in each.items()}
-            for side in (mine["state"], zero.state_dict()["state"])
-        ]
-        of_states = compared(states[0], states[1], found.tolerance)
-        found = max((found, of_states), key=lambda each: (bool(each.name), each.largest))
-    return found
+    pair.other.consolidate_state_dict(to=0)
+    return pair.compared(states=dist.get_rank() == 0)
 
 
-@_feature("shard=True, clipped, scaled, inf on one rank")
-def sharded_and_scaled(place: Place) -> Difference:
-    return _sharded(place, max_norm=0.1, scaled=True)
-
-
-@_feature("shard=True, bf16 on the wire")
-def sharded_bf16(place: Place) -> Difference:
-    pair = Pair.made(place, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)}, in_backward={"shard": True})
-    dist._register_comm_hook(pair.theirs.reducer, None, default_hooks.bf16_compress_hook)  # type: ignore[attr-defined]
-    pair.mine._dp_compile_sharded = True  # type: ignore[attr-defined]
-    return pair.train().compared(_of_half(place))
-
-
-@_feature("overlap_forward=True")
-def overlapped(place: Place) -> Difference:
-    pair = Pair.made(place, in_backward={"overlap_forward": True}).train()
-    dp_compile.optim.synchronize(pair.ours)
-    return pair.compared()
-
-
-@_feature("shard=True, overlap_forward=True")
-def sharded_and_overlapped(place: Place) -> Difference:
-    return _sharded(place, overlap_forward=True)
+_pair(
+    "shard=True, clipped, scaled, inf on one rank",
+    in_backward={"shard": True},
+    max_norm=0.1,
+    scaled=True,
+    tolerance=at_least(1e-6),
+)
+_pair(
+    "shard=True, bf16 on the wire",
+    config=_BF16_WIRE,
+    hook=(None, _BF16_HOOK),
+    in_backward={"shard": True},
+    tolerance=of_half,
+)
+_pair("overlap_forward=True", in_backward={"overlap_forward": True})
+_pair("shard=True, overlap_forward=True", in_backward={"shard": True, "overlap_forward": True})
 
 
 # --- parameters in the place of gradients -------------------------------------------------------------------------
@@ -796,7 +731,7 @@ def decentralized(place: Place) -> Difference:
     theirs = copy.deepcopy(ours)
     plain = functools.partial(torch.optim.SGD, lr=0.1)
     config = dp_compile.ReplicateConfig(backend=place.compiler)
-    dp_compile.decentralize(
+    decentralize(
         ours, topology="complete", optimizer=plain(ours.parameters()), bucket_size_in_mb=SMALL_MB, config=config
     )
     place.exits.callback(_unreplicated, ours)
@@ -817,43 +752,23 @@ def decentralized(place: Place) -> Difference:
 
 # --- four ranks ---------------------------------------------------------------------------------------------------
 
-
-@_feature("two levels of network, 2 x 2", ranks=(4,))
-def two_levels(place: Place) -> Difference:
-    mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
-    return Pair.made(place, device_mesh=mesh).train().compared(LOOSE)
-
-
-@_feature("two levels of network, bf16 on the wire", ranks=(4,))
-def two_levels_bf16(place: Place) -> Difference:
-    mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("between", "inside"))
-    pair = Pair.made(place, device_mesh=mesh, config={"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)})
-    return pair.train().compared(2e-2)
+_pair("two levels of network, 2 x 2", levels=True, ranks=(4,), tolerance=LOOSE)
+_pair("two levels of network, bf16 on the wire", levels=True, config=_BF16_WIRE, ranks=(4,), tolerance=2e-2)
 
 
 @_feature("tensor parallel, 2 x 2", ranks=(4,))
 def tensor_parallel(place: Place) -> Difference:
-    """Beside the same model whole on each rank, in torch's DDP over the ranks that have other data."""
+    """The reference is the same model whole on each rank, in torch's DDP over the ranks that have other data."""
     mesh = init_device_mesh(place.device.type, (2, 2), mesh_dim_names=("dp", "tp"))
-    torch.manual_seed(0)
-    ours = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).to(place.device)
-    theirs = DistributedDataParallel(copy.deepcopy(ours), process_group=mesh["dp"].get_group())
-    parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    dp_compile.replicate(ours, device_mesh=mesh["dp"], config=place.config())
-    place.exits.callback(_unreplicated, ours)
-    run, mine, other = torch.compile(ours, backend=place.compiler), sgd(ours.parameters()), sgd(theirs.parameters())
-    dp_rank = mesh.get_local_rank("dp")
-    for number in range(STEPS):
-        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1000 * number + dp_rank)).to(place.device)
-        with place.is_eager():
-            loss_of(run(x)).backward()
-        loss_of(theirs(x)).backward()
-        for optimizer in (mine, other):
-            optimizer.step()
-            optimizer.zero_grad()
-    check_way(place, ours, STEPS)
-    whole = {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in ours.named_parameters()}
-    return compared(named(whole.items()), named(theirs.module.named_parameters()), LOOSE)
+    pair = Pair.made(
+        place,
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
+        ddp={"process_group": mesh["dp"].get_group()},
+        prepare=lambda ours: parallelize_module(ours, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+        device_mesh=mesh["dp"],
+    )
+    pair.data_rank = mesh.get_local_rank("dp")
+    return pair.train().compared(LOOSE, states=False)
 
 
 FEATURES: Final = tuple(_features)
@@ -871,129 +786,56 @@ def run_feature(
 ) -> Verdict:
     """Run a feature in the default process group; every rank calls it. Raises nothing that the feature raises.
 
-    What a rank has found the others learn through the store. If one fails, collectives in which others wait for it are
-    aborted after `GRACE_S`; so are those of all ranks after `within_s`. The default group is then made again, so the
-    next feature can run.
+    What a rank has found the others learn through the store. If the feature raises on a rank, the default group is made
+    again, so the next feature can run.
 
     Args:
         feature: of `FEATURES`.
         device: of this rank's model; its type has to be one that the group works on.
         captured: whether backwards are captured, or eager.
         compiler: of forward and backward: `aot_eager` or `inductor`.
-        within_s: how long it may take, seconds.
+        within_s: how long this rank waits for the others once it has ended, seconds; at most `GRACE_S` if it failed.
 
     Raises:
-        RuntimeError: a rank has not ended though its collectives were aborted: no other feature can run.
+        RuntimeError: a rank has not ended: no other feature can run in these processes.
     """
     place_device, started, topic = torch.device(device), time.monotonic(), f"dp_compile.features/{next(_runs)}"
     way = CAPTURED if captured else EAGER
-    store = _store()
+    if not _first_store:
+        _first_store.append(dist.distributed_c10d._get_default_store())
+    store = _first_store[0].clone()  # no other thread holds this connection while it waits
     own: dict[str, Any] = {"passed": False, "broken": True, "detail": "", "largest": math.inf}
     torch._dynamo.reset()
-    with _watched(store, topic, within_s) as watch:
-        try:
-            with contextlib.ExitStack() as exits, warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = feature.run(Place(place_device, compiler, captured, exits))
-                if place_device.type != "cpu":
-                    torch.accelerator.synchronize(place_device)
-            own |= {
-                "passed": not result.name,
-                "broken": False,
-                "detail": str(result),
-                "largest": result.largest,
-            }
-        except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            text = (str(error).strip() or "no text").splitlines()
-            own["detail"] = f"{type(error).__name__}: {' '.join(text[:3])} ({last.filename}:{last.lineno})"
-            if watch.aborted:
-                own["detail"] = f"{watch.aborted}; {own['detail']}"
-        watch.publish(own)
-    everyone = _collected(store, topic, max(started + within_s, time.monotonic()) + 2 * GRACE_S)
-    if missing := [rank for rank, each in enumerate(everyone) if each is None]:
-        raise RuntimeError(
-            f"ranks {missing} have not ended {feature.name!r}, {way}, so no other feature can run. "
-            f"This rank: {own['detail']}"
-        )
-    if any(each["broken"] for each in everyone if each):
+    try:
+        with contextlib.ExitStack() as exits, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = feature.run(Place(place_device, compiler, captured, exits))
+            if place_device.type != "cpu":
+                torch.accelerator.synchronize(place_device)
+        own = {"passed": not result.name, "broken": False, "detail": str(result), "largest": result.largest}
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        text = (str(error).strip() or "no text").splitlines()
+        own["detail"] = f"{type(error).__name__}: {' '.join(text[:3])} ({last.filename}:{last.lineno})"
+    store.set(f"{topic}/{dist.get_rank()}", json.dumps(own))
+    found: list[dict[str, Any]] = []
+    until = time.monotonic() + (min(GRACE_S, within_s) if own["broken"] else within_s)
+    for rank in range(dist.get_world_size()):
+        while not store.check([f"{topic}/{rank}"]):
+            if time.monotonic() > until:
+                raise RuntimeError(f"rank {rank} has not ended {feature.name!r}, {way}. This rank: {own['detail']}")
+            time.sleep(0.01)
+        found.append(json.loads(store.get(f"{topic}/{rank}")))
+    if any(each["broken"] for each in found):
         _start_again(store, topic)
-    found = [each for each in everyone if each]
     failed = [f"rank {rank}: {each['detail']}" for rank, each in enumerate(found) if not each["passed"]]
-    largest = max(each["largest"] for each in found)
     detail = " | ".join(failed) or max((each["detail"] for each in found), key=len)
+    largest = max(each["largest"] for each in found)
     return Verdict(feature.name, way, not failed, detail, largest, time.monotonic() - started)
 
 
-def _store() -> Any:
-    """A connection of its own to the store of the default group, which no other thread holds while it waits."""
-    if not _first_store:
-        _first_store.append(dist.distributed_c10d._get_default_store())
-    return _first_store[0].clone()
-
-
-@dataclass
-class _Watch:
-    publish: Callable[[Mapping[str, Any]], None]
-    aborted: str = ""
-    """Why collectives were aborted, if they were."""
-
-
-@contextlib.contextmanager
-def _watched(store: Any, topic: str, within_s: float) -> Iterator[_Watch]:
-    """Abort the collectives of this rank where it waits for ranks that have failed, or for too long."""
-    rank, ranks, ended = dist.get_rank(), dist.get_world_size(), threading.Event()
-    others = [f"{topic}/broken/{other}" for other in range(ranks) if other != rank]
-    own_store = _first_store[0].clone()
-
-    def publish(own: Mapping[str, Any]) -> None:
-        ended.set()
-        if own["broken"]:
-            store.set(f"{topic}/broken/{rank}", "1")
-        store.set(f"{topic}/{rank}", json.dumps(dict(own)))
-
-    watch = _Watch(publish)
-
-    def look() -> None:
-        until, reason = time.monotonic() + within_s, f"has not ended within {within_s:g} s"
-        while not ended.wait(0.2):
-            if not watch.aborted and (failed := [key for key in others if own_store.check([key])]):
-                watch.aborted = reason = f"waited for rank {failed[0].rpartition('/')[2]}, which has failed"
-                until = min(until, time.monotonic() + GRACE_S)
-            if time.monotonic() > until:
-                watch.aborted = reason
-                _abort()
-                return
-
-    thread = threading.Thread(target=look, name="features: watch", daemon=True)
-    thread.start()
-    try:
-        yield watch
-    finally:
-        ended.set()
-        thread.join(5.0)
-
-
-def _abort() -> None:
-    """End all collectives that this rank waits for, of all groups. Those waits raise."""
-    for group in tuple(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(Exception):
-            group.abort()
-
-
-def _collected(store: Any, topic: str, until: float) -> list[dict[str, Any] | None]:
-    """What each rank has published, `None` where it has not until then."""
-    found: list[dict[str, Any] | None] = []
-    for rank in range(dist.get_world_size()):
-        key = f"{topic}/{rank}"
-        while not store.check([key]) and time.monotonic() < until:
-            time.sleep(0.01)
-        found.append(json.loads(store.get(key)) if store.check([key]) else None)
-    return found
-
-
 def _start_again(store: Any, topic: str) -> None:
-    """Make the default process group once more: what a failed collective has left behind is gone."""
+    """Make the default process group once more, without what a failed collective has left in it."""
     world = dist.group.WORLD
     assert world is not None
     rank, ranks, bound = dist.get_rank(), dist.get_world_size(), world.bound_device_id

@@ -37,7 +37,7 @@ PATIENCE = 3
 """By how much limits of a rehearsal are longer. Two idle cores take less than a GPU is given, but cores are shared."""
 STOPPED = "was stopped"
 MOST_DEATHS = 4
-GRACE_S = 25.0
+GRACE_S = 10.0
 """How long the other ranks of a group may go on after one of them died."""
 CACHE = Path(os.environ.get("DP_COMPILE_GPU_CACHE", "/tmp/dp_compile_gpu"))
 """Compiled code: the second part finds what the first has compiled, on the same warm machine."""
@@ -552,7 +552,8 @@ def probe() -> dict[str, Any]:
 
 def missing(seen: Mapping[str, Any], *, rehearse: bool) -> list[str]:
     """What is not there, each with what to do."""
-    lacks = [f"no Python package {name}: pip install it" for name in NEEDED if importlib.util.find_spec(name) is None]
+    needed = NEEDED if rehearse else (*NEEDED, "triton")  # Inductor needs it on a GPU
+    lacks = [f"no Python package {name}: pip install it" for name in needed if importlib.util.find_spec(name) is None]
     if "torch" not in seen:
         return [*lacks, f"torch cannot be imported: {seen.get('error', '')}"]
     version = tuple(int(part) for part in seen["torch"].split("+")[0].split(".")[:2])
@@ -566,8 +567,6 @@ def missing(seen: Mapping[str, Any], *, rehearse: bool) -> list[str]:
         lacks.append("no GPU that torch can use: nvidia-smi says whether the driver sees one; or --rehearse")
     elif not any(seen["nccl"]):
         lacks.append("torch was built without NCCL")
-    if importlib.util.find_spec("triton") is None:
-        lacks.append("no Python package triton, which Inductor needs on a GPU")
     return lacks
 
 

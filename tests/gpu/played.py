@@ -110,6 +110,8 @@ def be(device: SimpleNamespace) -> None:
     from torch._inductor import codecache
     from torch._inductor.runtime.hints import DeviceProperties
     from torch.utils._triton import triton_hash_with_backend
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
 
     capability = device.major, device.minor
     for owner in (CudaInterface, CudaInterface.Worker, torch.cuda):
@@ -128,21 +130,10 @@ def be(device: SimpleNamespace) -> None:
     # `torch.cuda.is_available` stays False: fake tensors would ask the device for more.
     torch.cuda.get_device_capability = lambda *_: capability
     torch.cuda.device_count = lambda: 1
-    set_triton_target(device)
-    codecache.triton_key.clear()
-    for asked in (DeviceProperties.create, triton_hash_with_backend, codecache.CacheBase.get_system):
-        asked.cache_clear()
-
-
-def set_triton_target(device: SimpleNamespace = H100) -> None:
-    """Triton asks its driver what to compile for."""
-    import torch
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver
-
+    # Triton asks its driver what to compile for.
     driver.set_active(
         SimpleNamespace(
-            get_current_target=lambda: GPUTarget("cuda", device.major * 10 + device.minor, device.warp_size),
+            get_current_target=lambda: GPUTarget("cuda", capability[0] * 10 + capability[1], device.warp_size),
             get_current_device=lambda: 0,
             get_active_torch_device=lambda: torch.device("cuda", 0),
             get_current_stream=lambda _=None: 0,
@@ -151,3 +142,6 @@ def set_triton_target(device: SimpleNamespace = H100) -> None:
             binary_ext="cubin",
         )
     )
+    codecache.triton_key.clear()
+    for asked in (DeviceProperties.create, triton_hash_with_backend, codecache.CacheBase.get_system):
+        asked.cache_clear()

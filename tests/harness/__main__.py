@@ -36,7 +36,7 @@ import torch  # noqa: E402
 from harness import fuzz, graphs, parity  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from dp_compile.testing.ranks import Ranks  # noqa: E402
+from dp_compile.testing.ranks import RankError, Ranks  # noqa: E402
 
 RANKS = 2
 
@@ -56,11 +56,14 @@ def _fuzz(ranks: Ranks) -> dict[str, str]:
     lines = []
     for text in tqdm(texts, "fuzz", leave=False):
         try:
-            case = fuzz.parse(text)
+            outcomes = ranks.run(fuzz.fuzzing.run_case, fuzz.parse(text))
         except TypeError as error:
             lines.append(f"{str(error).partition('()')[2].strip()}: {text}")
             continue
-        outcomes = ranks.run(fuzz.fuzzing.run_case, case)
+        except RankError as error:
+            lines.append(f"RAISES {text}")
+            print(f"{text}\n{error}", file=sys.stderr)
+            continue
         different = next((each.difference for each in outcomes if each.difference), "")
         lines.append(f"{'DIFFERS' if different else outcomes[0].digest} {text}")
     return {"fuzz.txt": "\n".join(lines) + "\n"}

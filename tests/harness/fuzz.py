@@ -54,6 +54,6 @@ def parse(text: str) -> fuzzing.FuzzCase:
     Raises:
         TypeError: it names an option that the fuzzer does not have.
     """
-    names = {name: getattr(fuzzing, name) for name in ("BlockSpec", "FuzzCase", "Micro", "Step")}
+    names = {name: getattr(fuzzing, name) for name in ("BlockSpec", "Failure", "FuzzCase", "Micro", "Step")}
     case: fuzzing.FuzzCase = eval(text, {"__builtins__": {}}, names)
     return case

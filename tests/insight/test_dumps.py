@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from torch import fx, nn
 
 import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.cli.main import main
-from dp_compile.config import DUMP_VARIABLE, ReplicateConfig, dump_directory
+from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
 from dp_compile.engine import compilation
 from dp_compile.errors import InvalidGraphError
 from dp_compile.insight import dumps
 from dp_compile.insight.dumps import captures_in
-from dp_compile.insight.step import Step
 from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
@@ -87,110 +83,6 @@ def test_the_files_of_a_backward(tmp_path: Path) -> None:
     _, _, whole = (capture / "1-analysed.txt").read_text().partition("# As torch prints it\n")
     assert "torch.ops.dp_compile.reduce_grad" in whole
     assert "all_reduce" in (capture / "5-code.txt").read_text()
-
-
-def test_the_graph_that_the_pipeline_gets_as_a_person_reads_it(tmp_path: Path) -> None:
-    train(mlp(), tmp_path)
-    assert_expected_inline(
-        short(tmp_path / "rank0/capture0/1-analysed.txt"),
-        """\
-   ... 3 inputs
-   2.weight: float32[4, 16]
-   ... 2 inputs
-   2.bias: float32[4]
-   0.bias: float32[16]
-   0.weight: float32[16, 8]
-   flags: float32[55]
-   ... 13 nodes: t 4, mm 2, mul 2, expand 1, new_empty_strided 1, pow 1, other 2
-   grad 2.bias = copy(new_empty_strided, view): float32[4]
-   reduced 2.bias = reduce_grad(grad 2.bias): float32[4]
-   ... 2 nodes: new_empty_strided 1, t 1
-   grad 2.weight = copy(new_empty_strided, t): float32[4, 16]
-   reduced 2.weight = reduce_grad(grad 2.weight): float32[4, 16]
-   ... 7 nodes: t 2, gelu_backward 1, mm 1, new_empty_strided 1, sum 1, view 1
-   grad 0.bias = copy(new_empty_strided, view): float32[16]
-   reduced 0.bias = reduce_grad(grad 0.bias): float32[16]
-   ... 2 nodes: new_empty_strided 1, t 1
-   grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
-   reduced 0.weight = reduce_grad(grad 0.weight): float32[16, 8]
-   reduced flags = reduce_grad(flags): float32[55]
-   return 5 tensors: reduced flags, reduced 2.weight, .. 2 more .., reduced 0.weight
-   5 reductions found
-""",
-    )
-
-
-def test_the_final_graph_as_a_person_reads_it(tmp_path: Path) -> None:
-    train(mlp(), tmp_path)
-    assert_expected_inline(
-        short(tmp_path / "rank0/capture0/3-schedule-collectives.txt"),
-        """\
-   ... 3 inputs
-   2.weight: float32[4, 16]
-   ... 2 inputs
-   2.bias: float32[4]
-   0.bias: float32[16]
-   0.weight: float32[16, 8]
-   flags: float32[55]
-   ... 13 nodes: t 4, mm 2, mul 2, expand 1, new_empty_strided 1, pow 1, other 2
-   grad 2.bias = copy(new_empty_strided, view): float32[4]
-   ... 2 nodes: new_empty_strided 1, t 1
-   grad 2.weight = copy(new_empty_strided, t): float32[4, 16]
-   ... 4 nodes: gelu_backward 1, new_empty_strided 1, sum 1, view 1
-   grad 0.bias = copy(new_empty_strided, view): float32[16]
-   bucket 0 = flat_bucket([grad 2.bias, grad 2.weight, grad 0.bias]): float32[96]
->> launch 0 = all_reduce(bucket 0, sum, 0): float32[96]
-   ... 5 nodes: t 3, mm 1, new_empty_strided 1
-   grad 0.weight = copy(new_empty_strided, t): float32[16, 8]
-   bucket 1 = flat_bucket([grad 0.weight, flags]): float32[183]
->> launch 1 = all_reduce(bucket 1, sum, 0): float32[183]
-<< wait 0 = wait_tensor(launch 0): float32[96]
-<< wait 1 = wait_tensor(launch 1): float32[183]
-   reduced 2.bias = as_strided(wait 0): float32[4]
-   reduced 2.weight = as_strided(wait 0): float32[4, 16]
-   reduced 0.bias = as_strided(wait 0): float32[16]
-   reduced 0.weight = as_strided(wait 1): float32[16, 8]
-   reduced flags = as_strided(wait 1): float32[55]
-   return 5 tensors: reduced flags, reduced 2.weight, .. 2 more .., reduced 0.weight
-""",
-    )
-
-
-def test_the_captured_graph_has_the_same_names(tmp_path: Path) -> None:
-    train(mlp(), tmp_path)
-    text = (tmp_path / "rank0/capture0/0-captured.txt").read_text()
-    for name in ("0.weight", "0.bias", "2.weight", "2.bias"):
-        assert re.search(rf"^   {name} = getitem\(input\): ", text, re.MULTILINE)
-        assert f"   reduced {name} = reduce_grad(grad {name}): " in text
-
-
-def test_several_modules_do_not_mix(tmp_path: Path) -> None:
-    first, second = mlp(), nn.Linear(8, 2)
-    train(first, tmp_path)
-    train(second, tmp_path)
-    one, other = captures_in(tmp_path)
-    assert (dumps.observer.directory(replica_of(first)), dumps.observer.directory(replica_of(second))) == (one, other)
-    for model, path in ((first, one), (second, other)):
-        assert (
-            Step.from_json((path / "step.json").read_text()).plan.signature()
-            == dp_compile.report(model).plan.signature()
-        )
-    assert "0.weight" in (one / "1-analysed.txt").read_text()
-    assert "0.weight" not in (other / "1-analysed.txt").read_text()
-
-
-def test_two_modules_in_one_backward_keep_their_names_apart(tmp_path: Path) -> None:
-    config = ReplicateConfig(backend="aot_eager")
-    models = [dp_compile.replicate(mlp(), config=config) for _ in range(2)]
-    x = torch.randn(3, 8)
-    with dumped_to(tmp_path):
-        sum(torch.compile(model, backend="aot_eager")(x).square().sum() for model in models).backward()  # type: ignore[union-attr]
-    text = short(only_capture(tmp_path) / "3-schedule-collectives.txt")
-    assert "launch 0.0" in text
-    assert "launch 1.0" in text
-    assert "reduced 1:0.weight" in text
-    assert "   0:0.weight: float32[16, 8]" in text
-    assert text.count("\n>> ") == 2
 
 
 def test_one_dump_for_each_compilation_and_none_for_a_later_step(
@@ -293,18 +185,6 @@ def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path: Path) -> None:
 # --- the option -------------------------------------------------------------------------------------------------
 
 
-def test_who_says_where() -> None:
-    assert dump_directory({}) is None
-    assert dump_directory({DUMP_VARIABLE: ""}) is None
-    assert dump_directory({DUMP_VARIABLE: "here"}) == "here"
-
-
-def test_the_environment_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(DUMP_VARIABLE, str(tmp_path))
-    train(mlp(), None)
-    assert len(captures_in(tmp_path)) == 1
-
-
 # --- the command ------------------------------------------------------------------------------------------------
 
 
@@ -326,22 +206,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ):
         assert main(["dump", *arguments]) == 2
         assert message in capsys.readouterr().err
-
-
-def test_captures_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    for name in ("rank1/capture0", "rank0/capture10", "rank0/capture2", "rank10/capture1"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "plan.txt").write_text("")
-    expected = ["rank0/capture2", "rank0/capture10", "rank1/capture0", "rank10/capture1"]
-    assert [str(path.relative_to(tmp_path)) for path in captures_in(tmp_path)] == expected
-    assert captures_in(tmp_path / "rank1" / "capture0") == [tmp_path / "rank1" / "capture0"]
-
-
-def test_the_versions(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--version"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"dp-compile {version('dp_compile')}, torch ")
 
 
 # --- tlparse ----------------------------------------------------------------------------------------------------

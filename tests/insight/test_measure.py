@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import inspect
 import logging
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from graphs import bucket_key
 from torch import nn
+from torch._dynamo import utils as dynamo_utils
 
 import dp_compile
 from dp_compile._torch import compiler, distributed
+from dp_compile.engine import calibration
 from dp_compile.engine.bucket_events import BucketEvents
-from dp_compile.engine.launch_clock import BLOCKED_S, LaunchClock
 from dp_compile.engine.observers import Audience, BackwardListener
 from dp_compile.insight.observe import step_of
-from dp_compile.insight.step import MeasuredBucket, MeasuredStep, typical_step
+from dp_compile.insight.step import MeasuredStep, typical_step
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Layout
 from dp_compile.testing.ranks import Ranks
 
@@ -74,26 +76,6 @@ class TestWhichBucket:
         notes = Notes()
         return notes, BucketEvents([BucketPlan(tuple(buckets))], Audience((notes,)))
 
-    def test_waits_out_of_order(self) -> None:
-        notes, events = self.listen([bucket_of(4), bucket_of(5)])
-        launch, wait = torch.ops._c10d_functional.all_reduce, torch.ops._c10d_functional.wait_tensor
-        with events:
-            one, two = launch(torch.ones(4), "sum", name()), launch(torch.ones(5), "sum", name())
-            wait(two)
-            wait(one)
-        assert notes.heard == ["launch 0.0", "launch 0.1", "wait 0.1", "wait 0.0"]
-
-    def test_in_place_and_grouped(self) -> None:
-        """Inductor launches in place; a grouped collective has a wait for each tensor."""
-        notes, events = self.listen([bucket_of(4), bucket_of(2, 3, apart=True)])
-        ops = torch.ops._c10d_functional
-        with events:
-            flat = ops.all_reduce_(torch.ones(4), "sum", name())
-            apart = ops.all_reduce_coalesced_([torch.ones(2), torch.ones(3)], "sum", name())
-            for each in (flat, *apart):
-                ops.wait_tensor(each)
-        assert notes.heard == ["launch 0.0", "launch 0.1", "wait 0.0", "wait 0.1", "wait 0.1"]
-
     def test_code_that_draws_random_numbers_once_more(self) -> None:
         """As code of activation checkpointing does, by a higher order op: torch refuses those in a mode by default."""
         notes, events = self.listen([bucket_of(4)])
@@ -120,28 +102,6 @@ def name() -> str:
     group = dist.group.WORLD
     assert group is not None
     return distributed.group_name(group)
-
-
-def test_a_wait_that_returns_at_once_says_nothing_about_the_finish() -> None:
-    clock = LaunchClock(torch.device("cpu"))
-    for bucket in (0, 1):
-        with clock.launch(0, bucket):
-            pass
-    with clock.wait(0, 1):
-        while clock._waits == [] and LaunchClock(torch.device("cpu")).start_s_after(clock) < 20 * BLOCKED_S:
-            pass
-    with clock.wait(0, 0):
-        pass
-    clock.__exit__(None)
-    buckets = clock.buckets(2)
-    assert buckets is not None
-    (first, second), seen = buckets, clock.result()
-    assert second.finish_s == pytest.approx(second.wait_s + second.waited_s)
-    assert second.waited_s > BLOCKED_S
-    assert seen is not None
-    assert seen.launch_s == (first.launch_s, second.launch_s)
-    assert seen.backward_s == second.wait_s <= first.wait_s
-    assert clock.buckets(3) is None
 
 
 # --- measure() ----------------------------------------------------------------------------------------------------
@@ -193,18 +153,6 @@ def test_what_is_not_measured_has_a_reason() -> None:
     assert measurement.why_not == "1 backward: code was compiled in it"
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_hooks_that_run_eagerly_are_measured_too() -> None:
-    model = dp_compile.replicate(mlp(), config=CONFIG, bucket_cap_mb=0.0004)
-    run = torch.compile(model, backend="aot_eager")
-    train(model, run, 1)
-    with torch.autograd.set_detect_anomaly(True, check_nan=False), dp_compile.measure(model) as measurement:
-        train(model, run, 3)
-    assert measurement.step is not None
-    assert len(measurement.backwards) == 3
-    assert len(measurement.step.buckets) == len(step_of(model).plan.buckets) > 1
-
-
 def comm_hook(model: nn.Module) -> Iterator[None]:
     assert isinstance(model, dp_compile.ReplicatedModule)
     model.register_comm_hook(None, as_it_is)
@@ -220,21 +168,6 @@ def as_it_is(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch
     return done
 
 
-def without_passes(model: nn.Module) -> Iterator[None]:
-    run = torch.compile(model, backend="aot_eager")
-    train(model, run, 2)
-    yield
-    train(model, run, 1)
-
-
-def two_modules(model: nn.Module) -> Iterator[None]:
-    other = dp_compile.replicate(mlp(), config=CONFIG)
-    run = torch.compile(nn.Sequential(model, other), backend="aot_eager")
-    train(other, run, 2)
-    yield
-    train(other, run, 1)
-
-
 def no_backward(model: nn.Module) -> Iterator[None]:
     train(model, torch.compile(model, backend="aot_eager"), 2)
     yield
@@ -242,18 +175,14 @@ def no_backward(model: nn.Module) -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.parametrize(
-    ("scenario", "options", "reason"),
+    ("scenario", "reason"),
     [
-        (comm_hook, {}, "1 backward: torch's C\\+\\+ reducer reduces it"),
-        (without_passes, {"passes": ()}, "1 backward: no pass makes buckets"),
-        (two_modules, {}, "1 backward: it is of several replicated modules"),
-        (no_backward, {}, "no synchronised backward has ended inside the block"),
+        (comm_hook, "1 backward: torch's C\\+\\+ reducer reduces it"),
+        (no_backward, "no synchronised backward has ended inside the block"),
     ],
 )
-def test_nothing_to_measure_is_a_warning(
-    scenario: Any, options: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = dp_compile.replicate(mlp(), config=CONFIG, **options)
+def test_nothing_to_measure_is_a_warning(scenario: Any, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = dp_compile.replicate(mlp(), config=CONFIG)
     steps = scenario(model)
     next(steps)
     caplog.clear()
@@ -306,19 +235,119 @@ def test_one_rank_measures_alone_and_a_new_plan_comes_in_between(ranks2: Ranks) 
 # --- the median ---------------------------------------------------------------------------------------------------
 
 
-def test_the_typical_step() -> None:
-    def step(launch_s: float, finish_s: float | None, step_s: float | None) -> MeasuredStep:
-        bucket = MeasuredBucket(launch_s, finish_s, 0.5, wait_s=2 * launch_s)
-        return MeasuredStep(3 * launch_s, (bucket,), "clock", 1, step_s=step_s)
-
-    fast, middle, slow = step(1.0, 4.0, 9.0), step(2.0, None, 11.0), step(4.0, 6.0, None)
-    assert typical_step([slow, fast, middle]) == dataclasses.replace(middle, step_s=6.0 + (6.0 + 5.0) / 2)
-    assert typical_step([fast, slow]) == fast
-
-
 def test_a_typical_step_is_longer_than_its_backward() -> None:
     """The median backward is the last one, whose step is not known, and the others' steps are shorter."""
     known = [MeasuredStep(seconds, (), "clock", step_s=seconds + 0.5) for seconds in (1.0, 2.0, 9.0)]
     last = MeasuredStep(4.0, (), "clock")
     assert typical_step([known[0], known[1], last]).step_s == 2.5
     assert typical_step([known[0], last, known[2]]).step_s == 4.5
+
+
+# --- measured when asked for, and what is logged ---------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_nothing_is_measured_unasked() -> None:
+    """No clock is made, and no mode sees the ops of compiled code."""
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    with (
+        mock.patch("dp_compile.engine.launch_clock.LaunchClock.__init__", side_effect=AssertionError) as clock,
+        mock.patch.object(BucketEvents, "__torch_dispatch__", side_effect=AssertionError) as mode,
+    ):
+        train(model, torch.compile(model, backend="aot_eager"), 5)
+    clock.assert_not_called()
+    mode.assert_not_called()
+    assert dp_compile.step_of(model).measured is None
+    assert str(dp_compile.explain(model)).startswith("Estimated, not measured: ")
+    assert " ms" not in str(dp_compile.report(model))
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_ops_are_listened_to_without_dynamo_around_each() -> None:
+    """torch wraps what a mode does with an op in what takes longer than the op: a backward would seem twice as long."""
+    dispatch = BucketEvents.__torch_dispatch__
+    assert inspect.unwrap(dispatch) is dispatch
+    assert not hasattr(dispatch, "_torchdynamo_disable")
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    run = torch.compile(model, backend="aot_eager")
+    train(model, run, 2)
+    dynamo_utils.counters.clear()
+    with dp_compile.measure(model) as measurement:
+        train(model, run, 3)
+    assert len(measurement.backwards) == 3
+    assert not dynamo_utils.counters["frames"]  # Dynamo is off there anyway
+
+
+class Breaks(nn.Module):
+    """Its backward breaks: a hook on an activation looks at a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        if y.requires_grad:
+            y.register_hook(look_at_it)
+        return self.two(y)
+
+
+def look_at_it(grad: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_backward_that_breaks_is_measured_and_the_log_says_what_broke_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = dp_compile.replicate(Breaks(), config=CONFIG)
+    train(model, torch.compile(model, backend="aot_eager"), 3)
+    assert not dp_compile.step_of(model).deferred
+    (said,) = [each.message for each in caplog.records if "its hooks run eagerly" in each.message]
+    assert "look_at_it" in said
+    with dp_compile.measure(model) as measurement:
+        train(model, torch.compile(model, backend="aot_eager"), 2)
+    assert measurement.step is not None
+    assert len(measurement.step.buckets) == len(dp_compile.step_of(model).plan.buckets)
+
+
+# --- what an all-reduce costs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_sweep_that_shows_no_bandwidth_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that does other things: one sweep in which small messages took as long as large ones is no result."""
+    sweeps: list[int] = []
+
+    def seconds(nbytes: int, *_: object) -> float:
+        sweeps.append(nbytes)
+        return 1e-3 if sweeps.count(nbytes) <= busy else 1e-4 + 1e-8 * nbytes
+
+    monkeypatch.setattr(calibration, "_seconds", seconds)
+    monkeypatch.setattr(calibration, "_known", {})
+    busy = 1
+    cost = calibration.calibrate().cost
+    assert cost.beta_s_per_byte > 0
+    assert len(sweeps) == 2 * len(calibration.SIZES)
+    sweeps.clear()
+    busy = calibration.SWEEPS
+    with pytest.raises(
+        dp_compile.ConfigError,
+        match=r"1,024 to 16,777,216 bytes took 1 to 1 ms, not more for more bytes, in 3 sweeps\. Calibrate again when",
+    ):
+        calibration.calibrate()
+    assert len(sweeps) == 3 * len(calibration.SIZES)
+
+
+# --- what was silent ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_late_compilation_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    model = dp_compile.replicate(mlp(), config=CONFIG)
+    run = torch.compile(model, backend="aot_eager")
+    train(model, run, 12)
+    assert not [each for each in caplog.records if "compiled anew" in each.message]
+    train(model, run, 1, batch=6)
+    (said,) = [each.message for each in caplog.records if "compiled anew" in each.message]
+    assert said.startswith("synchronised backward 13 was compiled anew: the step took ")
+    train(model, run, 2, batch=6)
+    assert sum("compiled anew" in each.message for each in caplog.records) == 1

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,10 +19,7 @@ from dp_compile.insight.explain import SHORTEST_S, Explanation, explanation_of
 from dp_compile.insight.measure import Measurement
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.predict import predict
-from dp_compile.insight.profile import measured_step
 from dp_compile.insight.step import Step
-from dp_compile.insight.timeline import COMPUTE, EXPOSED, events_of, timeline_page
-from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.0002)
 WAYS: dict[str, dict[str, Any]] = {
@@ -35,31 +29,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "sharded": {"shard": True},
     "sharded crossing": {"shard": True, "overlap_forward": True},
 }
-LATE_S = 0.06
 
 
-def mlp(width: int = 8) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(width, width), nn.Tanh())))
-
-
-class Loop:
-    """A model that trains one way."""
-
-    def __init__(
-        self, way: str, config: dp_compile.ReplicateConfig = CONFIG, build: Callable[[], nn.Module] = mlp
-    ) -> None:
-        torch._dynamo.reset()
-        self.model = dp_compile.replicate(build(), config=config)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
-        dp_compile.optim.in_backward(self.model, self.optimizer, **WAYS[way])
-        self.run = torch.compile(self.model, backend="dp_compile" if "overlap_forward" in WAYS[way] else "aot_eager")
-
-    def train(self, times: int) -> None:
-        for _ in range(times):
-            self.run(torch.ones(4, 8)).sum().backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+def train(run: Any, optimizer: torch.optim.Optimizer, times: int) -> None:
+    for _ in range(times):
+        run(torch.ones(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 class Seen(NamedTuple):
@@ -73,15 +49,22 @@ class Seen(NamedTuple):
 def seen(fake_group: dist.ProcessGroup, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """Each way once: compiled and dumped, then measured in three backwards."""
     found = {}
-    for way in WAYS:
+    for way, options in WAYS.items():
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
+        dp_compile.replicate(model, config=CONFIG)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        dp_compile.optim.in_backward(model, optimizer, **options)
+        run = torch.compile(model, backend="dp_compile" if "overlap_forward" in options else "aot_eager")
+
         dump = tmp_path_factory.mktemp("dump") / way
-        loop = Loop(way, CONFIG)
         with mock.patch.dict(os.environ, {DUMP_VARIABLE: str(dump)}):
-            loop.train(2)
-        with dp_compile.measure(loop.model) as measurement:
-            loop.train(3)
-        report, explanation = str(dp_compile.report(loop.model)), dp_compile.explain(loop.model)
-        found[way] = Seen(step_of(loop.model), measurement, report, explanation)
+            train(run, optimizer, 2)
+        with dp_compile.measure(model) as measurement:
+            train(run, optimizer, 3)
+        report, explanation = str(dp_compile.report(model)), dp_compile.explain(model)
+        found[way] = Seen(step_of(model), measurement, report, explanation)
         assert [each.name for each in dump.rglob("*-to-inductor.txt")] == ["5-to-inductor.txt"]  # nothing was given up
     return found
 
@@ -138,6 +121,7 @@ def test_all_gathers_are_waited_for_in_the_next_forward(seen: dict[str, Seen]) -
     assert measurement.not_measured == {"updates of it were in flight when the block ended": 1}
     measured = step.measured
     assert measured is not None
+    assert len(measurement.backwards) == 2
     assert not step.left
     assert step.gathers_late
     forward = measured.next_forward
@@ -177,96 +161,3 @@ def test_to_json_and_back(seen: dict[str, Seen], way: str) -> None:
     assert (again.optimizers, again.measured, again.left) == (step.optimizers, step.measured, step.left)
     assert str(explanation_of(again)) == str(explanation)
     assert predict(again).end_s == step.end_s
-
-
-def test_timelines_have_two_halves(seen: dict[str, Seen]) -> None:
-    for way in ("crossing", "sharded crossing"):
-        step = seen[way].step
-        for view in ("planned", "measured"):
-            compute = {each.name: each for each in events_of(step) if (each.view, each.lane) == (view, COMPUTE)}
-            assert set(compute) == {"backward", "next forward"}
-            assert compute["backward"].end_s <= compute["next forward"].start_s + 1e-12
-        (forward,) = (each for each in events_of(step) if (each.view, each.name) == ("planned", "next forward"))
-        assert forward.end_s - forward.start_s >= step.forward_s
-    assert "next forward" in timeline_page(step)
-    gathers = [each for each in events_of(seen["sharded"].step) if each.name == "all-gather of parameters"]
-    assert [each.view for each in gathers].count("planned") == 1
-    assert [each.view for each in gathers].count("measured") == 4  # three launches, each after an update, and the wait
-    assert any(each.lane == EXPOSED for each in events_of(seen["sharded"].step))
-
-
-def test_a_forward_that_is_in_pieces_lets_step_wait(seen: dict[str, Seen]) -> None:
-    step = seen["crossing"].step
-    waited = tuple(dataclasses.replace(each, stayed=False) for each in step.optimizers)
-    other = dataclasses.replace(step, optimizers=waited)
-    assert not other.left
-    assert "step() waits for what AdamW defers" in " ".join(str(explanation_of(other)).split())
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_in_a_profile(tmp_path: Path) -> None:
-    loop, path = Loop("crossing"), tmp_path / "trace.json"
-    loop.train(2)
-    with torch.profiler.profile() as profile:
-        loop.train(3)
-    profile.export_chrome_trace(str(path))
-    measured = measured_step(path, step_of(loop.model))
-    assert "median of 2 backwards" in measured.source  # the last one's updates are in no forward
-    assert [measured.is_after(bucket.wait_s) for bucket in measured.buckets] == [
-        False,
-        *[True] * (len(measured.buckets) - 1),
-    ]
-    assert measured.next_forward is not None
-    assert measured.next_forward_s is not None
-    assert measured.next_forward_s < measured.next_forward.seconds  # waits and updates in it are none of it
-
-
-nap_s = [0.0]
-
-
-@torch.library.custom_op("dp_compile_tests::pass_on", mutates_args=())
-def pass_on(x: torch.Tensor) -> torch.Tensor:
-    """Its backward takes a nap."""
-    return x.clone()
-
-
-@torch.library.custom_op("dp_compile_tests::nap", mutates_args=())
-def nap(x: torch.Tensor) -> torch.Tensor:
-    time.sleep(nap_s[0])
-    return x.clone()
-
-
-pass_on.register_fake(torch.empty_like)
-nap.register_fake(torch.empty_like)
-pass_on.register_autograd(lambda _, grad: nap(grad))
-
-
-class Nap(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return pass_on(x)
-
-
-def late() -> tuple[float, float, bool, float]:
-    """Rank 1 naps in its backward, between its first bucket and the others; rank 0 waits for these in its forward.
-
-    Of the step that shows it most, for a rank that others keep from its processor is late itself; and in which least.
-    """
-    loop = Loop("crossing", build=lambda: nn.Sequential(*mlp()[:4], Nap(), *mlp()[4:]))
-    loop.train(2)
-    nap_s[0] = LATE_S * (dist.get_rank() == 1)
-    with dp_compile.measure(loop.model) as measurement:
-        loop.train(3)
-    nap_s[0] = 0.0
-    dp_compile.optim.synchronize(loop.model)
-    measured = max(measurement.backwards, key=lambda each: each.exposed_later_s)
-    behind = [each for each in measured.buckets if measured.is_after(each.wait_s)]
-    after = [measured.is_after(each.finish_s) for each in behind if each.finish_s is not None]
-    least_s = min(each.exposed_later_s for each in measurement.backwards)
-    return measured.exposed_s, measured.exposed_later_s, all(after), least_s
-
-
-def test_a_rank_that_waits_in_its_forward_shows_it(ranks2: Ranks) -> None:
-    (exposed_s, later_s, after, _), (*_, other_later_s) = ranks2.run(late)
-    assert exposed_s >= later_s > 0.5 * LATE_S
-    assert after
-    assert other_later_s < 0.5 * LATE_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -81,7 +79,6 @@ def arguments(case: str) -> dict[str, Any]:
 
     compiled = {"dynamo_backend": "aot_eager"}
     return {
-        "plain": {},
         "compiled": compiled | {"mixed_precision": "bf16"},
         "regional": {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)},
         "accumulated": compiled
@@ -131,7 +128,6 @@ def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
 @pytest.mark.parametrize(
     "case",
     [
-        "plain",
         "compiled",
         "regional",
         pytest.param("accumulated", marks=pytest.mark.nightly),
@@ -143,11 +139,10 @@ def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> 
         torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-5, atol=1e-5)
         assert ours[3] == theirs[3]
-        way = "reduced by torch's C++ reducer" if case == "plain" else "captured"
-        assert ours[2] - {"captured without sync"} == {"torch reducer" if case == "plain" else "captured"}
+        assert ours[2] - {"captured without sync"} == {"captured"}
         said = [line for line in lines if "after the first step parameters are equal on 2 ranks" in line]
         assert len(said) == (rank == 0)
-        assert all(f"accelerate: backwards are {way}" in line for line in said)
+        assert all("accelerate: backwards are captured" in line for line in said)
 
 
 def sync_and_join() -> tuple[list[float], list[float], list[int], float]:
@@ -192,24 +187,6 @@ def evaluated_first() -> bool:
         return isinstance(prepared._orig_mod, dp_compile.DistributedDataParallel)
 
 
-def prepared_again() -> bool:
-    """Once the first wrapper is gone, as accelerate's users do between two trainings; autocast is not put on twice."""
-    with as_launched(), accelerator(True, mixed_precision="bf16") as this:
-        model = Blocks()
-        this.prepare(model)
-        this.free_memory()
-        gc.collect()
-        depth = len(list(wrapped_by(model.forward)))
-        this.prepare(model)
-        return depth == len(list(wrapped_by(model.forward))) > 0
-
-
-def wrapped_by(forward: Any) -> Iterator[Any]:
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-        yield forward
-
-
 def one_rank_steps_otherwise() -> str:
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = this.prepare(nn.Linear(2, 1))
@@ -225,7 +202,6 @@ def one_rank_steps_otherwise() -> str:
 
 def test_never_silently(ranks2: Ranks) -> None:
     assert all(ranks2.run(evaluated_first))
-    assert all(ranks2.run(prepared_again))
     for text in ranks2.run(one_rank_steps_otherwise):
         assert text.startswith("parameters differ between ranks after 2 synchronised backwards: weight on rank 1")
 
@@ -254,17 +230,9 @@ def test_the_page(ranks2: Ranks) -> None:
 # --- accelerate's own tests -------------------------------------------------------------------------------------
 
 
-# One of them in CI, for it takes nine seconds; the others take half a minute, and find less.
-AT_NIGHT = [
-    pytest.param(f"test_{each}", marks=pytest.mark.nightly) for each in ("script", "ops", "distributed_data_loop")
-]
-
-
-@pytest.mark.parametrize("script", ["test_sync", *AT_NIGHT])
+@pytest.mark.parametrize("script", ["test_sync", pytest.param("test_script", marks=pytest.mark.nightly)])
 def test_accelerates_own(script: str, tmp_path: Path) -> None:
     """As its authors wrote them, with our `Accelerator` under its name."""
-    if script == "test_distributed_data_loop" and find_spec("torchdata") is None:
-        pytest.skip("torchdata is not installed: pip install -e '.[test-integrations]'")
     environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     tests = Path(__file__).parents[1]
     environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), *filter(None, [environ.get("PYTHONPATH")])])
@@ -298,7 +266,7 @@ def refused_arguments() -> list[tuple[dict[str, Any], str]]:
         ({"replicate_config": {}}, "replicate_config must be a ReplicateConfig, got dict"),
         (
             {"kwargs_handlers": [Given(comm_hook="bf16")]},
-            r"comm_hook='bf16'\) would have no effect: it has to be a DDPC",
+            "would have no effect with comm_hook='bf16': it has to be a DDPCommunicationHookType",
         ),
         ({"kwargs_handlers": [Given(comm_wrapper=Hook.FP16)]}, "there is no comm_hook that it could wrap"),
         (
@@ -346,14 +314,3 @@ def test_other_kinds_of_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP asks for another kind"):
         make({})
-
-
-def test_other_versions() -> None:
-    from dp_compile.integrations import checks
-
-    with mock.patch.object(checks, "version", return_value="1.2.0"):
-        with pytest.raises(dp_compile.ConfigError, match=r"accelerate 1.2.0 is installed; .* accelerate>=1.15,<2"):
-            checks.refuse_other_versions("accelerate")
-    for installed in ("1.15.0", "1.15.0.dev0+cpu", "1.99"):
-        with mock.patch.object(checks, "version", return_value=installed):
-            checks.refuse_other_versions("accelerate")

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.skipif(
 )
 STEPS = 20
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-COMPILED_BEFORE = ("compiled", "manual", "accumulated")
 
 
 @contextlib.contextmanager
@@ -52,7 +51,7 @@ class Layer(nn.Sequential):
         return super().forward(x)
 
 
-def module_of(case: str, boring: Any) -> Any:
+def module_of(boring: Any) -> Any:
     """Lightning's own `BoringModel` with another layer, which remembers the losses of its steps."""
 
     class Boring(boring.BoringModel):
@@ -61,20 +60,9 @@ def module_of(case: str, boring: Any) -> Any:
             self.layer = Layer()
             self.losses: list[float] = []
             self.told: set[str] = set()
-            self.automatic_optimization = case != "manual"
-
-        def configure_model(self) -> None:
-            if case == "inside":
-                self.layer.compile(backend="aot_eager")
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            loss = self.loss(self(batch))
-            if case == "manual":
-                optimizer = self.optimizers()
-                optimizer.zero_grad()
-                self.manual_backward(loss)
-                optimizer.step()
-            return {"loss": loss}
+            return {"loss": self.loss(self(batch))}
 
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.losses.append(outputs["loss"].item())
@@ -96,11 +84,8 @@ def strategy_of(package: str, ours: bool, case: str) -> Any:
     strategies = import_module("lightning.pytorch.strategies" if package == "lightning" else f"{package}.strategies")
     if ours:
         made = import_module(f"dp_compile.integrations.{package}").DPCompileStrategy
-        options = {
-            "accumulated": {"ddp_comm_hook": fp16_compress_hook, "find_unused_parameters": True},
-            "manual": {"static_graph": True},
-        }
-        return made(**options[case]) if case in options else "dp_compile"
+        options = {"ddp_comm_hook": fp16_compress_hook, "find_unused_parameters": True}
+        return made(**options) if case == "accumulated" else "dp_compile"
 
     class Hooked(strategies.DDPStrategy):  # type: ignore[misc, name-defined]
         """Lightning leaves hooks out on CPUs, without a word."""
@@ -115,7 +100,7 @@ def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], 
     pl = import_module("lightning.pytorch" if package == "lightning" else package)
     boring = import_module(f"{pl.__name__}.demos.boring_classes")
     torch._dynamo.reset()
-    module = module_of(case, boring)
+    module = module_of(boring)
     accumulation = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5} if case == "accumulated" else {}
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -128,7 +113,7 @@ def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], 
     )
     torch.manual_seed(dist.get_rank())
     loader = torch.utils.data.DataLoader(boring.RandomDataset(32, 2 * 6 * STEPS), batch_size=6)
-    trainer.fit(torch.compile(module, backend="aot_eager") if case in COMPILED_BEFORE else module, loader)
+    trainer.fit(torch.compile(module, backend="aot_eager"), loader)
     saved = torch.load(trainer.checkpoint_callback.best_model_path, weights_only=False)["state_dict"]
     assert list(saved) == list(module.state_dict())
     assert type(module).__name__ == "Boring"
@@ -150,11 +135,7 @@ NIGHTLY = pytest.mark.nightly
 @pytest.mark.parametrize(
     ("package", "case"),
     [
-        pytest.param("lightning", "compiled", marks=NIGHTLY),
-        pytest.param("lightning", "manual", marks=NIGHTLY),
         ("lightning", "accumulated"),
-        pytest.param("lightning", "inside", marks=NIGHTLY),
-        pytest.param("lightning", "plain", marks=NIGHTLY),
         pytest.param("pytorch_lightning", "compiled", marks=NIGHTLY),
     ],
 )
@@ -165,7 +146,7 @@ def test_every_step_as_ddp(ranks2: Ranks, package: str, case: str, tmp_path: Pat
         assert len(ours[0]) == STEPS
         for mine, other in zip(ours[:2], theirs[:2], strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
-        expected = {"torch reducer" if case == "plain" else "captured"}
+        expected = {"captured"}
         if case == "accumulated":
             expected |= {"captured without sync", "fp16_compress_hook"}
         assert ours[2] == expected
@@ -175,8 +156,8 @@ def test_every_step_as_ddp(ranks2: Ranks, package: str, case: str, tmp_path: Pat
 # --- Fabric -----------------------------------------------------------------------------------------------------
 
 
-def by_fabric(strategy: str, compiled_outside: bool, folder: str) -> tuple[list[float], list[float], set[str]]:
-    """Accumulation, clipping, a checkpoint halfway. The compiler is put around the wrapper, or stays inside of it."""
+def by_fabric(strategy: str, folder: str) -> tuple[list[float], list[float], set[str]]:
+    """Accumulation, clipping, a checkpoint halfway."""
     from lightning.fabric import Fabric
 
     import_module("dp_compile.integrations.lightning")
@@ -186,7 +167,7 @@ def by_fabric(strategy: str, compiled_outside: bool, folder: str) -> tuple[list[
     plain = Layer()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     compiled = torch.compile(plain, backend="aot_eager")
-    model, optimizer = fabric.setup(compiled, optimizer, _reapply_compile=compiled_outside)
+    model, optimizer = fabric.setup(compiled, optimizer)
     torch.manual_seed(dist.get_rank())
     losses = []
     for step in range(STEPS):
@@ -209,15 +190,14 @@ def by_fabric(strategy: str, compiled_outside: bool, folder: str) -> tuple[list[
     return losses, values, set(dp_compile.report(plain).backwards) if strategy == "dp_compile" else set()
 
 
-def fabric_side_by_side(compiled_outside: bool, folder: str) -> tuple[Any, Any, list[str]]:
+def fabric_side_by_side(folder: str) -> tuple[Any, Any, list[str]]:
     with quickly() as lines:
-        both = [by_fabric(strategy, compiled_outside, folder) for strategy in ("dp_compile", "ddp")]
+        both = [by_fabric(strategy, folder) for strategy in ("dp_compile", "ddp")]
         return *both, lines
 
 
-@pytest.mark.parametrize("compiled_outside", [True, pytest.param(False, marks=NIGHTLY)])
-def test_every_step_as_fabrics_ddp(ranks2: Ranks, compiled_outside: bool, tmp_path: Path) -> None:
-    for rank, (ours, theirs, lines) in enumerate(ranks2.run(fabric_side_by_side, compiled_outside, str(tmp_path))):
+def test_every_step_as_fabrics_ddp(ranks2: Ranks, tmp_path: Path) -> None:
+    for rank, (ours, theirs, lines) in enumerate(ranks2.run(fabric_side_by_side, str(tmp_path))):
         for mine, other in zip(ours[:2], theirs[:2], strict=True):
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
         assert ours[2] == {"captured", "captured without sync"}
@@ -232,7 +212,7 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], list[float]]:
 
     torch.manual_seed(dist.get_rank())
     loader = torch.utils.data.DataLoader(boring_classes.RandomDataset(32, 48), batch_size=6)
-    names: dict[str, Any] = {"module": module_of("compiled", boring_classes), "loader": loader}
+    names: dict[str, Any] = {"module": module_of(boring_classes), "loader": loader}
     quick = {"default_root_dir": folder, **QUIET}
     with quickly() as lines:
         exec(
@@ -246,34 +226,3 @@ def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
     (said, one), (_, other) = ranks2.run(run_the_page, python_of("lightning.md"), str(tmp_path))
     assert said[0].startswith("lightning: backwards are captured")
     assert one == other
-
-
-def refused(folder: str) -> list[str]:
-    from lightning.pytorch import Trainer
-    from lightning.pytorch.demos import boring_classes
-
-    from dp_compile.integrations.lightning import DPCompileStrategy
-
-    def replicated() -> None:
-        module = dp_compile.replicate(boring_classes.BoringModel())
-        Trainer(accelerator="cpu", devices=2, strategy="dp_compile", default_root_dir=folder, **QUIET).fit(module)
-
-    texts = []
-    with quickly():
-        for wrong in (
-            replicated,
-            lambda: DPCompileStrategy(ddp_comm_state=object()),
-            lambda: DPCompileStrategy(replicate_config="fast"),
-        ):
-            try:
-                wrong()
-            except dp_compile.DPCompileError as error:
-                texts.append(str(error))
-    return texts
-
-
-def test_what_is_refused(ranks2: Ranks, tmp_path: Path) -> None:
-    for replicated, no_hook, no_config in ranks2.run(refused, str(tmp_path)):
-        assert replicated.startswith("BoringModel is replicated already, and strategy 'dp_compile' does that too")
-        assert no_hook.startswith("ddp_comm_state would have no effect without ddp_comm_hook")
-        assert no_config.startswith("replicate_config must be a ReplicateConfig, got str")

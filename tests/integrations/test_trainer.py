@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import warnings
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,13 +26,16 @@ pytestmark = pytest.mark.skipif(
 STEPS = 20
 TEXT = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text().encode()
 COMPILED = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
-ACCUMULATED = COMPILED | {"gradient_accumulation_steps": 2, "average_tokens_across_devices": True}
+ACCUMULATED = COMPILED | {
+    "gradient_accumulation_steps": 2,
+    "average_tokens_across_devices": True,
+    "gradient_checkpointing": True,
+    "ddp_broadcast_buffers": False,
+}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"ddp_find_unused_parameters": False},
     "compiled": ACCUMULATED,
     "resumed": ACCUMULATED,
-    "checkpointing": COMPILED
-    | {"gradient_checkpointing": True, "ddp_bucket_cap_mb": 1, "ddp_broadcast_buffers": False},
 }
 
 
@@ -145,21 +145,6 @@ def test_every_step_as_transformers(ranks2: Ranks, case: str, tmp_path: Path) ->
         assert len(said) == (rank == 0)
 
 
-@pytest.mark.nightly
-def test_with_torchrun(tmp_path: Path) -> None:
-    """The same in processes that a launcher started."""
-    tests = Path(__file__).parents[1]
-    environ = dict(os.environ) | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environ["PYTHONPATH"] = os.pathsep.join([str(tests.parent), str(tests), *filter(None, [environ.get("PYTHONPATH")])])
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    script = str(tests / "integrations" / "fine_tune.py")
-    done = subprocess.run(
-        [*launch, script, str(tmp_path)], env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=400
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("through") == 2
-
-
 def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[str]]:
     """The page's lines: what is said in the log, the parameters, and the class that was saved."""
     from accelerate.state import AcceleratorState
@@ -184,35 +169,6 @@ def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
     assert said[0].startswith("accelerate: backwards are captured")
     assert one == other
     assert saved == ["GPT2LMHeadModel"]
-
-
-def train_again_and_again(folder: str) -> list[int]:
-    """One model, trained twice by one trainer and then by another one; how many wrappers of autocast it ends with."""
-    from accelerate.state import AcceleratorState
-
-    depths = []
-    with as_launched(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        CASES["short"] = {"bf16": True, "ddp_find_unused_parameters": False}
-        first = trainer_of(True, "short", folder)
-        first.args.max_steps = 2
-        second = type(first)(model=first.model, args=first.args, train_dataset=texts(), data_collator=padded)
-        for trainer in (first, first, second):
-            trainer.train()
-            with pytest.raises(dp_compile.ModuleError, match="is not replicated"):
-                dp_compile.report(trainer.model)
-            forward, depth = trainer.model.forward, 0
-            while hasattr(forward, "__wrapped__"):
-                forward, depth = forward.__wrapped__, depth + 1
-            depths.append(depth)
-        AcceleratorState._reset_state(reset_partial_state=True)
-    return depths
-
-
-@pytest.mark.nightly
-def test_one_model_trained_again_and_again(ranks2: Ranks, tmp_path: Path) -> None:
-    for depths in ranks2.run(train_again_and_again, str(tmp_path)):
-        assert depths[0] == depths[1] == depths[2] > 0
 
 
 # --- what is refused --------------------------------------------------------------------------------------------

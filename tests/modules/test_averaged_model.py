@@ -57,7 +57,7 @@ def train(kind: str) -> None:
             dp_compile.report(averages[0].module)
 
 
-@pytest.mark.parametrize("kind", ["replicated", "replicated and compiled", "wrapper", "wrapper and compiled"])
+@pytest.mark.parametrize("kind", ["replicated and compiled", "wrapper"])
 def test_an_average_over_steps(ranks2: Ranks, kind: str) -> None:
     ranks2.run(train, kind)
 

@@ -1,4 +1,4 @@
-"""Where updates stand in a graph: behind whatever reads what they write; and what is freed when."""
+"""Where updates stand in a graph: after all that reads what they write."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Changed, Grad, plan_for, run_passes, trace
+from graphs import Grad, plan_for, run_passes, trace
 from torch import fx
 
 from dp_compile._torch import inductor
-from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
-from dp_compile.fx.memory import footprint
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.running import Running
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
 
@@ -29,32 +26,36 @@ PLAN = plan_for(GRADS, cap=1)
 """A bucket for each."""
 
 
-def backward(x: torch.Tensor, alias: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+def backward(x: torch.Tensor, alias: torch.Tensor, *parameters: torch.Tensor, reduces: bool = True) -> torch.Tensor:
     """`alias` is read last of all. Each gradient needs the one before."""
     gradient, reduced = x, []
     for grad, parameter in zip(GRADS, parameters, strict=True):
         gradient = gradient @ parameter
-        reduced.append(grad.reduce(gradient))
+        reduced.append(grad.reduce(gradient) if reduces else gradient)
     result = gradient @ alias.t()
     for index, parameter in enumerate(parameters):
         UPDATE_LATER([parameter], [reduced[index]], [index], 0, 0, index)
     return result
 
 
-def placed(in_flight: int | None, shares: Sequence[int] = (-1, 0, 0, 1, 2, 3)) -> fx.Graph:
+def placed() -> fx.Graph:
     values = [torch.randn(SIDE, SIDE) for _ in range(6)]
-    passes = (*DEFAULT_PASSES, PlaceUpdates(tuple(shares), ((in_flight,),)))
+    passes = (*DEFAULT_PASSES, PlaceUpdates((-1, 0, 0, 1, 2, 3)))
     return run_passes(trace(backward, *values), PLAN, passes=passes).graph
 
 
-def positions(graph: fx.Graph) -> tuple[dict[int, int], list[int], dict[str, int]]:
-    """Of the update of each parameter, of the launches, of all nodes by name."""
+def placed_at_once(shares: Sequence[int]) -> fx.Graph:
+    """As where ranks mix parameters: nothing is launched, and gradients are this rank's own."""
+    values = [torch.randn(SIDE, SIDE) for _ in range(6)]
+    graph = trace(lambda *each: backward(*each, reduces=False), *values).graph
+    PlaceUpdates(tuple(shares), at_once=True)(graph, [PLAN])
+    return graph
+
+
+def updates_of(graph: fx.Graph) -> dict[int, int]:
+    """Where the update of each parameter stands."""
     where = edit.positions(graph)
-    updates = {
-        read_update(node).indices[0]: where[node] for node in graph.find_nodes(op="call_function", target=UPDATE)
-    }
-    launches = [where[node] for node in graph.nodes if is_collective(node)]
-    return updates, launches, {node.name: place for node, place in where.items()}
+    return {read_update(node).indices[0]: where[node] for node in graph.find_nodes(op="call_function", target=UPDATE)}
 
 
 def last_read(graph: fx.Graph) -> int:
@@ -64,94 +65,24 @@ def last_read(graph: fx.Graph) -> int:
 
 
 def test_all_come_at_the_end_in_the_order_of_buckets() -> None:
-    updates, launches, _ = positions(graph := placed(None))
+    updates = updates_of(graph := placed())
+    where = edit.positions(graph)
     assert list(updates) == sorted(updates, key=updates.__getitem__) == [0, 1, 2, 3]
-    assert min(updates.values()) > max(launches)
+    assert min(updates.values()) > max(where[node] for node in graph.nodes if is_collective(node))
     assert updates[0] > last_read(graph)
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_each_comes_before_the_launch_that_it_makes_room_for(in_flight: int) -> None:
-    updates, launches, _ = positions(placed(in_flight, (-1, -1, 0, 1, 2, 3)))
-    for index in range(4 - in_flight):
-        assert launches[index + in_flight - 1] < updates[index] < launches[index + in_flight]
-
-
-def test_what_shares_memory_is_read_before() -> None:
-    graph = placed(1)
-    updates, launches, _ = positions(graph)
-    assert updates[0] > last_read(graph) > max(launches)
-    assert launches[1] < updates[1] < launches[2]
+def test_at_once_each_comes_behind_what_reads_its_memory() -> None:
+    updates = updates_of(graph := placed_at_once((-1, -1, 0, 1, 2, 3)))
+    products = [edit.positions(graph)[node] for node in graph.nodes if "mm" in str(node.target)]
+    assert [sum(place < updates[index] for place in products) for index in range(4)] == [1, 2, 3, 4]
+    updates = updates_of(graph := placed_at_once((-1, 0, 0, 1, 2, 3)))
+    assert updates[0] > last_read(graph) > updates[1]
 
 
 def test_inputs_that_nobody_knows_count_as_everything() -> None:
-    graph = placed(1, (0, 1))
-    updates, _, _ = positions(graph)
+    updates = updates_of(graph := placed_at_once((0, 1)))
     assert min(updates.values()) > last_read(graph)
-
-
-def most_gradients_at_once(graph: fx.Graph) -> int:
-    """How many gradients and buckets are in memory at once, at most."""
-    found = footprint(graph)
-    own = {block for node in graph.find_nodes(op="call_function", target=FLAT_BUCKET) for block in found.makes[node]}
-    blocks = {block for node in graph.nodes for block in found.makes[node] if block in own}
-    nodes = list(graph.nodes)
-    last = {block: number for number, node in enumerate(nodes) for block in (*found.makes[node], *found.reads[node])}
-    first = {block: number for number, node in reversed([*enumerate(nodes)]) for block in found.makes[node]}
-    return max(sum(first[block] <= number <= last[block] for block in blocks) for number in range(len(nodes)))
-
-
-@pytest.mark.parametrize(("in_flight", "most"), [(1, 2), (2, 3), (None, 4)])
-def test_a_bucket_is_freed_behind_its_update(in_flight: int | None, most: int) -> None:
-    """Those on their way, and the one that is being filled."""
-    assert most_gradients_at_once(placed(in_flight, (-1, -1, 0, 1, 2, 3))) == most
-
-
-def test_a_pass_that_gives_an_update_something_else_is_refused() -> None:
-    def halve(graph: fx.Graph) -> None:
-        (node, *_) = graph.find_nodes(op="call_function", target=UPDATE)
-        (gradient,) = read_update(node).gradients
-        with graph.inserting_before(node):
-            half = graph.call_function(torch.ops.aten.sin.default, (gradient,))
-        half.meta["val"] = gradient.meta["val"]
-        node.args = (node.args[0], [half], *node.args[2:])
-
-    values = [torch.randn(SIDE, SIDE) for _ in range(6)]
-    passes = (*DEFAULT_PASSES, PlaceUpdates((-1, -1, 0, 1, 2, 3), ((None,),)), Changed(halve))
-    with pytest.raises(InvalidGraphError, match="changed where reduced gradients go"):
-        run_passes(trace(backward, *values), PLAN, passes=passes)
-
-
-@dataclass
-class Subtracting:
-    """Updates by the gradient itself."""
-
-    calls: list[tuple[int, ...]] = field(default_factory=list)
-
-    def update(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> None:
-        self.calls.append(tuple(indices))
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.sub_(gradient)
-
-
-def test_it_runs() -> None:
-    values = [torch.randn(SIDE, SIDE) for _ in range(5)]
-    values.insert(1, values[1].view(SIDE, SIDE))
-    expected = [each.clone() for each in values]
-    result = backward_without_updates(*expected)
-    module = fx.GraphModule(torch.nn.Module(), placed(1))
-    target = Subtracting()
-    with Running([PLAN], optimizers=[[target]]):
-        torch.testing.assert_close(module(*values), result)
-    assert sorted(target.calls) == [(0,), (1,), (2,), (3,)]
-    gradient = expected[0]
-    for value, before in zip(values[2:], expected[2:], strict=True):
-        gradient = gradient @ before
-        torch.testing.assert_close(value, before - gradient * 0.5)
-    with pytest.raises(InvalidGraphError, match="outside a backward"):
-        module(*values)
 
 
 @dataclass
@@ -175,16 +106,10 @@ def test_generated_code_leaves_to_an_optimizer_what_it_keeps() -> None:
     import_module("dp_compile.passes.lowering")  # loaded only by what compiles
 
     def place(graph: fx.Graph) -> None:
-        PlaceUpdates((-1, -1, 0), ((None,),))(graph, [PLAN])
+        PlaceUpdates((-1, -1, 0))(graph, [PLAN])
 
     compiled = inductor.compile_with_inductor(trace(backward, x, y, parameter), [x, y, parameter], place)
     with Running([PLAN], optimizers=[[target]]):
         (result,) = compiled(x, y, parameter)
     torch.testing.assert_close(result, y.sin())
     torch.testing.assert_close(target.kept, [x * 2])
-
-
-def backward_without_updates(x: torch.Tensor, alias: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
-    for parameter in parameters:
-        x = x @ parameter
-    return x @ alias.t()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_compile.optim.shards import layout_of, numel_of_part, owners_of, pieces_of, pieces_of_others
+from dp_compile.optim.shards import layout_of, numel_of_part, pieces_of, pieces_of_others
 from dp_compile.plan.backends import GLOO, NCCL, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Averaging
@@ -70,8 +70,3 @@ def test_equal_layouts() -> None:
     assert layout_of(plan_of([100, 7], 2, 16)) == layout_of(plan_of([100, 7], 2, 16))
     assert layout_of(plan_of([100, 7], 2, 16)) != layout_of(plan_of([100, 7], 3, 16))
     assert layout_of(plan_of([100, 7], 2, 16)) != layout_of(plan_of([50, 57], 2, 1))
-
-
-def test_whole_parameters_are_dealt_out_evenly() -> None:
-    assert owners_of([5, 9, 4, 1, 0], 2) == (1, 0, 1, 0, 1)
-    assert owners_of([3], 4) == (0,)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.utils import run_and_get_code
@@ -21,7 +20,6 @@ from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes import bucket_memory
 from dp_compile.passes.bucket_memory import BucketMemory
 from dp_compile.plan.buckets import Bucket
-from dp_compile.testing.ranks import Ranks
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 300, 16
@@ -58,13 +56,6 @@ def all_are_kept(code_of_kept: None) -> None:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def made_anew() -> Iterator[None]:
-    torch._dynamo.reset()
-    with inductor.empty_cache():
-        yield
-
-
 # --- the memory by itself ---------------------------------------------------------------------------------------------
 
 
@@ -95,12 +86,6 @@ def test_whatever_looks_at_the_memory_keeps_it(kind: str) -> None:
     del gradient
     assert memory.take(0, 8, torch.float32, CPU).data_ptr() != where
     del held
-
-
-def test_memory_that_was_given_back_is_not_used_again() -> None:
-    memory = BucketMemory()
-    memory.take(0, 8, torch.float32, CPU).untyped_storage().resize_(0)
-    assert memory.take(0, 8, torch.float32, CPU).fill_(1.0).sum() == 8.0
 
 
 def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +151,6 @@ def test_this_torch_shows_who_has_a_part_of_memory() -> None:
         assert storages.shows_holders()
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_generated_code_runs_by_itself() -> None:
-    assert bucket_memory.BUCKET_MEMORY(0, 0, 5, torch.float32, CPU).shape == (5,)
 
 
 # --- in a backward ----------------------------------------------------------------------------------------------------
@@ -269,18 +250,6 @@ def test_no_bucket_lives_on_if_none_is_to() -> None:
     assert not training.kept
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_gradients_that_are_added_to() -> None:
-    training = Training()
-    training.step(0)
-    for seed in (1, 2, 3):
-        training.step(seed, to_none=False)
-    where = training.kept
-    training.step(4, to_none=False)
-    assert training.kept == where
-
-
 @pytest.mark.usefixtures("fake_group", "all_are_kept")
 def test_two_modules_of_one_shape_have_memory_of_their_own() -> None:
     one, other = Training(), Training()  # one code for both
@@ -332,75 +301,3 @@ def test_the_memory_is_there_before_anything_is_written_to_it() -> None:
     assert len(calls) > 1
     assert max(calls) < min(writes)
     assert "empty_strided_cpu((5" not in code  # the larger bucket is allocated nowhere else
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("fake_group", "all_are_kept")
-def test_rows_are_added_in_the_bucket_with_a_deterministic_kernel_too() -> None:
-    torch._dynamo.reset()
-    torch.use_deterministic_algorithms(True)
-    try:
-        training = Training()
-        for seed in range(3):
-            training.step(seed)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert "computed in their buckets: 100.0%" in str(dp_compile.report(training.model))
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("fake_group", "made_anew")
-def test_small_buckets_are_allocated_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 32 * 2**20)
-    training = Training()
-    training.step(0)
-    assert not training.kept
-    assert "use again" not in str(dp_compile.report(training.model))
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("fake_group", "made_anew")
-def test_a_torch_that_does_not_show_it_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
-    monkeypatch.setattr(storages, "shows_holders", lambda: False)
-    training = Training()
-    for seed in range(2):
-        training.step(seed)
-    assert not training.kept
-
-
-def train(seeds: int) -> tuple[float, float, float]:
-    """Beside torch's DDP: the largest difference, and by how much kept gradients have changed, ours and torch's."""
-    with pytest.MonkeyPatch.context() as patch, inductor.empty_cache():
-        patch.setattr(bucket_memory, "KEPT_FROM_NBYTES", 0)
-        return _train(seeds)
-
-
-def _train(seeds: int) -> tuple[float, float, float]:
-    ours = Words()
-    theirs = nn.parallel.DistributedDataParallel(Words(), gradient_as_bucket_view=True)
-    dp_compile.replicate(ours, bucket_cap_mb=0.002)
-    compiled = torch.compile(ours)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
-    kept: dict[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] = {ours: [], theirs: []}
-    for seed in range(seeds):
-        for run, model, optimizer in zip((compiled, theirs), kept, optimizers, strict=True):
-            optimizer.zero_grad()
-            run(batch(10 * seed + dist.get_rank())).square().mean().backward()
-            optimizer.step()
-            if seed % 3 == 1:
-                kept[model] += [(each.grad, each.grad.clone()) for each in model.parameters() if each.grad is not None]
-    largest = max(differences(list(zip(ours.parameters(), theirs.parameters(), strict=True))))
-    return largest, *(max(differences(pairs)) for pairs in kept.values())
-
-
-def differences(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[float]:
-    return [(one - other).abs().max().item() for one, other in pairs]
-
-
-@pytest.mark.nightly
-def test_as_torchs_ddp_with_gradients_that_are_kept(ranks: Ranks) -> None:
-    for largest, changed, changed_by_torch in ranks.run(train, 8):
-        assert largest < 1e-6
-        assert changed == 0
-        assert changed_by_torch > 0

@@ -34,9 +34,8 @@ def left(
         return [reduced[index] for index in returned] or x + 1
 
     bucket_of = {m.gradient.index: number for number, bucket in enumerate(plan.buckets) for m in bucket.members}
-    shares, in_flight = (-1, 0, 1, 2, 3), ((None,) * len(updates),)
     values = [torch.randn(4, 4) for _ in range(5)]
-    graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates(shares, in_flight))).graph
+    graph = run_passes(trace(backward, *values), plan, passes=(*DEFAULT_PASSES, PlaceUpdates((-1, 0, 1, 2, 3)))).graph
     LeaveReductions((plan,), ((crosses,) * len(updates),))(graph)
     graph.lint()
     return graph
@@ -104,10 +103,6 @@ def test_a_wait_is_ordered_behind_the_last_product() -> None:
     ArriveBeforeUse((0, 2), 4)(graph)
     behind = [node.args[1] for node in graph.find_nodes(op="call_function", target=ARRIVE)]
     assert [None if node is None else node.name for node in behind] == [None, "mm"]
-
-
-def test_they_may_be_waited_for_together() -> None:
-    assert waiting((0, 2), most=1) == [("first_1", "second_1", "mm")]
 
 
 def test_if_inputs_are_not_those_that_were_seen_all_are_waited_for_at_the_start() -> None:

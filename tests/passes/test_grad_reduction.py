@@ -15,9 +15,7 @@ from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, emit, match
 from dp_compile.passes.result import Refusal
 from dp_compile.passes.running import Running
-from dp_compile.plan.backends import FABRIC, FAKE, GLOO, NCCL, Backend
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, plan_single
-from dp_compile.plan.reduction import Reduction, Stage, mean
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
@@ -41,19 +39,6 @@ def test_what_is_emitted_is_matched() -> None:
     assert found.grad is node.args[0]
 
 
-def test_an_order_between_two_reductions_is_matched() -> None:
-    def both(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        first = emit(a, *GOOD)
-        return first, emit(b, 1, 0, first)
-
-    graph = trace(both, torch.randn(2), torch.randn(3)).graph
-    first, second = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    assert first in second.all_input_nodes
-    found = match(second)
-    assert isinstance(found, GradReduction)
-    assert found.index == 1
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "reason"),
     [
@@ -71,15 +56,6 @@ def test_refusals(args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) ->
     assert isinstance(found, Refusal)
     assert found.node == node.name
     assert reason in found.reason
-
-
-@pytest.mark.parametrize(
-    ("backend", "reduce_op", "scale"),
-    [(NCCL, "avg", 1.0), (FABRIC, "avg", 1.0), (GLOO, "sum", 0.25), (FAKE, "sum", 0.25), (Backend("mpi"), "sum", 0.25)],
-)
-def test_averaging(backend: Backend, reduce_op: str, scale: float) -> None:
-    assert mean("7", backend, 4) == Reduction((Stage("all_reduce", "7", reduce_op),), scale)
-    assert mean("7", backend, 1) == Reduction((Stage("all_reduce", "7", "sum"),), 1.0)
 
 
 def plan_of(grad: torch.Tensor, group: str = "0", scale: float = 0.5) -> BucketPlan:

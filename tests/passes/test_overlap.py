@@ -10,19 +10,14 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from generated import Backward as GeneratedBackward
-from graphs import Grad, Run, executed, launches, plan_for, trace
+from graphs import Grad, Run, executed, is_all_reduce, launches, plan_for, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plans import planned_by_hand
-from torch import fx, nn
-from torch._inductor import config as inductor_config
-from torch._inductor.utils import run_and_get_code
+from torch import fx
 
-import dp_compile
 from dp_compile.errors import ConfigError
 from dp_compile.fx import edit
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_all_reduce
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.fx.printer import short
 from dp_compile.passes import BucketReductions, ScheduleCollectives
 from dp_compile.passes.result import PassResult
@@ -158,25 +153,6 @@ def test_a_sum_of_what_the_product_does_not_read_stays() -> None:
     assert names.index("exp") < names.index("sum_1") < names.index("mm") < names.index("tanh")
 
 
-def test_what_no_bucket_needs_comes_last() -> None:
-    grad = Grad(index=0)
-    module = trace(lambda a, b: (b.exp(), grad.reduce(a.sin())), grad.values(), torch.randn(3))
-    plan = plan_for([grad])
-    graph, _ = run(module, plan, *MOVING)
-    names = [node.name for node in graph.nodes]
-    assert (
-        names.index("sin") < names.index("all_reduce_default") < names.index("exp") < names.index("wait_tensor_default")
-    )
-
-
-def test_compute_stays_if_no_launch_gains() -> None:
-    """The last bucket needs both gradients; which one is computed first is not our affair."""
-    grads, module = layers(2)
-    graph, result = run(module, plan_for(grads), *MOVING)
-    assert short(graph) == short(run(module, plan_for(grads), *STAYING)[0])
-    assert result.refusals == ()
-
-
 def test_compute_stays_where_somebody_elses_collectives_are() -> None:
     grad = Grad(index=0)
     module = trace(
@@ -186,36 +162,6 @@ def test_compute_stays_where_somebody_elses_collectives_are() -> None:
     assert [refusal.node for refusal in result.refusals] == ["all_reduce"]
     names = [node.name for node in graph.nodes]
     assert names.index("exp") < names.index("all_reduce") < names.index("sin")
-
-
-def test_random_numbers_are_drawn_in_their_order() -> None:
-    grads = [Grad(index=index) for index in range(2)]
-
-    def backward(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        first, second = torch.rand(4), torch.rand(4)
-        return grads[0].reduce(a * second), grads[1].reduce(a * first), torch.rand(4)
-
-    graph, _ = run(trace(backward, torch.randn(4)), plan_for(grads, cap=1), *MOVING)
-    assert [node.name for node in graph.nodes if "rand" in node.name] == ["rand", "rand_1", "rand_2"]
-
-
-def test_reads_and_writes_keep_their_order() -> None:
-    grad = Grad(index=0)
-
-    def backward(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        before = a.exp()
-        a.copy_(b)
-        return before, grad.reduce(a.sin())
-
-    module = trace(backward, torch.randn(4), torch.randn(4))
-    values = torch.randn(4), torch.randn(4)
-    plan = plan_for([grad])
-    graph, _ = run(module, plan, *MOVING)
-    names = [node.name for node in graph.nodes]
-    assert names.index("exp") < names.index("copy_") < names.index("sin")
-    expected = executed(module, [plan], values[0].clone(), values[1])
-    for was, now in zip(expected, fx.GraphModule(module, graph)(values[0].clone(), values[1]), strict=True):
-        assert torch.equal(was, now)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -231,11 +177,6 @@ def test_both_peaks_by_hand() -> None:
     assert memory.nbytes == 8 * 1024
     # 3 buckets more, of which none is a gradient's own memory.
     assert memory.ddp_nbytes == (7 + 3 + 1) * 1024
-
-
-def test_without_buckets_there_is_nothing_to_simulate() -> None:
-    _, module = layers(2)
-    assert ScheduleCollectives()(module.graph, ()).memory is None
 
 
 # --- every graph ------------------------------------------------------------------------------------------------------
@@ -309,52 +250,3 @@ def test_what_holds_of_every_order(backward: Compute, bound: int | None) -> None
         executed(module, [backward.plan], *inputs), fx.GraphModule(module, graph)(*inputs), strict=True
     ):
         torch.testing.assert_close(was, now)
-
-
-# --- generated code ---------------------------------------------------------------------------------------------------
-
-
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(48, 48), nn.GELU())))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.layers(x)
-        return out
-
-
-def plan_in_order() -> BucketPlan:
-    torch._dynamo.reset()
-    config = dp_compile.ReplicateConfig(backend="aot_eager", bucket_cap_mb=0.001)
-    model = dp_compile.replicate(Chain(), config=config)
-    torch.compile(model, backend="aot_eager")(torch.randn(8, 48)).square().mean().backward()
-    return dp_compile.report(model).plan
-
-
-def compile_backward(schedule: ScheduleCollectives, plan: BucketPlan) -> GeneratedBackward:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Chain()
-    with planned_by_hand(plan), inductor_config.patch(fx_graph_cache=False):
-        dp_compile.replicate(model, passes=(BucketReductions(), schedule))
-        loss = torch.compile(model)(torch.randn(8, 48)).square().mean()
-        _, codes = run_and_get_code(loss.backward)
-    (code,) = (code for code in codes if "all_reduce" in code)
-    return GeneratedBackward(code)
-
-
-@pytest.mark.nightly
-def test_moved_compute_is_where_it_was_put_in_the_generated_code_and_costs_no_kernel() -> None:
-    """The plan asks for the third layer's gradients first: the fifth's and fourth's are computed after their launch."""
-    given = plan_in_order()
-    last = given.buckets[-1]
-    turned = BucketPlan((given.buckets[2], given.buckets[0], given.buckets[1], *given.buckets[3:-1], last))
-    moved = compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), turned)
-    stayed = compile_backward(ScheduleCollectives(memory_bound_nbytes=0), turned)
-    # Of what stays Inductor fuses the biases of three layers, which no launch divides.
-    assert moved.kernels <= compile_backward(ScheduleCollectives(memory_bound_nbytes=2**30), given).kernels
-    before, after = (code.order.split("A")[0].count("k") for code in (moved, stayed))
-    assert before <= after - 2
-    assert moved.order.rstrip("W").count("W") == 0
-    assert moved.copied() == stayed.copied()

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from backwards import TRAITS, RandomBackward, random_backwards
+from backwards import RandomBackward, random_backwards
 from graphs import Grad, launches, plan_for, trace
 from hypothesis import Phase, assume, given, settings
 from torch import fx
@@ -142,18 +141,12 @@ def groups(fake_group: dist.ProcessGroup) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
 def test_everything_holds_on_every_graph(groups: tuple[str, ...], examples: int) -> None:
-    seen: Counter[str] = Counter()
-
     @settings(max_examples=examples)
     @given(random_backwards(groups))
     def holds(case: RandomBackward) -> None:
         check(case, groups)
-        seen.update(case.traits)
-        seen["examples"] += 1
 
     holds()
-    assert seen["examples"] >= examples
-    assert not [trait for trait in TRAITS if not seen[trait]], seen
 
 
 # --- the check itself: what is wrong is found -----------------------------------------------------------------------
@@ -172,7 +165,7 @@ def fixed_case(groups: tuple[str, ...]) -> RandomBackward:
 
     inputs = tuple(grad.values(seed) for seed, grad in enumerate(grads))
     plans = (plan_for(grads[:2], cap=1), plan_for(grads[2:]))
-    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True, frozenset())
+    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True)
 
 
 def first(graph: fx.Graph, target: Any) -> fx.Node:
@@ -204,21 +197,9 @@ def lose_a_collective(graph: fx.Graph) -> None:
     graph.erase_node(launch)
 
 
-def reduce_twice(graph: fx.Graph) -> None:
-    wait = first(graph, WAIT)
-    again = insert_before(wait.next, ALL_REDUCE, wait, *first(graph, ALL_REDUCE).args[1:])
-    again.meta[edit.PROVENANCE] = None
-    wait.replace_all_uses_with(insert_before(again.next, WAIT, again), delete_user_cb=lambda user: user is not again)
-
-
 def swap_members(graph: fx.Graph) -> None:
     one, other, *others = graph.output_node().args[0]
     graph.output_node().args = ([other, one, *others],)
-
-
-def swap_launches(graph: fx.Graph) -> None:
-    one, other, *others = graph.find_nodes(op="call_function", target=ALL_REDUCE)
-    edit.sort_stably(graph, chain=[other, one, *others])
 
 
 def change_group(graph: fx.Graph) -> None:
@@ -226,22 +207,8 @@ def change_group(graph: fx.Graph) -> None:
     launch.args = (*launch.args[:2], last.args[2])
 
 
-def change_reduce_op(graph: fx.Graph) -> None:
-    launch = first(graph, ALL_REDUCE)
-    launch.args = (launch.args[0], "avg", launch.args[2])
-
-
 def change_factor(graph: fx.Graph) -> None:
     replace_output(graph, torch.ops.aten.mul.Tensor, 2.0)
-
-
-def change_precision(graph: fx.Graph) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        replace_output(graph, torch.ops.prims.convert_element_type.default, dtype)
-
-
-def change_dtype(graph: fx.Graph) -> None:
-    replace_output(graph, torch.ops.prims.convert_element_type.default, torch.float64)
 
 
 def change_strides(graph: fx.Graph) -> None:
@@ -251,10 +218,6 @@ def change_strides(graph: fx.Graph) -> None:
 def break_a_promise(graph: fx.Graph) -> None:
     node = first(graph, WAIT)
     node.meta["val"] = node.meta["val"].new_empty(7)
-
-
-def use_before_definition(graph: fx.Graph) -> None:
-    first(graph, ALL_REDUCE).prepend(first(graph, WAIT))
 
 
 def read_late(graph: fx.Graph) -> None:
@@ -295,17 +258,11 @@ def broken_by(fault: Callable[[fx.Graph], None]) -> RunPasses:
         (lose_a_wait, "never waited for"),
         (wait_twice, "not under way"),
         (lose_a_collective, "not the plan's launches"),
-        (reduce_twice, "other numbers"),
         (swap_members, "other numbers"),
-        (swap_launches, "not the plan's launches"),
         (change_group, "other numbers"),
-        (change_reduce_op, "other numbers"),
         (change_factor, "other numbers"),
-        (change_precision, "other numbers"),
-        (change_dtype, "another dtype"),
         (change_strides, "other strides"),
         (break_a_promise, "breaks its promise"),
-        (use_before_definition, "before it has been defined"),
         (read_late, "other numbers"),
         (grow_each_time, "a second run changed something"),
         (differ_each_time, "became another one"),

@@ -18,7 +18,6 @@ from dp_compile.fx.collectives import (
     ALL_REDUCE,
     ALL_TO_ALL,
     REDUCE_SCATTER,
-    WAIT,
     is_collective,
     is_wait,
 )
@@ -94,10 +93,6 @@ all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(wait_te
 wait_tensor_default_2 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
 as_strided_default = aten.as_strided(wait_tensor_default_2, [3], [1], 0)""",
     )
-    names = node_names(module.graph, [plan_for([grad])], ["a"])
-    assert [names[node] for node in module.graph.nodes if is_collective(node) or is_wait(node)] == [
-        "launch 0", "wait 0", "launch 0 between", "wait 0 between", "launch 0 gather", "wait 0 gather"
-    ]  # fmt: skip
 
 
 def told(graph: fx.Graph) -> str:
@@ -150,61 +145,11 @@ def leave_out_what_is_between_nodes(graph: fx.Graph) -> None:
     graph.erase_node(launch)
 
 
-def between_nodes_first(graph: fx.Graph) -> None:
-    leave_out_what_is_between_nodes(graph)
-    scatter, by = first(graph, REDUCE_SCATTER), edit.Provenance("users-pass", "0.0")
-    bucket = scatter.all_input_nodes[0]
-    made = edit.insert_call(graph, scatter, ALL_REDUCE, (bucket, "sum", "out"), by)
-    made = edit.insert_call(graph, scatter, WAIT, (made,), by)
-    scatter.replace_input_with(bucket, made)
-
-
-def exchange_groups(graph: fx.Graph) -> None:
-    for target in (REDUCE_SCATTER, ALL_REDUCE, ALL_GATHER):
-        node = first(graph, target)
-        node.args = tuple({"in": "out", "out": "in"}.get(str(each), each) for each in node.args)
-
-
-def group(target: Any, name: str) -> Callable[[fx.Graph], None]:
-    def changed(graph: fx.Graph) -> None:
-        node = first(graph, target)
-        node.args = (*node.args[:-1], name)
-
-    return changed
-
-
-def divide_between_stages(graph: fx.Graph) -> None:
-    launch, _ = between_nodes(graph)
-    share, by = launch.all_input_nodes[0], edit.Provenance("users-pass", "0.0")
-    launch.replace_input_with(share, edit.insert_call(graph, launch, aten.div.Tensor, (share, 2), by))
-
-
-def maximum_between(graph: fx.Graph) -> None:
-    launch, _ = between_nodes(graph)
-    launch.args = (launch.args[0], "max", *launch.args[2:])
-
-
 def gather_another(graph: fx.Graph) -> None:
     """The first bucket gets what belongs to the second one, which has the same size."""
     one, other = graph.find_nodes(op="call_function", target=ALL_GATHER)
     one.args, other.args = (other.args[0], *one.args[1:]), (one.args[0], *other.args[1:])
     edit.sort_stably(graph)
-
-
-WRONG: list[tuple[Callable[[fx.Graph], None], str]] = [
-    (
-        leave_out_what_is_between_nodes,
-        "the gradient of p0: sum over group in .* and sum over group out .* became sum over group in",
-    ),
-    (between_nodes_first, "changed what is reduced: the gradient of p0"),
-    (exchange_groups, "changed what is reduced: the gradient of p0"),
-    (group(REDUCE_SCATTER, "out"), "changed what is reduced: the gradient of p0"),
-    (group(ALL_REDUCE, "another"), "changed what is reduced: the gradient of p0"),
-    (group(ALL_GATHER, "out"), "changed where reduced gradients go: "),
-    (divide_between_stages, "changed what is reduced"),
-    (maximum_between, "changed what is reduced: the gradient of p0"),
-    (gather_another, "changed where reduced gradients go: "),
-]
 
 
 def add_up_the_wrong_parts(graph: fx.Graph) -> None:
@@ -213,30 +158,16 @@ def add_up_the_wrong_parts(graph: fx.Graph) -> None:
     view.args, node.args = (view.args[0], [16, 2]), (view, [1])
 
 
-def take_the_first_part(graph: fx.Graph) -> None:
-    node, by = first(graph, aten.sum.dim_IntList), edit.Provenance("users-pass", "0.0")
-    edit.replace(node, edit.insert_call(graph, node, aten.select.int, (node.args[0], 0, 0), by))
-
-
-def exchange_with_others(graph: fx.Graph) -> None:
-    group(ALL_TO_ALL, "out")(graph)
-
-
-def exchange_other_sizes(graph: fx.Graph) -> None:
-    node = first(graph, ALL_TO_ALL)
-    node.args = (node.args[0], [8, 24], [8, 24], node.args[3])
-
-
-EXCHANGES = [add_up_the_wrong_parts, take_the_first_part, exchange_with_others, exchange_other_sizes]
-GLOO: list[tuple[Callable[[fx.Graph], None], str]] = [(wrong, "changed what is reduced") for wrong in EXCHANGES]
-
-
 @pytest.mark.parametrize(
-    ("wrong", "text", "backend"),
-    [*((*each, backends.NCCL) for each in WRONG), *((*each, backends.GLOO) for each in GLOO)],
+    ("wrong", "backend"),
+    [
+        (leave_out_what_is_between_nodes, backends.NCCL),
+        (gather_another, backends.NCCL),
+        (add_up_the_wrong_parts, backends.GLOO),
+    ],
 )
-def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], text: str, backend: Backend) -> None:
+def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], backend: Backend) -> None:
     grads = [Grad(index=index, shape=(3,), levels=LEVELS, backend=backend) for index in range(2)]
     module = trace(lambda a, b: (grads[0].reduce(a.sin()), grads[1].reduce(b.cos())), *(torch.randn(3),) * 2)
-    with pytest.raises(InvalidGraphError, match=f"pass 'users-pass' .*{text}"):
+    with pytest.raises(InvalidGraphError, match=r"pass 'users-pass' changed .*p0"):
         run_passes(module, plan_for(grads, cap=1), passes=(*DEFAULT_PASSES, Changed(wrong)))

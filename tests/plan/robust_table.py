@@ -135,8 +135,8 @@ def ratios(gradients: tuple[ReadyGradient, ...], seconds: float, cost: AllReduce
     optimal = optimal_partition(gradients, cost=cost, backward_s=seconds)
     fixed = fixed_partition(gradients, cap_nbytes=25.0 * BYTES_PER_MB, first_cap_nbytes=1.0 * BYTES_PER_MB)
     ends = [max(seconds, finish_time(jobs_of(gradients, each, cost))) / bound_s for each in (optimal, fixed)]
-    robust = robust_partition(gradients, cost=cost, backward_s=seconds).certificate
-    off = certify(gradients, optimal, cost=cost, backward_s=seconds, strategy="").worst_ratio
+    _, robust = robust_partition(gradients, cost=cost, backward_s=seconds)
+    off = certify(gradients, optimal, cost=cost, backward_s=seconds).worst_ratio
     now = {"optimal": ends[0], "robust": robust.ratio, "25 MiB": ends[1]}
     return now | {"optimal, speeds off": off, "robust, speeds off": robust.worst_ratio}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from dp_compile.plan.ready_times import (
     ModelCollective,
     ReadyTimes,
     assumed_times,
-    in_ready_order,
     measured_times,
     slowest,
     typical,
@@ -40,29 +37,6 @@ def test_assumed_from_elements() -> None:
     times = assumed_times(SPECS)
     assert times.shares == {0: 0.25, 1: 0.25, 2: 1.0}
     assert times.backward_s is None
-
-
-def test_an_unknown_gradient_is_ready_at_the_end() -> None:
-    times = ReadyTimes({0: 0.5}, None, "")
-    assert [gradient.index for gradient in in_ready_order(SPECS[::-1], times)] == [0, 2, 1]
-
-
-@given(
-    st.dictionaries(st.integers(0, 99), st.floats(0, 1)),
-    st.none() | st.floats(1e-6, 1e3),
-    st.lists(
-        st.builds(ModelCollective, st.just("all_reduce"), st.just(2), st.just(8), st.floats(0, 1), st.floats(0, 1))
-    ),
-)
-def test_json_keeps_every_bit(
-    shares: dict[int, float],
-    backward_s: float | None,
-    collectives: list[ModelCollective],
-) -> None:
-    times = ReadyTimes(shares, backward_s, "somehow", tuple(collectives))
-    assert ReadyTimes.from_json(times.to_json()) == times
-    older = {name: value for name, value in json.loads(times.to_json()).items() if name != "collectives"}
-    assert ReadyTimes.from_json(json.dumps(older)) == replace(times, collectives=())
 
 
 def test_medians_of_steps_and_maxima_of_ranks() -> None:
@@ -81,15 +55,6 @@ def test_measured_between_two_launches() -> None:
     times = measured_times(plan_of([0], [1, 2]), Launches((3.0, 7.0), 10.0), before)
     assert times.backward_s == 10.0
     assert times.shares == pytest.approx({0: 0.3, 1: 0.5, 2: 0.7})
-
-
-def test_what_the_model_sends_moves_with_the_gradients_around_it() -> None:
-    sent = ModelCollective("all_reduce", 2, 8, 0.1, 0.4)
-    before = ReadyTimes({0: 0.2, 1: 0.4, 2: 0.6}, None, "", collectives=(sent, sent._replace(start=0.8, end=1.0)))
-    times = measured_times(plan_of([0], [1, 2]), Launches((3.0, 7.0), 10.0), before)
-    assert [(each.start, each.end) for each in times.collectives] == [
-        (pytest.approx(0.15), pytest.approx(0.5)), (pytest.approx(0.85), pytest.approx(1.0)),
-    ]  # fmt: skip
 
 
 @given(
@@ -164,16 +129,3 @@ def test_collectives_of_the_model_take_their_time() -> None:
     (seen,) = found.collectives
     assert seen == ModelCollective("all_reduce", dist.get_world_size(), 64 * 64 * 4, seen.start, seen.end)
     assert (seen.start, seen.end) == pytest.approx((product / total, (product + sent) / total))
-
-
-def test_a_product_that_is_added_to_a_gradient() -> None:
-    """It is no product any more, and two matrices are read and one written before the gradient is there."""
-    (estimate,) = captured(
-        lambda x, y: Grad(index=0, shape=(4, 4)).reduce(x.t() @ y), (4, 4), (4, 4), adds=True
-    ).values()
-    assert estimate == 1.0
-
-
-def test_a_graph_without_work() -> None:
-    grad = Grad(index=0, shape=(4,))
-    assert captured(lambda x: grad.reduce(x), (4,)) == {(0, 0): 1.0}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_compile.plan.backends import GLOO, NCCL, Backend
+from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
 from dp_compile.plan.links import LINKS, with_levels
 from dp_compile.plan.network import legs_of
@@ -15,9 +14,7 @@ from dp_compile.plan.reduction import (
     ALL_REDUCE,
     ALL_TO_ALL,
     BETWEEN,
-    EXCHANGE,
     INSIDE,
-    REDUCE_SCATTER,
     Averaging,
     Levels,
     Stage,
@@ -45,42 +42,10 @@ def test_each_stage_once_and_in_its_order(stages: list[int]) -> None:
     assert order[len(order) - len(lasts) :] == [(bucket, stages[bucket] - 1) for bucket in lasts]
 
 
-def test_a_second_stage_is_one_bucket_late_and_the_last_ones_come_at_the_end() -> None:
-    assert list(launch_order([levels(3)] * 3)) == [
-        (0, 0), (1, 0), (0, 1), (2, 0), (1, 1), (2, 1), (0, 2), (1, 2), (2, 2)
-    ]  # fmt: skip
-    assert list(launch_order([levels(1)] * 2)) == [(0, 0), (1, 0)]
-    assert list(launch_order([levels(3)])) == [(0, 0), (0, 1), (0, 2)]
-
-
 def test_over_one_link_the_last_stage_is_one_bucket_late_too() -> None:
     two = Averaging(hook="a hook", rounds=(ALL_TO_ALL, ALL_GATHER)).reduction("0", GLOO, 3, "float32").stages
     assert two == (Stage(ALL_TO_ALL, "0", parts=3), Stage(ALL_GATHER, "0", parts=3))
     assert list(launch_order([two, two, levels(1)])) == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
-
-
-@pytest.mark.parametrize(
-    ("averaging", "backend", "dtype", "ops", "scale", "post"),
-    [
-        (Averaging(), GLOO, "float32", "sum", 1 / 6, 1.0),
-        (Averaging(), NCCL, "float32", "avg", 1.0, 1.0),
-        (Averaging(wire="bfloat16"), NCCL, "float32", "avg", 1.0, 1.0),
-        (Averaging(), NCCL, "float16", "sum", 1 / 4, 4 / 6),  # FSDP's rule for six ranks, over all of them
-        (Averaging(divide_by=5.0), GLOO, "float32", "sum", 1 / 5, 1.0),
-    ],
-)
-def test_what_is_divided_is_divided_for_all_ranks_together(
-    averaging: Averaging, backend: Backend, dtype: str, ops: str, scale: float, post: float
-) -> None:
-    reduction = averaging.reduction("all", backend, 6, dtype, LEVELS)
-    assert reduction.stages == (
-        Stage(REDUCE_SCATTER if backend == NCCL else EXCHANGE, "in", ops, 3, INSIDE),
-        Stage(ALL_REDUCE, "out", ops, link=BETWEEN),
-        Stage(ALL_GATHER, "in", parts=3, link=INSIDE),
-    )
-    assert (reduction.scale, reduction.post_scale) == (scale, pytest.approx(post))
-    assert reduction.reduce_op == ops
-    assert list(reduction.numels(12)) == [12, 4, 4]
 
 
 def specs(levels: Levels | None, *numels: int) -> list[GradientSpec]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from generated_code import LAUNCH, Span, kernel_arguments, read_code, triton_sources
+from generated_code import Span, read_code
 
 WRAPPER = """
 cpp_fused_0 = async_compile.cpp_pybinding(['const float*', 'float*'], r'''...''')
@@ -54,11 +54,6 @@ def test_calls_in_their_order_with_what_they_read_and_write() -> None:
     assert found.calls[-1].reads == (bucket,)
 
 
-def test_kernels_of_a_gpu() -> None:
-    (source,) = triton_sources(code()).values()
-    assert kernel_arguments(source) == ("in_ptr0", "out_ptr0", "xnumel", "XBLOCK")
-
-
 @pytest.mark.parametrize(
     ("in_flight", "fault"),
     [
@@ -100,51 +95,3 @@ def test_waits_and_launches_come_in_pairs() -> None:
     assert "no wait for buf9[0:48]" in fault
     (fault,) = read_code(code("torch.ops._c10d_functional.wait_tensor.default(buf0)")).faults
     assert "waits for buf0[0:32], which is not on its way" in fault
-
-
-TWO_LEVELS = """
-            buf3 = torch.ops._c10d_functional.reduce_scatter_tensor.default(buf9, 'avg', 8, '0')
-            {1}
-            torch.ops._c10d_functional.wait_tensor.default(buf3)
-            torch.ops._c10d_functional.all_reduce_.default(buf3, 'avg', '1')
-            {2}
-            torch.ops._c10d_functional.wait_tensor.default(buf3)
-            buf4 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf3, 8, '0')
-            {3}
-            torch.ops._c10d_functional.wait_tensor.default(buf4)
-"""
-ANEW = "{} = empty_strided_cuda((6, ), (1, ), torch.float32)"
-
-
-def two_levels(stage: int = 0, in_flight: str = "") -> str:
-    text = TWO_LEVELS
-    for number in (1, 2, 3):
-        text = text.replace(f"{{{number}}}", in_flight if number == stage else NOTHING_ELSE)
-    before, rest = code().split("            torch.ops._c10d_functional.all_reduce_", 1)
-    return before + text + rest[rest.index("            del buf0") :]
-
-
-@pytest.mark.parametrize(
-    ("stage", "in_flight", "fault"),
-    [
-        (1, ANEW.format("buf3"), "frees buf3[0:6] while reduce_scatter_tensor"),
-        (1, "del buf9", "frees buf9[0:48] while reduce_scatter_tensor"),
-        (2, ANEW.format("buf3"), "frees buf3[0:6] while all_reduce_"),
-        (2, "cpp_fused_0(arg0_1, buf3)", "cpp_fused_0 writes buf3[0:6] while all_reduce_"),
-        (3, ANEW.format("buf3"), "frees buf3[0:6] while all_gather_into_tensor"),
-        (3, ANEW.format("buf4"), "frees buf4[0:48] while all_gather_into_tensor"),
-        (3, "cpp_fused_0(arg0_1, buf3)", "cpp_fused_0 writes buf3[0:6], which is being sent"),
-        (3, "cpp_fused_0(buf4, buf0)", "cpp_fused_0 reads buf4[0:48] while all_gather_into_tensor"),
-    ],
-)
-def test_faults_between_stages(stage: int, in_flight: str, fault: str) -> None:
-    faults = read_code(two_levels(stage, in_flight)).faults
-    assert any(fault in each for each in faults), faults
-
-
-def test_what_is_allowed_between_stages() -> None:
-    found = read_code(two_levels(1, "cpp_fused_0(buf9, buf0)"))
-    assert not found.faults
-    whole, part, gathered = Span("buf9", 0, 48), Span("buf3", 0, 6), Span("buf4", 0, 48)
-    launches = [(call.reads, call.writes) for call in found.calls if call.kind == LAUNCH]
-    assert launches == [((whole,), (part,)), ((part,), (part,)), ((part,), (gathered,))]

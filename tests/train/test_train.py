@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dp_compile.cli import main as cli
 from dp_compile.errors import ConfigError
@@ -63,15 +62,10 @@ def test_ranks_have_other_batches_and_one_held_out_loss(ranks2: Ranks) -> None:
     ("arguments", "message"),
     [
         (("--ranks", "0"), "argument --ranks: must be >= 1, got 0"),
-        (("--steps", "many"), "argument --steps: invalid positive_integer value: 'many'"),
         (("--width", "130"), "--width must be a multiple of 32, got 130"),
         (("--bucket-cap-mb", "0"), "bucket_cap_mb must be"),
-        (("--mp", "bfloat16"), "argument --mp: invalid choice: 'bfloat16'"),
-        (("--comm-hook", "powersgd"), "argument --comm-hook: invalid choice: 'powersgd'"),
-        (("--mp", "bf16", "--check"), "--mp does not go with --check"),
         (("--mp", "bf16", "--comm-hook", "int8"), "--mp does not go with --comm-hook"),
         (("--save-step", "/no/such/place/step.json"), "--save-step must be a file in a directory that exists, got"),
-        (("--step", "5"), "unrecognized arguments: --step 5"),
     ],
 )
 def test_bad_options_say_so_in_one_line(
@@ -99,21 +93,6 @@ def test_what_the_environment_says_is_checked_before_ranks_start(
         monkeypatch.setenv(name, value)
     assert cli.main(["train", "--ranks", "2"]) == 2
     assert "--ranks is 2, but torchrun started 4" in capsys.readouterr().err
-
-
-def verdicts() -> list[bool]:
-    """Of a parameter that is as far off as is allowed, farther on the other rank, and NaN."""
-    options, found = cli._build_parser(["train"]).parse_args(["train", "--check", "--steps", "3"]), []
-    for offset in (job.TOLERANCE, 3 * job.TOLERANCE * dist.get_rank(), float("nan")):
-        one, other = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.constant_(one.weight, 0.0)
-        torch.nn.init.constant_(other.weight, offset)
-        found.append(job.compare(one, other, options))
-    return found
-
-
-def test_the_check_passes_up_to_its_tolerance_on_every_rank(ranks2: Ranks) -> None:
-    assert ranks2.run(verdicts) == [[True, False, False]] * 2
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -152,8 +131,6 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
     ("arguments", "found"),
     [
         (("--check", "--comm-hook", "int8"), "QuantizedHook(dtype=torch.int8"),
-        (("--check", "--comm-hook", "fp8"), "QuantizedHook(dtype=torch.float8_e4m3fn"),
-        (("--check", "--comm-hook", "bf16"), "sum in bfloat16"),
         (("--mp", "bf16"), "bfloat16 cpu sum"),
     ],
 )
@@ -162,15 +139,6 @@ def test_other_dtypes_end_where_torch_does(arguments: tuple[str, ...], found: st
     assert "backwards: 8 captured" in out
     assert found in out
     assert ("check passed" in out) == ("--check" in arguments)
-
-
-@pytest.mark.nightly
-def test_torchrun_starts_it_too() -> None:
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "dp_compile", "train")
-    process = start(*launcher, *TINY, "--steps", "4", "--check")
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, f"{out}\n{err}"
-    assert out.count("check passed") == 1
 
 
 def children(parent: int) -> list[int]:
