@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Final, cast
 
@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.device_mesh import DeviceMesh
 
-from dp_compile._torch import autograd
 from dp_compile._torch.dtensors import own_part
 from dp_compile._torch.missing import named
 from dp_compile.errors import ConfigError
@@ -281,63 +280,13 @@ def register_comm_hook(ddp: TorchDDP, hook: Callable[..., Any]) -> None:
     _register_comm_hook(ddp.reducer, None, hook)
 
 
-class TorchReducer:
-    """torch's C++ reducer for parameters, driven from the backward instead of from a wrapped forward.
+def wrapped_by_torch(module: nn.Module, **options: Any) -> nn.Module:
+    """The module in torch's own `DistributedDataParallel`, also where ours has taken its public name."""
+    return TorchDDP(module, **{name: value for name, value in options.items() if value is not None})
 
-    Holds a `torch.nn.parallel.DistributedDataParallel` of which only the reducer is used, around a module that has
-    nothing but the parameters, as torch's composable `replicate` does. `prepare` does before each backward what its
-    forward would have done: torch's `_pre_forward` and `_post_forward`, same order.
-    """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], **options: Any) -> None:
-        holder = nn.Module()
-        holder._parameters.update(parameters)  # register_parameter() refuses the dots of qualified names
-        # DDP leaves out for good what requires no gradient now: trained later, it would keep the gradient of its rank.
-        may_be_unused = options["find_unused_parameters"] or options["static_graph"]
-        frozen = [each for each in parameters.values() if may_be_unused and not each.requires_grad]
-        for each in frozen:
-            each.requires_grad_(True)
-        try:
-            self._ddp = TorchDDP(holder, init_sync=False, **options)
-            # Kept, so that they stay what they are: torch holds them by weak references.
-            with torch.enable_grad():
-                self._accumulates = {
-                    name: (each, autograd.accumulates(each)) for name, each in parameters.items() if each.requires_grad
-                }
-        finally:
-            for each in frozen:
-                each.requires_grad_(False)
+def replicate_by_torch(module: nn.Module, **options: Any) -> None:
+    """torch's own composable `replicate`, on torch's DDP. Loads it."""
+    from torch.distributed._composable.replicate import replicate
 
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        """Let `hook(state, bucket)` reduce each bucket. `hook` was checked before."""
-        _register_comm_hook(self._ddp.reducer, state, hook)
-
-    def prepare(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Arm the reducer for the backward from `outputs`."""
-        reducer = self._ddp.reducer
-        reducer.prepare_for_forward()
-        reducer._rebuild_buckets()
-        reducer.prepare_for_backward(list(outputs) if self._ddp.find_unused_parameters else [])
-
-    def lost(self) -> list[str]:
-        """The parameters of whose gradients it hears nothing, by name.
-
-        It has hooks on the nodes that accumulate gradients, and a parameter gets another one when its `.data` becomes
-        of another dtype, though it be changed back. torch's DDP then reduces nothing and says nothing (torch 2.13).
-        """
-        with torch.enable_grad():
-            return [
-                name
-                for name, (parameter, node) in self._accumulates.items()
-                if parameter.requires_grad and autograd.accumulates(parameter) is not node
-            ]
-
-    def finish(self) -> None:
-        """The backward has ended. Of a static graph the first one only counts uses, and is reduced now."""
-        if self._ddp.static_graph and not self._ddp._static_graph_delay_allreduce_enqueued:
-            self._ddp._static_graph_delay_allreduce_enqueued = True
-            self._ddp.reducer._delay_all_reduce()  # type: ignore[attr-defined]
-
-    def close(self) -> None:
-        """Take the reducer's hooks off the parameters."""
-        self._ddp.reducer._remove_autograd_hooks()
+    replicate(module, **{name: value for name, value in options.items() if value is not None})

@@ -126,7 +126,7 @@ def decentralize(
     except BaseException:
         unreplicate(module)
         raise
-    replica.revisions.due, replica.strategy, replica.by_hooks, replica.is_mixed = (), "fixed", True, True
+    replica.revisions.due, replica.strategy, replica.is_mixed = (), "fixed", True
     replica.after.updates.append(updates)
     inner = behind(module)
     inner.__class__ = _decentralized_class(type(inner))

@@ -116,12 +116,16 @@ def reduce_by_call(
         assert not isinstance(hook.function, FunctionalHook)
         with ops.launching():
             future = hook.function(hook.state, given)  # type: ignore[arg-type]
-        if not isinstance(future, torch.futures.Future):
+        if not callable(getattr(future, "wait", None)):  # those of collectives are of the base class in C++
             raise ReductionError(
                 f"comm hook {hook.name} returned a {type(future).__name__}, not a torch.futures.Future of the reduced "
                 "bucket."
             )
         ops.work, ops.launches = future, ops.launches + 1
+        if flat.is_cpu:
+            # Callbacks that launch more, as powerSGD_hook's, run in a thread of the backend: in which order among the
+            # launches of this one, no two ranks would agree. On a GPU they run here, when they are added.
+            future.wait()
     yield
     if future is None:
         return [flat]

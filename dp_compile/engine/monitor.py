@@ -227,7 +227,7 @@ class Watched:
         for topic, replica in self._replicas.items():
             own = _Record(replica.history.backwards, replica.history.synced_backwards).progress(self.launched(topic))
             sharing = [each for each in self._replicas.values() if each.group.name == replica.group.name]
-            labels = bucket_labels(replica.plan) if replica.reducer is None and len(sharing) == 1 else ()
+            labels = bucket_labels(replica.plan) if len(sharing) == 1 else ()
             if isinstance(found, str):
                 text = f"who is missing is not known: {found}"
             else:

@@ -219,6 +219,17 @@ class TellingOfBackward:
             self._stack.__exit__(*error)
 
 
+@contextlib.contextmanager
+def telling_of_compilation(begun: Compilation) -> Iterator[tuple[CompilationListener, ...]]:
+    """Around a compilation: who looks at it."""
+    asked = [observer.compilation(begun) for observer in _observers(begun.replicas)]
+    with contextlib.ExitStack() as stack:
+        listeners = tuple(listener for listener in asked if listener is not None)
+        for listener in listeners:
+            stack.enter_context(listener)
+        yield listeners
+
+
 def tell_compiled(replicas: Sequence[Replica]) -> None:
     """A backward of these modules was compiled, has run, and is in their records."""
     for observer in _observers(replicas):

@@ -7,7 +7,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn

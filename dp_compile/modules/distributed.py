@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +23,12 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Pending, remove_forward_hooks
 from dp_compile.modules.join import join, join_hook, joinable
 from dp_compile.modules.precision import precision_of
-from dp_compile.modules.replicate import replicate_module, replicate_with_gradients
+from dp_compile.modules.replicate import (
+    options_of_torch,
+    refuse_for_torch,
+    replicate_module,
+    replicate_with_gradients,
+)
 from dp_compile.modules.replicated_module import (
     is_replicated,
     no_sync,
@@ -75,7 +82,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_reduction: without effect, as in torch; see `ReplicateConfig.check_reductions`.
         device_mesh: a mesh with one dimension, in place of `process_group`.
         forward_sync_buffers: copy buffers after each synchronised backward; at the start they are copied in any case.
-        ddp_python_hook: as in `replicate`.
+        ddp_python_hook: as in `replicate`; `False`: the call returns torch's own `DistributedDataParallel`.
         mp_policy: as in `replicate`; it acts in the wrapper's forward, not in that of `.module`.
         config: all options in one value; an argument given here wins over its field.
 
@@ -83,6 +90,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         ConfigError: an option is not supported or has a value that is not allowed.
         ModuleError, DesyncError: as `replicate`.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """With `ddp_python_hook=False`, or `DP_COMPILE_DDP_PYTHON_HOOK=0`, torch's own wrapper."""
+        given = _given(args, kwargs)
+        own = {"config", *(each.name for each in dataclasses.fields(ReplicateConfig))}
+        config = given.get("config") or ReplicateConfig()
+        if not given or not isinstance(config, ReplicateConfig):  # a copy, a pickle; or __init__ says what is wrong
+            return super().__new__(cls)
+        config = dataclasses.replace(config, **{name: given[name] for name in own & given.keys() - {"config"}})
+        if config.uses_python_hook():
+            return super().__new__(cls)
+        refuse_for_torch(config)
+        return distributed.wrapped_by_torch(
+            **options_of_torch(config), **{name: value for name, value in given.items() if name not in own}
+        )
 
     def __init__(
         self,
@@ -341,6 +363,16 @@ class ReducerForFrameworks:
 
 # Frameworks and torch.distributed.checkpoint ask for torch's class before they take the prefix `module.` off.
 distributed.count_as_torch_ddp(DistributedDataParallel)
+
+
+def _given(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What a call gives, by name; nothing if it does not fit, which the call itself reports."""
+    try:
+        given = inspect.signature(DistributedDataParallel.__init__).bind(None, *args, **kwargs).arguments
+    except TypeError:
+        return {}
+    given |= given.pop("unsupported", {})
+    return {name: value for name, value in given.items() if name != "self" and value is not None}
 
 
 def _refuse(options: dict[str, Any]) -> None:

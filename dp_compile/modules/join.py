@@ -64,7 +64,7 @@ def join(
 
     Raises:
         ModuleError: a module is not replicated.
-        ConfigError: a module is reduced by torch's C++ reducer, or a backward reaches a module outside `modules`.
+        ConfigError: a backward reaches a module outside `modules`.
         RuntimeError: with `throw_on_early_termination`, on every rank.
     """
     found = [replica_of(each) for module in modules for each in (module, *parts_of(behind(module)))]
@@ -120,18 +120,9 @@ def join_hook(member: Joinable, replica: Replica, **kwargs: Any) -> JoinHook:
     """The hook of a replica that torch's `Join` knows as `member`. Backwards announce themselves from now on.
 
     Raises:
-        ConfigError: torch's C++ reducer reduces this module, by the user's wish or for a comm hook.
+        ModuleError: parts of the module were replicated before.
     """
     refuse_parts(replica, "join()")
-    if not replica.python_hook:
-        raise ConfigError(
-            "join() needs dp_compile's hooks, but ddp_python_hook is False. Use torch's DDP and its join()."
-        )
-    if replica.called_hook is not None:
-        raise ConfigError(
-            "join() needs dp_compile's hooks, but the module has a comm hook, which torch's reducer calls."
-        )
-    replica.by_hooks = True  # also on ranks that have no inputs at all, and without asking them
     divides_initially = bool(kwargs.get("divide_by_initial_world_size", True))
     replica.uneven = membership = _Membership(member, replica, divides_initially)
     return _ShadowHook(membership)

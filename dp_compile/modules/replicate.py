@@ -20,7 +20,6 @@ from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import (
     CHECK_VARIABLE,
-    DEFAULT_CAP_MB,
     ReplicateConfig,
     check_parameters_every,
     has_address,
@@ -29,12 +28,12 @@ from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
-from dp_compile.engine.hooks import install_hooks, reduce_as_planned
+from dp_compile.engine.hooks import install_hooks
 from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
-from dp_compile.engine.replica import Reducer, Replica, Revision, Revisions
+from dp_compile.engine.replica import Replica, Revision, Revisions
 from dp_compile.engine.settling import describe_plan
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import (
@@ -80,12 +79,10 @@ from dp_compile.modules.selection import (
 from dp_compile.modules.tensor_parallel import check_dtensors
 from dp_compile.modules.units import BucketPolicy
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.functional_hook import FunctionalHook
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
 from dp_compile.plan.reduction import Averaging
 from dp_compile.plan.strategies import Planned
-from dp_compile.plan.words import BYTES_PER_MB
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -132,8 +129,8 @@ def replicate(
     Args:
         module: what to replicate; a module that `torch.compile` returned is fine too.
         ddp_python_hook: `True`: hooks that are traced with the backward (the point of this package). `False`: torch's
-            C++ reducer. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then
-            `True`.
+            own composable `replicate` gets the module, with the options that it has, and nothing of this package acts
+            on it. `None`: as `config` says, then the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, then `True`.
         process_group: whom to average with; the default group if neither this nor `device_mesh` is given.
         device_mesh: in place of `process_group`: a mesh with one dimension, also a slice of a larger one; or with two,
             between nodes and inside a node. Gradients are then reduce-scattered inside nodes, all-reduced between them
@@ -214,11 +211,17 @@ def replicate_module(
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
         options = _merge_options(config, given)
-        if meeting.group.levels is not None and not options.uses_python_hook():
-            raise ConfigError(
-                "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False: torch's C++ "
-                "reducer knows one level of network. Pass a device_mesh with one dimension."
+        if not options.uses_python_hook():
+            refuse_for_torch(options, bucket_policy, two_levels=meeting.group.levels is not None)
+            distributed.replicate_by_torch(
+                inner,
+                ignored_modules=ignored_modules,
+                device_id=device_id,
+                process_group=process_group,
+                device_mesh=device_mesh,
+                **options_of_torch(options),
             )
+            return module
         if not isinstance(inner, nn.Module):
             raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
         release_abandoned(inner)
@@ -314,8 +317,9 @@ def _merge_options(config: ReplicateConfig | None, given: Mapping[str, Any]) -> 
     options = dataclasses.replace(
         config or ReplicateConfig(), **{name: value for name, value in given.items() if value is not None}
     )
-    if options.uses_python_hook():
-        refuse_traced_backward()
+    if not options.uses_python_hook():
+        return options
+    refuse_traced_backward()
     if compiler.python_reducer_mode():
         raise ConfigError(
             "torch._dynamo.config.optimize_ddp is 'python_reducer': torch's DDP would then put hooks of its own beside "
@@ -361,6 +365,38 @@ def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
     return chosen
 
 
+def refuse_for_torch(options: ReplicateConfig, bucket_policy: object = None, *, two_levels: bool = False) -> None:
+    """With `ddp_python_hook=False` torch's DDP reduces.
+
+    Raises:
+        ConfigError: an option changes numbers, or where buckets end, and torch's DDP does not have it.
+    """
+    refused = {
+        "mp_policy": options.mp_policy is not None,
+        "gradient_divide_factor": options.gradient_divide_factor is not None,
+        "check_nan": options.check_nan,
+        "bucket_policy": bucket_policy is not None,
+        "a device_mesh with two dimensions": two_levels,
+    }
+    if said := [what for what, is_given in refused.items() if is_given]:
+        raise ConfigError(
+            f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(said)}. Leave that out, "
+            "or leave ddp_python_hook at its default."
+        )
+
+
+def options_of_torch(options: ReplicateConfig) -> dict[str, Any]:
+    """What torch's DDP is given of a config, by its names. The rest is about plans and captured backwards."""
+    return {
+        # torch's DDP takes no math.inf.
+        "bucket_cap_mb": None if options.bucket_cap_mb is None else min(options.bucket_cap_mb, 2.0**20),
+        "find_unused_parameters": options.may_be_unused and not options.static_graph,
+        "static_graph": options.static_graph,
+        "gradient_as_bucket_view": bool(options.gradient_as_bucket_view),
+        "broadcast_buffers": options.broadcast_buffers,
+    }
+
+
 # --- putting it together ----------------------------------------------------------------------------------------
 
 
@@ -372,7 +408,7 @@ def _start(module: nn.Module, order: _Order, pending: Pending | None = None) -> 
         order = dataclasses.replace(order, request=order.request.of(target))
         config = order.request.config
         check_copied(target, buffers=config.copies_buffers_at_start or config.broadcast_buffers)
-        check_dtensors(target, order.meeting.group, config)
+        check_dtensors(target, order.meeting.group)
         precision = precision_of(module) if order.is_copy else make_precision(target, config)
         swapped = None if order.keeps_class else replicated_class(module, casts=config.casts)
         replica = _make_replica(target, order)
@@ -405,12 +441,9 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
     refused = {
         "a device_mesh with two dimensions": levels is not None,
         "reduce_dtype": averaging.wire is not None,
-        "ddp_python_hook=False": not config.uses_python_hook(),
     }
     for what in (what for what, is_given in refused.items() if is_given):
         refuse_sparse(names, sparse, what)
-    # torch's reducer has one level, knows no DTensors, and calls hooks of its own kind.
-    always_hooks = levels is not None or bool(sparse) or any(map(is_dtensor, parameters))
     gradients = gradient_specs(parameters, names, group, sparse)
     planning = make_plan(target.module, gradients, group, request)
     replica = Replica(
@@ -430,9 +463,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         passes=order.passes,
         beside_shards=target.sharded,
         sparse=sparse,
-        by_hooks=True if always_hooks else None,
     )
-    replica.make_reducer = partial(_make_reducer, weakref.ref(replica))
     replica.revisions.average_by = partial(_average_by, weakref.ref(replica), weakref.ref(target.module), request)
     replica.revisions.scatter = partial(_scatter, weakref.ref(replica), weakref.ref(target.module), request)
     if Revision.FROM_LAUNCHES in planning.revisions:
@@ -455,8 +486,6 @@ def _average_by(
     as_before = dataclasses.replace(was, divide_by=averaging.divide_by, given=averaging.given) == averaging
     _reduce_by(replica, dataclasses.replace(replica.group, averaging=averaging), module, None if as_before else request)
     replica.config = dataclasses.replace(replica.config, gradient_divide_factor=averaging.divide_by)
-    if replica.reducer is not None and was.is_plain:  # another one hears of it by its hook
-        replica.reducer.register_comm_hook(of, reduce_as_planned)
 
 
 def _scatter(
@@ -502,26 +531,6 @@ def _averaging(config: ReplicateConfig, parameters: Iterable[torch.Tensor]) -> A
     return Averaging(wire, config.gradient_divide_factor)
 
 
-def _make_reducer(of: weakref.ref[Replica]) -> Reducer:
-    """torch's reducer for a replica, which must not hold its replica alive."""
-    replica = of()
-    assert replica is not None
-    largest_mb = sum(each.nbytes for each in replica.parameters) / BYTES_PER_MB  # torch's DDP takes no math.inf
-    reducer = distributed.TorchReducer(
-        dict(zip(replica.names, replica.parameters, strict=True)),
-        process_group=replica.group.process_group,
-        bucket_cap_mb=min(replica.config.bucket_cap_mb or DEFAULT_CAP_MB, largest_mb),
-        find_unused_parameters=replica.config.may_be_unused and not replica.config.static_graph,
-        static_graph=replica.config.static_graph,
-    )
-    if replica.called_hook is not None:
-        assert not isinstance(replica.called_hook.function, FunctionalHook)
-        reducer.register_comm_hook(replica.called_hook.state, replica.called_hook.function)
-    elif not replica.group.averaging.is_plain:
-        reducer.register_comm_hook(of, reduce_as_planned)
-    return reducer
-
-
 def _statement(target: Selection, replica: Replica) -> Statement:
     def describe(tensors: Mapping[str, torch.Tensor]) -> list[str]:
         return [
@@ -546,7 +555,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
 
 def _compared_options(config: ReplicateConfig) -> dict[str, Any]:
     """All options, as plain data."""
-    options = dataclasses.asdict(config) | {"ddp_python_hook": config.uses_python_hook()}
+    options = dataclasses.asdict(config)
     options["mp_policy"] = repr(config.mp_policy)
     return options
 
@@ -583,9 +592,7 @@ def release_abandoned(module: nn.Module) -> None:
 def _release(replica: Replica) -> None:
     if replica.hooks is not None:
         replica.hooks.remove()
-    if replica.reducer is not None:
-        replica.reducer.close()
-    replica.hooks = replica.reducer = replica.make_reducer = None
+    replica.hooks = None
     for each in replica.after.updates:
         each.released()
     if replica.comm_hook is not None and replica.comm_hook.memory is not None:

@@ -334,10 +334,10 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
 
     Any such hook works. What torch's own `allreduce_hook`, `fp16_compress_hook`, `bf16_compress_hook` and the two
     wrappers around the first do is known: backwards are captured as before, and gradients travel so. Any other, as
-    `powerSGD_hook` and `post_localSGD_hook`, is called by torch's C++ reducer, which from then on reduces every
-    backward of the module; what torch compiled is used as before, but no backward is captured. A `FunctionalHook` runs
-    in the captured graph, and in every other way that a backward goes. Every rank registers the same hook: they compare
-    them here. Parts that were replicated before keep their own hooks.
+    `powerSGD_hook` and `post_localSGD_hook`, is called with each bucket once that is full, with an object that has the
+    methods of `GradBucket`; what torch compiled of the forward is used as before, but no backward is captured. A
+    `FunctionalHook` runs in the captured graph, and in every other way that a backward goes. Every rank registers the
+    same hook: they compare them here. Parts that were replicated before keep their own hooks.
 
     Args:
         state: handed to the hook as its first argument; of a functional hook a `HookState`.
@@ -365,10 +365,10 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         made = make_comm_hook(state, hook, owner.group.process_group, owner.group.backend)
         if made.memory is not None:
             _check_functional(owner, made.name)
-        if made.averaging is None and owner.group.levels is not None:
+        if made.is_called and owner.group.levels is not None:
             raise ConfigError(
-                f"comm hook {made.name} is called by torch's C++ reducer, which knows one level of network, but the "
-                f"device_mesh of {name} has two dimensions. Use a hook of torch's that only casts, or one dimension."
+                f"comm hook {made.name} reduces over one group, but the device_mesh of {name} has two dimensions. Use "
+                "a hook of torch's that only casts, or one dimension."
             )
         policy = owner.config.mp_policy
         given = "a reduce_dtype in its mp_policy" if policy is not None and policy.reduce_dtype is not None else ""
@@ -380,9 +380,9 @@ def register_comm_hook(module: nn.Module, state: Any, hook: HookFunction) -> Non
         refuse_hook_of_dtensors(owner, made)
         refuse_sparse(owner.names, owner.sparse, f"comm hook {made.name}")
         _take(owner, made)
-    if made.averaging is None:
+    if made.is_called:
         logger.warning(
-            "%s has comm hook %s: torch's C++ reducer calls it and reduces the gradients, backwards are not captured: "
+            "%s has comm hook %s: it is called with each bucket by hooks that run eagerly, backwards are not captured: "
             "%s.",
             name,
             made.name,
@@ -405,11 +405,8 @@ def _take(replica: Replica, hook: CommHook) -> None:
         if hook.memory is not None:
             hook.memory.unbind()
         raise
-    if hook.averaging is not None:
-        assert replica.revisions.average_by is not None
-        replica.revisions.average_by(hook.averaging)
-    if hook.memory is not None:
-        replica.by_hooks = True  # torch's reducer calls hooks of its own kind
+    assert replica.revisions.average_by is not None
+    replica.revisions.average_by(hook.averaging)
 
 
 def _check_functional(replica: Replica, name: str) -> None:
@@ -420,7 +417,6 @@ def _check_functional(replica: Replica, name: str) -> None:
     """
     obstacles = {
         "the device_mesh has two dimensions": replica.group.levels is not None,
-        "with ddp_python_hook=False torch's C++ reducer reduces": not replica.python_hook,
         "no pass makes buckets": replica.strategy == "single",
     }
     if said := [obstacle for obstacle, stands in obstacles.items() if stands]:

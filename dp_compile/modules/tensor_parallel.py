@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import dtensors
-from dp_compile.config import ReplicateConfig
 from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import fully_qualified
@@ -19,11 +18,11 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.selection import Selection
 
 
-def check_dtensors(target: Selection, group: Group, config: ReplicateConfig) -> None:
+def check_dtensors(target: Selection, group: Group) -> None:
     """Refuse what cannot be reduced beside tensor parallel.
 
     Raises:
-        ConfigError: DTensors lie on ranks that the module is replicated over, or torch's C++ reducer is to reduce them.
+        ConfigError: DTensors lie on ranks that the module is replicated over.
         ModuleError: a parameter is a sum of its parts, or its numbers are complex.
     """
     found = {**target.trainable, **target.frozen, **target.buffers}
@@ -45,11 +44,6 @@ def check_dtensors(target: Selection, group: Group, config: ReplicateConfig) -> 
             )
         if name in found and found[name].is_complex():
             raise ModuleError(f"{name} is a complex DTensor; real ones are supported.")
-    if any(name in found for name in target.trainable) and not config.uses_python_hook():
-        raise ConfigError(
-            "DTensor parameters need dp_compile's hooks, but ddp_python_hook is False: torch's C++ reducer knows no "
-            "DTensors. Leave ddp_python_hook at its default."
-        )
 
 
 def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
@@ -58,7 +52,7 @@ def refuse_hook_of_dtensors(replica: Replica, hook: CommHook) -> None:
     Raises:
         ConfigError: another one.
     """
-    if replica.dtensors and (hook.averaging is None or hook.averaging.hook is not None or hook.memory is not None):
+    if replica.dtensors and hook.averaging.hook is not None:
         raise ConfigError(
             f"comm hook {hook.name} would see parts of gradients, as {replica.names[min(replica.dtensors)]} is a "
             "DTensor: what it makes of them would depend on how they are cut. Use a hook of torch's that only casts, "

@@ -177,7 +177,6 @@ class Sharded(InBackward):
             "overlap_forward": self.crossing is not None,
         }, "in_backward(shard=True)")  # fmt: skip
         replica.after.parts_to = _TakesParts(self, optimizer)
-        replica.by_hooks = True  # torch's reducer gives each rank all of a gradient
         self._cover(replica)
         states = self._full_states(optimizer)
         self._lay_out()
@@ -194,7 +193,6 @@ class Sharded(InBackward):
             "its device_mesh has two levels of network": replica.group.levels is not None,
             "it has a comm hook, which needs whole gradients": replica.comm_hook is not None,
             "check_nan looks at whole gradients": replica.config.check_nan,
-            "ddp_python_hook is False: torch's C++ reducer has whole gradients only": not replica.python_hook,
             "inputs may be uneven, in join()": replica.uneven is not None,
         }
         for obstacle, stands in obstacles.items():
