@@ -54,8 +54,8 @@ class ReplicateConfig:
 
     Args:
         ddp_python_hook: `bool | None`, default `None`. `True`: hooks, which a captured backward replaces by reductions.
-            `False`: torch's C++ reducer. `None`: the environment variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it
-            `True`.
+            `False`: torch's own `replicate` or `DistributedDataParallel` gets the module. `None`: the environment
+            variable `DP_COMPILE_DDP_PYTHON_HOOK`, and without it `True`.
         bucket_cap_mb: `float | None`, MiB, default `None`. Buckets by size, as torch's DDP: one is closed when it holds
             at least this much, the first of each key at 1 MiB; `math.inf`: one bucket for each key after the first.
             `None`: buckets end where the predicted end of the step is earliest.
@@ -78,14 +78,13 @@ class ReplicateConfig:
             those that some ranks produced become the average over all ranks. `False`: a parameter without a gradient is
             an error on every rank, which names it.
         static_graph: `bool`, default `False`. Every backward uses the same parameters in the same way, and some may be
-            left out, as with `find_unused_parameters`. Where torch's reducer reduces it learns the graph from the first
-            backward: layers may be checkpointed twice, and backwards may run inside backwards.
+            left out, as with `find_unused_parameters`.
         gradient_as_bucket_view: `bool | None`, default `None`. Whether the memory of buckets lives from one backward to
             the next, at the same addresses. `True`: of all, so that no step allocates one; forwards then hold it, also
             where gradients are `None`. `False`: of none. `None`: on CPUs of buckets above 32 MiB, which malloc would
             map in each backward, and of all those of an optimizer with `shard=True`. Gradients are views of their
             buckets in any case, and a gradient that the user keeps is never written over: its bucket gets other memory.
-            torch's reducer keeps its buckets and `aot_eager` allocates them in any case.
+            `aot_eager` allocates them in any case.
         broadcast_buffers: `bool`, default `True`. Copy the first rank's buffers to all ranks at the start and after
             each synchronised backward. `False`: each rank keeps its own from the start on; shapes may differ then.
         init_sync_buffers: `bool | None`, default `None`. Whether buffers are copied at the start. `None`: as

@@ -4,7 +4,7 @@
 |---------------|--------------------------------------------------------------------|-------------------------------|
 | `autograd`    | the engine's entry, versions of tensors, modes                     | nothing                       |
 | `compiler`    | questions about Dynamo that have an answer also if it is not there | nothing                       |
-| `distributed` | groups, stores, torch's reducer                                    | nothing                       |
+| `distributed` | groups, stores, torch's DDP                                        | nothing                       |
 | `dynamo`      | compiled autograd, Dynamo, tracing                                 | Dynamo, 1 s                   |
 | `inductor`    | compilers, lowerings                                               | Dynamo and Inductor, 2 to 3 s |
 

@@ -1,4 +1,4 @@
-"""Groups, stores and torch's reducer. Costs nothing to load."""
+"""Groups, stores and torch's DDP. Costs nothing to load."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def check() -> None:
                 raise UnsupportedTorchError(
                     f"torch {torch.__version__} has changed what dp_compile relies on: {'; '.join(findings)}. "
                     f"Install a torch in the supported range, pip install 'torch{SUPPORTED}', or pass "
-                    "ddp_python_hook=False, which leaves gradients to torch's reducer."
+                    "ddp_python_hook=False, which leaves the module to torch's DDP."
                 )
             with contextlib.suppress(OSError):
                 file.parent.mkdir(parents=True, exist_ok=True)

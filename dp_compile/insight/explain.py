@@ -135,8 +135,6 @@ def explanation_of(step: Step) -> Explanation:
 
 def why_no_timeline(step: Step) -> str | None:
     """Why the plan does not say when its buckets are reduced; `None` if it does."""
-    if step.mode.startswith("torch's C++ reducer"):
-        return "torch's C++ reducer makes its own buckets, not those below. Compile the forward, and hooks reduce"
     if not step.mode.startswith("python hooks"):
         return f"what reduces is not known ({step.mode})"
     return "there is one rank, and nothing to communicate" if step.world_size == 1 else None

@@ -34,7 +34,7 @@ def report(module: nn.Module) -> Report:
     """
     replica = replica_of(module)
     hook = replica.called_hook
-    why = "" if hook is None else f"comm hook {hook.name} is called by torch's C++ reducer: {hook.why_called}"
+    why = "" if hook is None else f"comm hook {hook.name} is called with each bucket: {hook.why_called}"
     return Report(
         replica.mode,
         replica.group.world_size,

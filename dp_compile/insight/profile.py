@@ -37,7 +37,7 @@ from dp_compile.plan.words import count
 
 _HOW: Final = (
     "Record some steps that are compiled already under torch.profiler.profile(), of a module that replicate() took; "
-    "not with passes=(), and not where torch's own reducer reduces."
+    "not with passes=()."
 )
 _US: Final = 1e-6
 _ON_GPU: Final = "gpu_user_annotation"

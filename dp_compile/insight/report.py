@@ -15,10 +15,10 @@ class Report:
     """The state of one replicated module: its plan, what was captured, how many backwards took which way.
 
     `promise`: what the plan was predicted to reach, if it was made from a cost. `measured`: how long the backward took,
-    if it was timed, as `explain` says too. `divided_by`: what somebody said that
-    sums are divided by; `None`: the number of ranks, or as a comm hook does. `why_not_captured`: why torch's reducer
-    has to call the comm hook, if it has to. `mixing`: what optimizers do in the backward and what that spares, or with
-    whom a decentralized module mixes its parameters. `memory`: what stays allocated for buckets between backwards.
+    if it was timed, as `explain` says too. `divided_by`: the `gradient_divide_factor`; `None`: the number of ranks, or
+    as a comm hook does. `why_not_captured`: why the comm hook is called with each bucket, if it is. `mixing`: what
+    optimizers do in the backward and what that spares, or with whom a decentralized module mixes its parameters.
+    `memory`: what stays allocated for buckets between backwards.
     """
 
     mode: str

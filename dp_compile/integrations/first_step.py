@@ -21,7 +21,6 @@ logger = logging.getLogger("dp_compile.integrations")
 _WAYS = {
     "captured": "captured, with their reductions in one compiled graph",
     "eager hooks": "reduced by hooks that run eagerly",
-    "torch reducer": "reduced by torch's C++ reducer",
 }
 
 

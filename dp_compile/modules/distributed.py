@@ -22,10 +22,10 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.modules.forward_hooks import Pending, remove_forward_hooks
 from dp_compile.modules.join import join, join_hook, joinable
+from dp_compile.modules.meeting import Meeting, resolve_group
 from dp_compile.modules.precision import precision_of
 from dp_compile.modules.replicate import (
     options_of_torch,
-    refuse_for_torch,
     replicate_module,
     replicate_with_gradients,
 )
@@ -101,9 +101,9 @@ class DistributedDataParallel(nn.Module, Joinable):
         config = dataclasses.replace(config, **{name: given[name] for name in own & given.keys() - {"config"}})
         if config.uses_python_hook():
             return super().__new__(cls)
-        refuse_for_torch(config)
+        meeting = Meeting.of_this_call(resolve_group(given.get("process_group"), given.get("device_mesh")))
         return distributed.wrapped_by_torch(
-            **options_of_torch(config), **{name: value for name, value in given.items() if name not in own}
+            **options_of_torch(config, meeting), **{name: value for name, value in given.items() if name not in own}
         )
 
     def __init__(

@@ -20,6 +20,7 @@ from dp_compile._torch import compiler, distributed
 from dp_compile._torch.dtensors import is_dtensor, layout_of
 from dp_compile.config import (
     CHECK_VARIABLE,
+    HOOK_VARIABLE,
     ReplicateConfig,
     check_parameters_every,
     has_address,
@@ -211,19 +212,19 @@ def replicate_module(
     meeting, inner = Meeting.of_this_call(resolve_group(process_group, device_mesh)), unwrap(module)
     with meeting.telling_the_others():
         options = _merge_options(config, given)
-        if not options.uses_python_hook():
-            refuse_for_torch(options, bucket_policy, two_levels=meeting.group.levels is not None)
-            distributed.replicate_by_torch(
-                inner,
-                ignored_modules=ignored_modules,
-                device_id=device_id,
-                process_group=process_group,
-                device_mesh=device_mesh,
-                **options_of_torch(options),
-            )
-            return module
         if not isinstance(inner, nn.Module):
             raise ModuleError(f"replicate() takes an nn.Module, got {type(module).__name__}.")
+    if not options.uses_python_hook():
+        distributed.replicate_by_torch(
+            inner,
+            ignored_modules=ignored_modules,
+            device_id=device_id,
+            process_group=process_group,
+            device_mesh=device_mesh,
+            **options_of_torch(options, meeting, bucket_policy),
+        )
+        return module
+    with meeting.telling_the_others():
         release_abandoned(inner)
         _check_not_replicated(inner)
         parts = frozenset(parts_of(inner))
@@ -365,28 +366,31 @@ def _check_passes(passes: Iterable[GraphPass]) -> tuple[GraphPass, ...]:
     return chosen
 
 
-def refuse_for_torch(options: ReplicateConfig, bucket_policy: object = None, *, two_levels: bool = False) -> None:
-    """With `ddp_python_hook=False` torch's DDP reduces.
+def options_of_torch(
+    options: ReplicateConfig, meeting: Meeting, bucket_policy: BucketPolicy | None = None
+) -> dict[str, Any]:
+    """What torch's DDP is given where `ddp_python_hook` is `False` on every rank, by its names.
+
+    The other options are about plans and captured backwards, of which there are none then.
 
     Raises:
-        ConfigError: an option changes numbers, or where buckets end, and torch's DDP does not have it.
+        ConfigError: an option changes numbers, or what is checked, and torch's DDP does not have it.
+        DesyncError: another rank is to use hooks, or is missing.
     """
     refused = {
         "mp_policy": options.mp_policy is not None,
         "gradient_divide_factor": options.gradient_divide_factor is not None,
         "check_nan": options.check_nan,
         "bucket_policy": bucket_policy is not None,
-        "a device_mesh with two dimensions": two_levels,
+        "a device_mesh with two dimensions": meeting.group.levels is not None,
     }
-    if said := [what for what, is_given in refused.items() if is_given]:
-        raise ConfigError(
-            f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(said)}. Leave that out, "
-            "or leave ddp_python_hook at its default."
-        )
-
-
-def options_of_torch(options: ReplicateConfig) -> dict[str, Any]:
-    """What torch's DDP is given of a config, by its names. The rest is about plans and captured backwards."""
+    with meeting.telling_the_others():
+        if said := [what for what, is_given in refused.items() if is_given]:
+            raise ConfigError(
+                f"torch's DDP, which ddp_python_hook=False asks for, does not have {' and '.join(said)}. Leave that "
+                "out, or leave ddp_python_hook at its default."
+            )
+    meeting.compare({HOOK_VARIABLE: False})
     return {
         # torch's DDP takes no math.inf.
         "bucket_cap_mb": None if options.bucket_cap_mb is None else min(options.bucket_cap_mb, 2.0**20),
@@ -540,6 +544,7 @@ def _statement(target: Selection, replica: Replica) -> Statement:
         ]
 
     return {
+        HOOK_VARIABLE: True,
         "dp_compile": version("dp_compile"),
         "torch": torch.__version__,
         "trainable parameters": describe(target.trainable),

@@ -231,11 +231,6 @@ class Averaging:
     rounds: tuple[str, ...] = (ALL_REDUCE,)
     scattered: bool = False
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether this is what torch's reducer does: the average, in the gradients' own dtype."""
-        return self.wire is None and self.divide_by is None and self.hook is None
-
     def reduction(
         self, group: str, backend: Backend, world_size: int, dtype: str, levels: Levels | None = None
     ) -> Reduction:

@@ -184,7 +184,6 @@ def _seen(
     except RuntimeError as error:
         if isinstance(error, DPCompileError) or report(model).captures:
             raise
-        # A forward that was not compiled is reduced by torch's reducer, which does not work on a fake process group.
         raise ModuleError(f"the backward was not captured: was the forward compiled? {_HINT}") from error
     first = compiler.captures(), compiler.compiled_graphs()
     for _ in range(2):  # identical steps, which must compile nothing

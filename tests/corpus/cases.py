@@ -699,7 +699,6 @@ def _checkpointed() -> nn.Module:
     "nothing stays allocated, in buckets below 32 MiB on CPUs",
     models.ThreeLayers,
     compares=False,
-    known={"ours_eager": "torch's reducer reduces where nothing is compiled, and keeps its buckets, as documented"},
 )
 def memory_between_steps(side: Side) -> None:
     if side.is_truth:

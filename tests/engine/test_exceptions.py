@@ -26,7 +26,6 @@ from torch.optim import SGD
 import dp_compile
 from dp_compile._torch import inductor, optim, pairs
 from dp_compile.engine import compilation
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.optim import sharded
 from dp_compile.passes.reduction import EagerOps
 from dp_compile.testing.ranks import Ranks
@@ -249,9 +248,6 @@ def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
         group = dist.new_group(timeout=timedelta(seconds=bound_s))
     ticks = cell.stage == "in an op between launches"
     model, optimizer = replicated(cell.kind, group, ticks=ticks)
-    parts = list(model.layers) if cell.kind == "modules" else [model]  # type: ignore[arg-type]
-    for part in parts if cell.way == "hooks" else ():
-        replica_of(part).by_hooks = True  # else torch's reducer reduces where the forward is not compiled
     forward = model if cell.way == "hooks" else torch.compile(model, backend="aot_eager")
     errors, seconds, done = list[str](), 0.0, 0
     failing = 0 if cell.stage in AT_FIRST else FAILING
@@ -275,7 +271,8 @@ def run(cell: Cell, bound_s: float = BOUND_S) -> Outcome:
             planted, bomb.error = planted or arms, None
             if len(errors):
                 seconds = max(seconds, time.monotonic() - started)
-    backwards = dict(dp_compile.report(parts[0]).backwards)
+    reported = model.layers[0] if cell.kind == "modules" else model  # type: ignore[index]
+    backwards = dict(dp_compile.report(reported).backwards)
     distance = distance_of(model, reference(cell, world, group)) if done == STEPS else float("nan")
     return Outcome(tuple(errors), done, distance, seconds, backwards)
 

@@ -247,7 +247,6 @@ class TestAlone:
         ("options", "message"),
         [
             ({"passes": ()}, "no pass makes buckets"),
-            ({"config": replace(AOT, ddp_python_hook=False)}, "torch's C\\+\\+ reducer reduces"),
         ],
     )
     def test_options_that_say_otherwise(self, options: dict[str, Any], message: str) -> None:
@@ -337,7 +336,6 @@ def test_hooks_that_exchange_parts(ranks: Ranks, way: str) -> None:
 
 
 def torch_s_own(name: str) -> dict[str, int]:
-    """Both are compiled: torch's reducer makes its buckets in the order in which gradients are ready."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     ours = Net()
@@ -363,7 +361,7 @@ def torch_s_own(name: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["PowerSGD", "post-local SGD"])
 def test_torch_s_hooks_that_remember(ranks2: Ranks, name: str) -> None:
-    assert ranks2.run(torch_s_own, name) == [{"torch reducer": 5}] * 2
+    assert ranks2.run(torch_s_own, name) == [{"eager hooks": 5}] * 2
 
 
 @dataclass(frozen=True)

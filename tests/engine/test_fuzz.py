@@ -166,7 +166,7 @@ def updates(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], part: st
     update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
     if update:
         return {"adamw": adamw, "update": update, "max_norm": draw(st.sampled_from([None, 0.05]))}
-    # torch's reducer knows neither hooks of ours nor levels.
+    # torch's DDP knows neither hooks of ours nor levels.
     return {"adamw": adamw, "part": part, "python_hook": levels or draw(st.sampled_from([True] * 9 + [False]))}
 
 

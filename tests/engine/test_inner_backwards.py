@@ -51,7 +51,7 @@ class Model(nn.Module):
 WAYS: dict[str, tuple[Any, Any]] = {
     "compiled blocks": (compile_blocks, plain),
     "eager hooks": (compile_blocks, anomaly),
-    "torch's reducer": (not_compiled, plain),
+    "not compiled": (not_compiled, plain),
 }
 
 

@@ -15,7 +15,7 @@ import dp_compile
 from dp_compile.errors import ReductionError
 from dp_compile.testing.ranks import Ranks
 
-WAYS: dict[str, Any] = {"captured": compile_whole, "torch's reducer": not_compiled}
+WAYS: dict[str, Any] = {"captured": compile_whole, "not compiled": not_compiled}
 
 
 class Branches(nn.Module):

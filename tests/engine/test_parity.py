@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -14,15 +13,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Case, compare, train_both
+from parity import Case, train_both
 from plans import uncoalesced
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.engine import flags
 from dp_compile.insight.report import Report
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.reduction import EagerOps, Launched
 from dp_compile.plan.reduction import Stage
 from dp_compile.testing.ranks import Ranks
@@ -116,7 +113,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "no passes": {"options": {"passes": ()}},
     "small buckets": {"options": {"bucket_cap_mb": 0.001}},
     "not compiled": {"compile_model": lambda model: model, "micro_steps": 3},
-    "torch's reducer": {"options": {"ddp_python_hook": False}},
 }
 
 
@@ -129,7 +125,7 @@ def run_case(kind: str, variant: str, **changes: Any) -> Report:
 PAIRS: dict[str, set[str]] = {
     "mlp": set(VARIANTS),
     "gpt with tied weights": {"bf16 autocast", "small buckets"},
-    "convnet in channels_last": {"gradients kept", "no passes", "torch's reducer"},
+    "convnet in channels_last": {"gradients kept", "no passes", "not compiled"},
     "parameter used twice": {"accumulation"},
     "frozen parameter": {"compiled"},
 }
@@ -142,8 +138,8 @@ PAIRS: dict[str, set[str]] = {
 )
 def test_two_ranks(ranks: Ranks, kind: str, variant: str) -> None:
     for report in ranks.run(run_case, kind, variant):
-        if variant in ("not compiled", "torch's reducer"):
-            assert report.mode == "torch's C++ reducer"
+        if variant == "not compiled":
+            assert set(report.backwards) == {"eager hooks", "without sync"}
         else:
             assert set(report.backwards) <= {"captured", "captured without sync"}
             assert report.captures[-1].graphs == 1
@@ -170,7 +166,6 @@ def run_eager_hooks(kind: str, variant: str) -> Report:
     build, batch = KINDS[kind]
 
     def keep_hooks(model: nn.Module) -> nn.Module:
-        replica_of(model).by_hooks = True
         return model
 
     return train_both(Case(build=build, batch=batch, compile_model=keep_hooks, **VARIANTS[variant]))
@@ -198,7 +193,6 @@ class LateWork:
 def test_eager_hooks_wait_for_their_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerOps, "launch", lambda ops, stage, tensors: Launched(tensors, LateWork(tensors)))
     model = dp_compile.replicate(MLP(), bucket_cap_mb=1e-6, check_reductions=False)
-    replica_of(model).by_hooks = True
     model(*vectors(0, 0)).square().mean().backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
@@ -218,7 +212,6 @@ def test_eager_hooks_launch_one_module_after_the_other(monkeypatch: pytest.Monke
     first, last = nn.Linear(2, 2), nn.Linear(3, 3)
     for model in (first, last):
         dp_compile.replicate(model, bucket_cap_mb=1e-6, check_reductions=False)
-        replica_of(model).by_hooks = True
     # The engine begins with what was computed last.
     (last(torch.ones(1, 3)).sum() + first(torch.ones(1, 2)).sum()).backward()
     plans = [dp_compile.report(model).plan for model in (last, first)]
@@ -257,30 +250,6 @@ def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, kind: str, layou
     first, second, *_ = ranks.run(run_one_rank_eagerly, kind, layout)
     assert first == {"captured": 4}
     assert second == {"captured": 2, "eager hooks": 2}
-
-
-def run_eager_then_compiled() -> list[str]:
-    """Not compiled at first, compiled later: torch's reducer works, then the hooks return. Equal to torch's DDP."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ours = MLP()
-    theirs = DistributedDataParallel(copy.deepcopy(ours))
-    dp_compile.replicate(ours, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    compiled = torch.compile(ours, backend="aot_eager")
-    modes = []
-    for step in range(6):
-        for model, run in ((ours, ours if step < 3 else compiled), (theirs, theirs)):
-            model.zero_grad()
-            run(*vectors(dist.get_rank(), step)).square().mean().backward()
-        compare(ours, theirs.module, f"step {step}", rtol=1e-5, atol=1e-6)
-        modes.append(dp_compile.report(ours).mode)
-    return modes
-
-
-def test_hooks_return_when_the_module_is_compiled_later(ranks: Ranks) -> None:
-    for modes in ranks.run(run_eager_then_compiled):
-        # Compiled from the fourth backward on; ranks ask each other before the fifth.
-        assert modes == ["torch's C++ reducer"] * 4 + ["python hooks"] * 2
 
 
 # --- unused parameters ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import dp_compile
 from dp_compile.errors import ReductionError
 from dp_compile.testing.ranks import Ranks
 
-WAYS: dict[str, Any] = {"captured": compile_whole, "torch's reducer": not_compiled}
+WAYS: dict[str, Any] = {"captured": compile_whole, "not compiled": not_compiled}
 
 
 def sharpness_aware(side: Side, number: int) -> None:

@@ -117,7 +117,7 @@ def local_then_synced_through_one_graph(side: Side, number: int) -> None:
 
 
 def freeze_later(side: Side, number: int) -> None:
-    """Frozen at first, when torch's reducer is made, and in a backward that is called without grad mode."""
+    """Frozen at first, and in a backward that is called without grad mode."""
     side.module.get_parameter("0.bias").requires_grad_(number in (1, 4))
     loss = side.loss(number)
     with torch.no_grad() if number == 0 else nullcontext():
@@ -485,7 +485,7 @@ def differ(how: str) -> str:
         ("parameter order", 'trainable parameters[0] is "b: float32[2] strides [1]" there'),
         ("version of the package", 'dp_compile is "0.0.7" there'),
         ("version of torch", 'torch is "2.12.1" there'),
-        ("environment", "options.ddp_python_hook is false there, true on rank 0"),
+        ("environment", "ddp_python_hook is false there, true on rank 0"),
     ],
 )
 def test_ranks_that_were_started_differently(ranks: Ranks, how: str, difference: str) -> None:

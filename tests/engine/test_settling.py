@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import Fuse
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,38 +150,7 @@ def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks, replan_af
     assert one[1] == other[1]  # the plan of before, which all have
 
 
-# --- meetings -------------------------------------------------------------------------------------------------------
-
-
-def one_word_each() -> list[dict[str, int]]:
-    """The first backward raises after the ranks have asked each other who reduces, so its count stays.
-
-    In the second one rank 0 comes late; before it rank 0's forward was compiled, which no rank knew at first.
-    """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ours = dp_compile.replicate(Backwards(2), config=CONFIG)
-    compiled = torch.compile(ours, backend="aot_eager")
-    for number in range(2):
-        ours.zero_grad()
-        if number == 1 and dist.get_rank() == 0:
-            time.sleep(1.0)
-        output = (compiled if number == 1 and dist.get_rank() == 0 else ours)(torch.ones(2, 24) * (dist.get_rank() + 1))
-        Fuse.blown = number == 0
-        output = Fuse.apply(output)
-        with pytest.raises(ValueError, match="blown") if number == 0 else contextlib.nullcontext():
-            output.sum().backward()
-    return [dict(dp_compile.report(ours).backwards), {"done": replica_of(ours).history.synced_backwards}]
-
-
-def test_a_backward_that_is_tried_again_is_agreed_on_anew(ranks2: Ranks) -> None:
-    """A word of the first try answered the second one: one rank ran hooks, the other torch's reducer (D9)."""
-    one, other = ranks2.run(one_word_each, timeout_s=60.0)
-    assert one == [{"torch reducer": 1, "captured": 1}, {"done": 1}]
-    assert other == [{"torch reducer": 1, "eager hooks": 1}, {"done": 1}]
-
-
-# --- hooks or torch's reducer -------------------------------------------------------------------------------------
+# --- captured here, eager there -------------------------------------------------------------------------------------
 
 
 class Optional(nn.Module):
@@ -224,24 +190,6 @@ def test_one_rank_runs_compiled_code_and_the_other_does_not(ranks: Ranks) -> Non
     one, other, *_ = ranks.run(skip_the_compiled_part)
     assert one == {"captured": 2, "eager hooks": 2}
     assert other == {"captured": 2, "eager hooks": 2}
-
-
-def late_compilation() -> dict[str, int]:
-    """Rank 0 compiles from the third step on, rank 1 never: hooks take over on both when they ask each other."""
-    torch._dynamo.reset()
-    ours = dp_compile.replicate(Backwards(2), config=CONFIG)
-    compiled = torch.compile(ours, backend="aot_eager")
-    for number in range(6):
-        ours.zero_grad()
-        step(compiled if number >= 3 and dist.get_rank() == 0 else ours, torch.ones(2, 24) * (dist.get_rank() + 1))
-    return dict(dp_compile.report(ours).backwards)
-
-
-def test_hooks_come_back_on_all_ranks_at_once(ranks: Ranks) -> None:
-    """They ask before backwards 1, 2, 3 and 5."""
-    one, other, *_ = ranks.run(late_compilation)
-    assert one == {"torch reducer": 4, "captured": 2}
-    assert other == {"torch reducer": 4, "eager hooks": 2}
 
 
 @pytest.mark.usefixtures("fake_group")

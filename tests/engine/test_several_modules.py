@@ -26,7 +26,7 @@ def run_mix(way: str) -> str:
     torch._dynamo.reset()
     torch.manual_seed(0)
     heads = [dp_compile.replicate(nn.Sequential(nn.Linear(6, 6)), config=AOT) for _ in range(2)]
-    runs = [torch.compile(head, backend="aot_eager") if way != "torch's reducer" else head for head in heads]
+    runs = [torch.compile(head, backend="aot_eager") if way != "not compiled" else head for head in heads]
     try:
         for number in range(4):
             for run in runs if number < 3 else [runs[dist.get_rank()]]:
@@ -40,7 +40,7 @@ def run_mix(way: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("way", ["captured", "eager hooks", "torch's reducer"])
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
 def test_ranks_that_reduce_different_modules_together(ranks2: Ranks, way: str) -> None:
     """Gradients of two modules were averaged with each other, without an error."""
     errors = ranks2.run(run_mix, way)
@@ -53,7 +53,6 @@ def test_ranks_that_reduce_different_modules_together(ranks2: Ranks, way: str) -
 # --- modules of different kinds in one backward --------------------------------------------------------------------
 
 SECOND: dict[str, dict[str, Any]] = {
-    "without hooks": {"ddp_python_hook": False},
     "other passes": {"passes": DEFAULT_PASSES[:1]},
     "torch's DDP": {},
 }

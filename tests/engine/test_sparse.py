@@ -119,7 +119,6 @@ def test_uneven_inputs(ranks2: Ranks) -> None:
 @pytest.mark.parametrize(
     ("what", "make"),
     [
-        ("ddp_python_hook=False", lambda: dp_compile.replicate(Words(), ddp_python_hook=False)),
         (
             "reduce_dtype",
             lambda: dp_compile.replicate(Words(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),

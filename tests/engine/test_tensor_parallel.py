@@ -484,7 +484,6 @@ def refusals() -> dict[str, str]:
 
     note("whole group", lambda: dp_compile.replicate(parallel()))
     note("same dimension", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["tp"]))
-    note("torch's reducer", lambda: dp_compile.replicate(parallel(), device_mesh=mesh["dp"], ddp_python_hook=False))
     crossed = [dist.new_group(each) for each in ([0, 3], [1, 2])][dist.get_rank() in (1, 2)]
     note("other parts", lambda: dp_compile.replicate(parallel(), process_group=crossed))
     model = parallel()
@@ -520,7 +519,6 @@ def test_refusals(meshed: Ranks) -> None:
     expected = {
         "whole group": "device_mesh=mesh['dp']",
         "same dimension": "device_mesh=mesh['dp']",
-        "torch's reducer": "knows no DTensors",
         "other parts": "part [1] of [2]",
         "averaging": "which has no average",
         "in_backward": "does not know DTensor parameters",

@@ -70,7 +70,7 @@ WAYS: dict[str, tuple[Any, Any, Any]] = {
     "captured": (mlp, compile_whole, plain),
     "graph break": (Broken, compile_whole, plain),
     "eager hooks": (mlp, compile_whole, anomaly),
-    "torch's reducer": (mlp, not_compiled, plain),
+    "not compiled": (mlp, not_compiled, plain),
     "one rank falls back once": (mlp, compile_whole, fallback_of_rank_0),
 }
 
@@ -99,7 +99,7 @@ SET = (("clip", False), ("clip", True), ("replace", False), ("drop", True))
 @pytest.mark.parametrize(
     ("way", "hook", "early"),
     [
-        *((way, *each) for way in ("captured", "eager hooks", "torch's reducer") for each in SET),
+        *((way, *each) for way in ("captured", "eager hooks", "not compiled") for each in SET),
         ("graph break", "clip", False),
         ("one rank falls back once", "replace", False),
     ],
@@ -107,7 +107,7 @@ SET = (("clip", False), ("clip", True), ("replace", False), ("drop", True))
 def test_hooks_see_local_gradients(ranks: Ranks, way: str, hook: str, early: bool) -> None:
     counts = ranks.run(run_hooks, way, hook, early, {"bucket_cap_mb": 1e-4} if hook == "clip" else {})
     expected = {"captured": "captured", "graph break": "eager hooks", "eager hooks": "eager hooks"}
-    assert counts[1].get(expected.get(way, "torch reducer" if way == "torch's reducer" else "captured"))
+    assert counts[1].get(expected.get(way, "eager hooks" if way == "not compiled" else "captured"))
 
 
 # --- an optimizer in a hook steps on local gradients ------------------------------------------------------------------
@@ -172,13 +172,13 @@ def run_none(way: str, behind: bool) -> None:
     compile_model, step = {
         "captured": (compile_blocks, plain),
         "eager hooks": (compile_blocks, anomaly),
-        "torch's reducer": (not_compiled, plain),
+        "not compiled": (not_compiled, plain),
     }[way]
     beside(lambda: WithNone(behind), step, compile_model=compile_model)
 
 
 @pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("way", ["captured", "eager hooks", "torch's reducer"])
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
 def test_no_gradient_from_a_function_counts_as_zeros(ranks: Ranks, way: str, behind: bool) -> None:
     """`behind`: the parameter is behind another function, which gets the missing gradient."""
     ranks.run(run_none, way, behind)

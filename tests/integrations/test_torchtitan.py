@@ -83,7 +83,7 @@ def test_every_step_as_torchtitans(titan_ranks: Ranks, case: str, tmp_path: Path
         assert len(ours[0]) == titan_jobs.STEPS
         for mine, other in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
-        expected = {"torch reducer" if case == "plain" else "captured"}
+        expected = {"eager hooks" if case == "plain" else "captured"}
         assert ways == expected | ({"captured without sync"} if case == "accumulated" else set())
         assert len([line for line in lines if line.startswith("torchtitan: backwards are")]) == (rank == 0)
 

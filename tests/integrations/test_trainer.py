@@ -139,7 +139,7 @@ def test_every_step_as_transformers(ranks2: Ranks, case: str, tmp_path: Path) ->
         if "resumed" in told:
             for ours, theirs in zip(told["resumed"], told["theirs"], strict=True):
                 torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
-        assert told["ways"] - {"captured without sync"} == {"torch reducer" if case == "plain" else "captured"}
+        assert told["ways"] - {"captured without sync"} == {"eager hooks" if case == "plain" else "captured"}
         assert (told["class"], told["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
         said = [line for line in told["lines"] if "after the first step parameters are equal on 2 ranks" in line]
         assert len(said) == (rank == 0)

@@ -271,9 +271,6 @@ def test_a_backward_out_of_turn() -> None:
 @pytest.mark.usefixtures("fake_group")
 def test_refusals() -> None:
     torch._dynamo.reset()
-    model = dp_compile.replicate(nn.Linear(2, 2), ddp_python_hook=False)
-    with pytest.raises(dp_compile.ConfigError, match="needs dp_compile's hooks"), dp_compile.join(model):
-        pass
     inside, outside = (dp_compile.replicate(nn.Linear(2, 2), config=CONFIG) for _ in range(2))
     call = torch.compile(lambda x: outside(inside(x)), backend="aot_eager")
     with dp_compile.join(inside, enable=False):

@@ -62,7 +62,7 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
     "inductor": torch.compile,
     "in parts": compile_parts,
     "eager hooks": compile_whole,
-    "torch's reducer": not_compiled,
+    "not compiled": not_compiled,
 }
 
 
@@ -116,12 +116,12 @@ def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
         pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
         ("in parts", MixedPrecisionPolicy(BF16)),
         ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
-        ("torch's reducer", MixedPrecisionPolicy(BF16, F32)),
+        ("not compiled", MixedPrecisionPolicy(BF16, F32)),
     ],
 )
 def test_as_fsdp(ranks: Ranks, way: str, policy: MixedPrecisionPolicy) -> None:
     for backwards in ranks.run(run_beside_fsdp, way, policy):
-        expected = {"eager hooks": "eager hooks", "torch's reducer": "torch reducer"}.get(way, "captured")
+        expected = {"eager hooks": "eager hooks", "not compiled": "eager hooks"}.get(way, "captured")
         assert backwards[expected] == 3
 
 

@@ -444,7 +444,7 @@ def test_comm_hook_as_torch_ddp(ranks: Ranks, how: str, name: str) -> None:
         if name == "fp16":  # what it does is known
             assert ways == {"captured without sync": 3, "captured": 3}
         else:
-            assert ways == {"without sync": 3, "torch reducer": 3}
+            assert ways == {"without sync": 3, "eager hooks": 3}
 
 
 def another_hook_on_the_second_rank() -> str:

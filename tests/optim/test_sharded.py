@@ -367,7 +367,6 @@ def refused() -> None:
     attempts: list[tuple[str, Callable[[], object]]] = [
         ("none that makes buckets", lambda: shard(ready(passes=()))),
         ("check_nan", lambda: shard(ready(config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)))),
-        ("ddp_python_hook is False", lambda: shard(ready(ddp_python_hook=False))),
         ("comm hook", lambda: shard(hooked)),
         ("factor is complex", lambda: shard(ready(Complex))),
         ("is not in the module", foreign),
