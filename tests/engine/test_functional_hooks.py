@@ -339,7 +339,7 @@ def torch_s_own(name: str) -> dict[str, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     ours = Net()
-    theirs = DistributedDataParallel(compile_whole(copy.deepcopy(ours)))
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
     dp_compile.replicate(ours, config=AOT)
     alone, _ = dist.new_subgroups(1)
     for model in (ours, theirs):
