@@ -175,7 +175,11 @@ class _Written(Site):
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         first, *others = _nodes_in(arguments)
-        found = [each for each in first.users if each.target is target and _plain(each.args) == _plain(arguments)]
+        found = [
+            each
+            for each in first.users
+            if each.target is target and _plain(each.args) == _plain(arguments) and self._is_of_unit(each)
+        ]
         launches = list(filter(is_collective, first.users))
         if not found or (found[0] in launches and len(launches) > 1):
             there = ", ".join(f"{each.target}{each.args[1:]}" for each in first.users if each.target is target)
@@ -186,6 +190,11 @@ class _Written(Site):
 
     def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         return self.make(target, *arguments)
+
+    def _is_of_unit(self, node: fx.Node) -> bool:
+        """Two gradients may be made of one tensor: each bucket copies it, by calls with equal arguments."""
+        by = provenance_of(node)
+        return by is None or by.unit == self.unit
 
 
 def _plain(arguments: Sequence[Any]) -> list[Any]:

@@ -124,6 +124,7 @@ def test_a_change_between_two_backwards(
         with way():
             compile_whole(model)(torch.ones(2, 4)).sum().backward()
     assert len(walks) == 1 or way is nullcontext
+    model.zero_grad()  # Dynamo refuses a parameter whose gradient is a view of memory with another dtype
     change(model)
     for _ in range(2):  # also after the first error was caught
         with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]), way():

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import Fuse
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -151,37 +148,6 @@ def test_a_plan_that_differs_is_found_before_it_is_used(ranks2: Ranks, replan_af
         assert errors[:at] == [""] * at
         assert "rank 1 differs from rank 0: the new plan" in errors[at]
     assert one[1] == other[1]  # the plan of before, which all have
-
-
-# --- meetings -------------------------------------------------------------------------------------------------------
-
-
-def one_word_each() -> list[dict[str, int]]:
-    """The first backward raises after the ranks have asked each other who reduces, so its count stays.
-
-    In the second one rank 0 comes late; before it rank 0's forward was compiled, which no rank knew at first.
-    """
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ours = dp_compile.replicate(Backwards(2), config=CONFIG)
-    compiled = torch.compile(ours, backend="aot_eager")
-    for number in range(2):
-        ours.zero_grad()
-        if number == 1 and dist.get_rank() == 0:
-            time.sleep(1.0)
-        output = (compiled if number == 1 and dist.get_rank() == 0 else ours)(torch.ones(2, 24) * (dist.get_rank() + 1))
-        Fuse.blown = number == 0
-        output = Fuse.apply(output)
-        with pytest.raises(ValueError, match="blown") if number == 0 else contextlib.nullcontext():
-            output.sum().backward()
-    return [dict(dp_compile.report(ours).backwards), {"done": replica_of(ours).history.synced_backwards}]
-
-
-def test_a_backward_that_is_tried_again_is_agreed_on_anew(ranks2: Ranks) -> None:
-    """A word of the first try answered the second one: one rank ran hooks, the other torch's reducer (D9)."""
-    one, other = ranks2.run(one_word_each, timeout_s=60.0)
-    assert one == [{"torch reducer": 1, "captured": 1}, {"done": 1}]
-    assert other == [{"torch reducer": 1, "eager hooks": 1}, {"done": 1}]
 
 
 # --- hooks or torch's reducer -------------------------------------------------------------------------------------
