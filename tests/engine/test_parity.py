@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import re
 from collections.abc import Callable
@@ -14,10 +13,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parity import Case, compare, train_both
+from parity import Case, train_both
 from plans import uncoalesced
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.engine import flags
@@ -257,30 +255,6 @@ def test_one_rank_captures_and_the_other_does_not(ranks: Ranks, kind: str, layou
     first, second, *_ = ranks.run(run_one_rank_eagerly, kind, layout)
     assert first == {"captured": 4}
     assert second == {"captured": 2, "eager hooks": 2}
-
-
-def run_eager_then_compiled() -> list[str]:
-    """Not compiled at first, compiled later: torch's reducer works, then the hooks return. Equal to torch's DDP."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    ours = MLP()
-    theirs = DistributedDataParallel(copy.deepcopy(ours))
-    dp_compile.replicate(ours, config=dp_compile.ReplicateConfig(backend="aot_eager"))
-    compiled = torch.compile(ours, backend="aot_eager")
-    modes = []
-    for step in range(6):
-        for model, run in ((ours, ours if step < 3 else compiled), (theirs, theirs)):
-            model.zero_grad()
-            run(*vectors(dist.get_rank(), step)).square().mean().backward()
-        compare(ours, theirs.module, f"step {step}", rtol=1e-5, atol=1e-6)
-        modes.append(dp_compile.report(ours).mode)
-    return modes
-
-
-def test_hooks_return_when_the_module_is_compiled_later(ranks: Ranks) -> None:
-    for modes in ranks.run(run_eager_then_compiled):
-        # Compiled from the fourth backward on; ranks ask each other before the fifth.
-        assert modes == ["torch's C++ reducer"] * 4 + ["python hooks"] * 2
 
 
 # --- unused parameters ------------------------------------------------------------------------------------------

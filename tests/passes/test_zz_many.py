@@ -1,0 +1,291 @@
+"""What the default passes keep, on random graphs: shapes, strides, dtypes, groups, orders, plans.
+
+The graphs run in a `World` of this file: not the marks that passes leave on nodes are compared, but numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backwards import RandomBackward, random_backwards
+from graphs import Grad, launches, plan_for, trace
+from hypothesis import Phase, assume, given, settings
+from torch import fx
+
+from dp_compile._torch import distributed
+from dp_compile.fx import edit
+from dp_compile.fx.collectives import ALL_REDUCE, WAIT
+from dp_compile.fx.printer import op_counts, short
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.pipeline import Pipeline
+from dp_compile.passes.reduction import REDUCE_GRAD
+from dp_compile.passes.running import Running
+from dp_compile.plan.buckets import BucketPlan
+
+EXAMPLES = 2500
+PRIMES = (3, 5, 7, 11, 13, 17, 19, 23, 29)
+RunPasses = Callable[[fx.Graph, Sequence[BucketPlan]], Any]
+
+
+class World(fx.Interpreter):
+    """Runs a graph where a collective multiplies by a prime of its own for each group and reduce op.
+
+    So a number tells which collectives it went through. A result is NaN until it has been waited for; to wait for
+    something twice, or for nothing, is an error. Each value is compared with what the graph promises of it.
+    """
+
+    def __init__(self, graph: fx.Graph, groups: Sequence[str], plans: Sequence[BucketPlan]) -> None:
+        super().__init__(fx.GraphModule({}, graph))
+        self.primes = dict(zip(itertools.product(groups, ("sum", "avg", "max")), PRIMES, strict=True))
+        self.plans = plans
+        self.pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def run_all(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What the graph returns, and what it has made of its inputs."""
+        own = [copy.deepcopy(tensor) for tensor in inputs]
+        with Running(self.plans):
+            outputs = self.run(*own)
+        assert not self.pending, "a collective is never waited for"
+        return list(outputs), own
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and n.op == "call_function":
+            promised = n.meta["val"]
+            assert (result.dtype, layout(result)) == (promised.dtype, layout(promised)), f"{n.name} breaks its promise"
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is WAIT:
+            assert id(args[0]) in self.pending, "a wait for something that is not under way"
+            return super().call_function(target, args, kwargs).copy_(self.pending.pop(id(args[0]))[1])
+        result = super().call_function(target, args, kwargs)
+        if target is REDUCE_GRAD:
+            gradients = {each.index: each for each in self.plans[args[2]].gradients}
+            (stage,) = gradients[args[1]].key.reduction.stages
+            result.mul_(self.primes[stage.group, stage.reduce_op])
+        elif getattr(target, "namespace", "") == "_c10d_functional":
+            for each in result if isinstance(result, list) else [result]:
+                self.pending[id(each)] = each, each * self.primes[args[2], args[1]]
+                each.fill_(float("nan"))
+        return result
+
+
+def layout(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes and strides; a stride counts only where it means anything."""
+    sized = zip(tensor.shape, tensor.stride(), strict=True)
+    return [(size, stride if size > 1 and tensor.numel() else 0) for size, stride in sized]
+
+
+def run_default_passes(graph: fx.Graph, plans: Sequence[BucketPlan]) -> Any:
+    records: list[Any] = []
+    Pipeline(DEFAULT_PASSES, plans, records.append)(graph)
+    return any(record.result.changed for record in records[0])
+
+
+def check(case: RandomBackward, groups: Sequence[str], run_passes: RunPasses = run_default_passes) -> None:
+    """Run passes over a graph and check everything that must hold. Raises where something does not."""
+    before, after, again = case.graph, copy.deepcopy(case.graph), copy.deepcopy(case.graph)
+    run_passes(after, case.plans)
+    after.lint()
+    check_launches(after, case.plans)
+    outputs = before.output_node().args[0], after.output_node().args[0]
+    for was, now in zip(*outputs, strict=True):
+        assert was.meta["val"].stride() == now.meta["val"].stride(), "other strides are returned"
+    expected, inputs_before = World(before, groups, case.plans).run_all(case.inputs)
+    found, inputs_after = World(after, groups, case.plans).run_all(case.inputs)
+    for position, (was, now) in enumerate(zip(expected + inputs_before, found + inputs_after, strict=True)):
+        assert (was.dtype, layout(was)) == (now.dtype, layout(now)), "another dtype or layout is returned"
+        if case.exact or position < len(case.grads):
+            check_numbers(was, now, exact=case.exact)
+    run_passes(again, case.plans)
+    assert short(again) == short(after), "the same graph became another one"
+    ops = op_counts(after)
+    run_passes(after, case.plans)  # may move compute once more, among orders that are equally good
+    assert op_counts(after) == ops, "a second run changed something"
+    check_launches(after, case.plans)
+    for was, now in zip(found, World(after, groups, case.plans).run_all(case.inputs)[0], strict=True):
+        assert torch.equal(was.nan_to_num(), now.nan_to_num()), "a second run changed a number"
+
+
+def check_launches(graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
+    """One collective for each bucket, as the plan says, in the order of the plan."""
+    assert not graph.find_nodes(op="call_function", target=REDUCE_GRAD), "a reduction is left over"
+    found = launches(graph)
+    for replica, plan in enumerate(plans):
+        planned = [f"{replica}.{number}" for number in range(len(plan.buckets))]
+        assert [unit for unit in found if unit.startswith(f"{replica}.")] == planned, "not the plan's launches"
+    assert len(found) == sum(len(plan.buckets) for plan in plans), "a launch that is in no plan"
+
+
+def check_numbers(was: torch.Tensor, now: torch.Tensor, *, exact: bool) -> None:
+    if exact:
+        assert torch.equal(was.nan_to_num(), now.nan_to_num()), "other numbers"
+    elif was.numel():
+        error = (was.double() - now.double()).abs().nan_to_num(posinf=0.0).max()
+        assert error <= 8 * torch.finfo(was.dtype).eps * was.double().abs().nan_to_num(posinf=0.0).max(), (
+            "other numbers"
+        )
+
+
+@pytest.fixture(scope="module")
+def groups(fake_group: dist.ProcessGroup) -> tuple[str, ...]:
+    return ("0", *(distributed.group_name(dist.new_group([0, 1])) for _ in range(2)))
+
+
+@pytest.mark.parametrize("examples", [EXAMPLES // 2, pytest.param(EXAMPLES, marks=pytest.mark.nightly)])
+def test_everything_holds_on_every_graph(groups: tuple[str, ...], examples: int) -> None:
+    @settings(max_examples=examples)
+    @given(random_backwards(groups))
+    def holds(case: RandomBackward) -> None:
+        check(case, groups)
+
+    holds()
+
+
+# --- the check itself: what is wrong is found -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fixed_case(groups: tuple[str, ...]) -> RandomBackward:
+    """Two buckets of one gradient each, one bucket of two; one gradient is stored into an input that was read."""
+    grads = tuple(Grad(index=i % 2, replica=i // 2, shape=(2, 3), group=groups[i // 2]) for i in range(4))
+
+    def backward(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        reduced = [grad.reduce(value.sin()) for grad, value in zip(grads, values, strict=True)]
+        read = values[0].exp()
+        values[0].copy_(reduced[0])
+        return (*reduced, read)
+
+    inputs = tuple(grad.values(seed) for seed, grad in enumerate(grads))
+    plans = (plan_for(grads[:2], cap=1), plan_for(grads[2:]))
+    return RandomBackward(trace(backward, *inputs).graph, inputs, grads, plans, True)
+
+
+def first(graph: fx.Graph, target: Any) -> fx.Node:
+    return graph.find_nodes(op="call_function", target=target)[0]
+
+
+def insert_before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
+    return edit.insert_call(node.graph, node, target, args, edit.Provenance("broken", "9.9"))
+
+
+def replace_output(graph: fx.Graph, target: Any, *args: Any) -> None:
+    """Return something else in place of the first reduced gradient."""
+    end = graph.output_node()
+    reduced, *others = end.args[0]
+    end.args = ([insert_before(end, target, reduced, *args), *others],)
+
+
+def lose_a_wait(graph: fx.Graph) -> None:
+    edit.replace(first(graph, WAIT), first(graph, ALL_REDUCE))
+
+
+def wait_twice(graph: fx.Graph) -> None:
+    insert_before(graph.output_node(), WAIT, first(graph, ALL_REDUCE))
+
+
+def lose_a_collective(graph: fx.Graph) -> None:
+    launch = first(graph, ALL_REDUCE)
+    edit.replace(first(graph, WAIT), launch.all_input_nodes[0])
+    graph.erase_node(launch)
+
+
+def swap_members(graph: fx.Graph) -> None:
+    one, other, *others = graph.output_node().args[0]
+    graph.output_node().args = ([other, one, *others],)
+
+
+def change_group(graph: fx.Graph) -> None:
+    launch, *_, last = graph.find_nodes(op="call_function", target=ALL_REDUCE)
+    launch.args = (*launch.args[:2], last.args[2])
+
+
+def change_factor(graph: fx.Graph) -> None:
+    replace_output(graph, torch.ops.aten.mul.Tensor, 2.0)
+
+
+def change_strides(graph: fx.Graph) -> None:
+    replace_output(graph, torch.ops.aten.as_strided.default, [2, 3], [1, 2])
+
+
+def break_a_promise(graph: fx.Graph) -> None:
+    node = first(graph, WAIT)
+    node.meta["val"] = node.meta["val"].new_empty(7)
+
+
+def read_late(graph: fx.Graph) -> None:
+    """What only the order keeps in front of a store: it reads the place that is written."""
+    end = graph.output_node()
+    for node in list(graph.nodes):
+        if node.op == "call_function" and set(node.users) == {end} and node.all_input_nodes[0].op == "placeholder":
+            end.prepend(node)
+
+
+def grow_each_time(graph: fx.Graph) -> None:
+    replace_output(graph, torch.ops.aten.clone.default)
+
+
+runs = itertools.count()
+
+
+def differ_each_time(graph: fx.Graph) -> None:
+    """As a pass does that goes through a set of nodes in the order of their addresses."""
+    if next(runs) % 2:
+        replace_output(graph, torch.ops.aten.clone.default)
+
+
+def broken_by(fault: Callable[[fx.Graph], None]) -> RunPasses:
+    """The default passes and then a fault, without what a `Pipeline` would check."""
+
+    def run(graph: fx.Graph, plans: Sequence[BucketPlan]) -> bool:
+        changed = [graph_pass(graph, plans).changed for graph_pass in DEFAULT_PASSES]
+        fault(graph)
+        return any(changed)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [
+        (lose_a_wait, "never waited for"),
+        (wait_twice, "not under way"),
+        (lose_a_collective, "not the plan's launches"),
+        (swap_members, "other numbers"),
+        (change_group, "other numbers"),
+        (change_factor, "other numbers"),
+        (change_strides, "other strides"),
+        (break_a_promise, "breaks its promise"),
+        (read_late, "other numbers"),
+        (grow_each_time, "a second run changed something"),
+        (differ_each_time, "became another one"),
+    ],
+)
+def test_a_fault_is_found(
+    fixed_case: RandomBackward, groups: tuple[str, ...], fault: Callable[[fx.Graph], None], text: str
+) -> None:
+    with pytest.raises((AssertionError, RuntimeError), match=text):
+        check(fixed_case, groups, broken_by(fault))
+
+
+def test_the_fixed_case_holds_without_a_fault(fixed_case: RandomBackward, groups: tuple[str, ...]) -> None:
+    check(fixed_case, groups, broken_by(lambda graph: None))
+
+
+@pytest.mark.parametrize("fault", [swap_members, change_group])
+def test_random_graphs_find_faults_too(groups: tuple[str, ...], fault: Callable[[fx.Graph], None]) -> None:
+    @settings(max_examples=EXAMPLES // 8, phases=[Phase.generate])
+    @given(random_backwards(groups))
+    def holds(case: RandomBackward) -> None:
+        assume(len(case.grads) > 1)
+        check(case, groups, broken_by(fault))
+
+    with pytest.raises(AssertionError):
+        holds()
