@@ -433,70 +433,6 @@ def _g5_on_the_real_network(task: Task) -> None:
         task.record(claim, error <= 0.05, f"{figure}: {error:.1%}; an all-reduce takes {cost}")
 
 
-# --- G6 -------------------------------------------------------------------------------------------------------------
-
-
-def g6(task: Task) -> None:
-    """Products in GPT's shapes alone, and while so many blocks copy; on a CPU the blocks are threads."""
-    blocks = (1,) if task.rehearse else (4, 8, 16, 32)
-    claims = {each: f"products while {each} blocks copy: slow-down" for each in blocks}
-    task.planned(*claims.values())
-    device = device_of(task)
-    rows, width = (256, 64) if task.rehearse else (8192, 768)
-    x = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-    weights = [torch.randn(width, 4 * width, device=device, dtype=torch.bfloat16) for _ in range(4)]
-
-    def products() -> None:
-        for _ in range(10):
-            for weight in weights:
-                (x @ weight) @ weight.t()
-
-    copy = _Copy(device, nbytes=2**20 if task.rehearse else 2**28)
-    _seconds_on(device, products)
-    alone_s = _seconds_on(device, products)
-    for each, claim in claims.items():
-        copy_s = copy.seconds(each, 1)
-        turns = 1 + int(1.5 * alone_s / copy_s)
-        end = copy.begin(each, turns)
-        under_s = _seconds_on(device, products)
-        end()
-        rate = copy.nbytes / copy_s / 1e9
-        task.record(claim, MEASURED, f"{under_s / alone_s:.3f} ({ms(alone_s)} alone); the copy reads {rate:.0f} GB/s")
-
-
-class _Copy:
-    """`nbytes` copied by a number of blocks, on a stream of its own, or by a thread."""
-
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._device, self.nbytes = device, nbytes
-        self._source = torch.ones(nbytes // 4, device=device)
-        self._target = torch.zeros_like(self._source)
-
-    def seconds(self, blocks: int, turns: int) -> float:
-        self.begin(blocks, turns)()  # compiles, and wakes the device up
-        synchronize()
-        begin_s = time.perf_counter()
-        self.begin(blocks, turns)()
-        synchronize()
-        return time.perf_counter() - begin_s
-
-    def begin(self, blocks: int, turns: int) -> Callable[[], None]:
-        """Returns what waits for its end."""
-        if self._device.type == "cpu":
-            import threading
-
-            thread = threading.Thread(target=lambda: [self._target.copy_(self._source) for _ in range(turns)])
-            thread.start()
-            return thread.join
-        import copies
-
-        stream = torch.cuda.Stream(self._device, priority=-1)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            copies.copy(self._source, self._target, blocks, turns)
-        return lambda: torch.cuda.current_stream(self._device).wait_stream(stream)
-
-
 def _seconds_on(device: torch.device, work: Callable[[], None]) -> float:
     """On the current stream of a GPU, or of the host."""
     if device.type == "cpu":
@@ -636,7 +572,7 @@ def g9(task: Task) -> None:
     task.publish(f"start.{' '.join(mode)}.{when}", [ready_s, *ends_s])
 
 
-EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G6": g6, "G7": g7, "G8": g8, "G9": g9}
+EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G7": g7, "G8": g8, "G9": g9}
 
 
 def main(text: str) -> None:

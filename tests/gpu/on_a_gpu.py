@@ -287,7 +287,6 @@ EXPERIMENTS = (
     Experiment("G3", "two ranks: a rank is killed, a rank skips a step", "first", 50, g3, judge_g3),
     Experiment("G4", "compute-sanitizer: memory and races", "first", 50, g4, judge_g4),
     Experiment("G5", "overlap on a simulated network of 8 and 64 ranks", "second", 100, g5),
-    Experiment("G6", "what a collective's blocks take from products", "second", 30, lambda _: roles("copies")),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
     Experiment("G8", "CUDA graphs", "second", 45, g8),
     Experiment("G9", "start of a process, cold and warm", "second", 80, g9, judge_g9),

@@ -155,26 +155,6 @@ def test_what_is_changed_is_found(what: str) -> None:
         run_passes(traced(), plan(), passes=(*DEFAULT_PASSES, Changed(WRONG[what])))
 
 
-def test_what_a_bucket_becomes_whose_parts_are_exchanged() -> None:
-    text = short(run_passes(traced_without_state(), plan(SHARED_KEY, SHARED)).graph).replace(SHARED_KEY, "Shared")
-    assert_expected_inline(
-        text.partition("\nhook_step_default_2")[0],
-        """\
-arg0_1: float32[4]
-arg1_1: float32[2, 3]
-sin = aten.sin(arg0_1)
-sin_1 = aten.sin(arg1_1)
-hook_step_default = dp_compile.hook_step([sin, sin_1], [], [], [, ], Shared, 0, 0.0)
-getitem = getitem(hook_step_default, 0)
-all_to_all_single_default = _c10d_functional.all_to_all_single(getitem, [5, 5], [5, 5], 0)
-wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
-hook_step_default_1 = dp_compile.hook_step([sin, sin_1], [], [wait_tensor_default], [, ], Shared, 0, 0.0)
-getitem_1 = getitem(hook_step_default_1, 0)
-all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(getitem_1, 2, 0)
-wait_tensor_default_1 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)""",
-    )
-
-
 def traced_without_state() -> fx.GraphModule:
     return trace(backward, *(grad.values() for grad in GRADS))
 

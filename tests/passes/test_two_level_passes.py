@@ -76,25 +76,6 @@ return as_strided_default""",
     ]  # fmt: skip
 
 
-def test_gloo_exchanges_parts_and_adds_them_up() -> None:
-    grad = Grad(index=0, shape=(3,), levels=LEVELS, backend=backends.GLOO)
-    module = run_passes(trace(lambda a: grad.reduce(a.sin()), torch.randn(3)), plan_for([grad]))
-    assert_expected_inline(
-        "\n".join(short(module.graph).splitlines()[2:-1]),
-        """\
-flat_bucket_default = dp_compile.flat_bucket([sin], [0.5], [1], [0], 32)
-all_to_all_single_default = _c10d_functional.all_to_all_single(flat_bucket_default, [16, 16], [16, 16], in)
-wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
-view_default = aten.view(wait_tensor_default, [2, 16])
-sum_dim_int_list = aten.sum.dim_IntList(view_default, [0])
-all_reduce_default = _c10d_functional.all_reduce(sum_dim_int_list, sum, out)
-wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default)
-all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(wait_tensor_default_1, 2, in)
-wait_tensor_default_2 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)
-as_strided_default = aten.as_strided(wait_tensor_default_2, [3], [1], 0)""",
-    )
-
-
 def told(graph: fx.Graph) -> str:
     """Compute `c`; launches `R` reduce-scatter, `A` all-reduce, `G` all-gather and the bucket, waits small."""
     letters = {REDUCE_SCATTER: "R", ALL_TO_ALL: "R", ALL_REDUCE: "A", ALL_GATHER: "G"}
