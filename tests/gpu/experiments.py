@@ -1,4 +1,4 @@
-"""The experiments G1 to G9 of `on_a_gpu.py`: what one process of each does. `python experiments.py TASK`, JSON.
+"""The experiments G1 to G8 of `on_a_gpu.py`: what one process of each does. `python experiments.py TASK`, JSON.
 
 Models are small and share shapes: compile time is the budget, and the second part finds what the first compiled. With
 `task.rehearse` the same functions run on a CPU with smaller sizes, and only what needs a device says so.
@@ -556,23 +556,7 @@ def g8(task: Task) -> None:
     task.record(claim, furthest == 0, f"largest difference {furthest:.1e}; {ms(graph_s)} a step, {ms(plain_s)} without")
 
 
-# --- G9 -------------------------------------------------------------------------------------------------------------
-
-
-def g9(task: Task) -> None:
-    """A role is `MODE cold` or `MODE warm`: a process that takes three steps, in a cache that is empty or full."""
-    *mode, when = task.role.split()
-    open_group(task)
-    ready_s = time.time() - task.begun_s
-    training = Training(task, mode[0])
-    ends_s = []
-    for _ in range(3):
-        training.steps(1)
-        ends_s.append(time.time() - task.begun_s)
-    task.publish(f"start.{' '.join(mode)}.{when}", [ready_s, *ends_s])
-
-
-EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G7": g7, "G8": g8, "G9": g9}
+EXPERIMENTS = {"G1": g1, "G2": g2, "G3": g3, "G4": g4, "G5": g5, "G7": g7, "G8": g8}
 
 
 def main(text: str) -> None:

@@ -1,4 +1,4 @@
-"""`.ci/gpu [first|second] [--rehearse] [--out DIR]`: runs the experiments G1 to G9 and writes a table of claims.
+"""`.ci/gpu [first|second] [--rehearse] [--out DIR]`: runs the experiments G1 to G8 and writes a table of claims.
 
 The runner imports no torch. Each experiment of `experiments.py` is a set of processes with one time-out. A process
 appends a line of JSON to `results.jsonl` as soon as it has a result, so a run that is cut keeps its numbers. The table
@@ -252,35 +252,6 @@ def g8(machine: Machine) -> list[Process]:
     return roles("graph", *(() if machine.rehearse else ("reduce-overhead",)))
 
 
-def g9(machine: Machine) -> list[Process]:
-    """In a folder of their own, that is empty for the first wave and full for the second."""
-    found = []
-    modes = ("ours", "ddp_compiled") if machine.rehearse else ("ours", "ddp_compiled", "compute")
-    for wave, when in enumerate(("cold", "warm")):
-        for mode in modes:
-            folder = "{scratch}/" + mode.replace(" ", "_")
-            caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": f"{folder}/triton"}
-            found.append(Process(f"{mode} {when}", wave=wave, environment=caches))
-    return found
-
-
-def judge_g9(task: Task) -> None:
-    """How long the processes took that have published it."""
-    names = {path.name.split(".")[1].rpartition(" ")[0] for path in Path(task.scratch).glob("out.*.0")}
-    for when in ("cold", "warm"):
-        for mode in sorted(names, key=lambda each: (not each.startswith("ours"), each)):
-            path = Path(task.scratch, f"start.{mode}.{when}")
-            claim = f"{when} start, {mode}: seconds until three steps are done"
-            if not path.exists():
-                ended = Path(task.scratch, f"ended.{mode} {when}.0")
-                died = ended.exists() and json.loads(ended.read_text())["code"] is not None
-                task.record(claim, FAILED if died else OUT_OF_TIME)
-                continue
-            ready_s, *ends_s = json.loads(path.read_text())
-            steps = ", ".join(f"{end - begin:.1f}" for begin, end in zip([ready_s, *ends_s], ends_s, strict=False))
-            task.record(claim, MEASURED, f"{ends_s[-1]:.1f} s (imports and group {ready_s:.1f}, steps {steps})")
-
-
 EXPERIMENTS = (
     Experiment("G1", "one rank: our step, plain compile, DDP, compiled DDP", "first", 80, g1),
     Experiment("G2", "two ranks: every feature, bits equal to torch's DDP", "first", 110, g2),
@@ -289,7 +260,6 @@ EXPERIMENTS = (
     Experiment("G5", "overlap on a simulated network of 8 and 64 ranks", "second", 100, g5),
     Experiment("G7", "memory with compiled DDP as reference", "second", 45, lambda _: roles("ours", "ddp_compiled")),
     Experiment("G8", "CUDA graphs", "second", 45, g8),
-    Experiment("G9", "start of a process, cold and warm", "second", 80, g9, judge_g9),
 )
 
 
