@@ -58,15 +58,6 @@ class Backward:
         """Calls of anything but collectives."""
         return sum(self._calls_kernel(line) for line in self._lines)
 
-    @property
-    def order(self) -> str:
-        """Kernels `k`, launches `A` and waits `W` in the order in which they are called."""
-        letters = []
-        for line in self._lines:
-            letters += ["A"] if _LAUNCH.search(line) else ["W"] if ".wait_tensor." in line else []
-            letters += ["k"] if self._calls_kernel(line) else []
-        return "".join(letters)
-
     def copied(self) -> int:
         return sum(each.numel for each in self.filled if each.copied)
 

@@ -98,7 +98,6 @@ class Difference:
     largest: float
     tolerance: float
     name: str = ""
-    note: str = ""
 
     def __str__(self) -> str:
         if self.name:

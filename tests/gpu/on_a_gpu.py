@@ -66,7 +66,6 @@ class Task:
     again: bool
     out: str
     scratch: str
-    begun_s: float
     until_s: float
 
     @property
@@ -355,7 +354,7 @@ class _Begun:
                 yield json.loads(path.read_text()), how
 
     def _task(self, process: Process) -> Task:
-        run, now_s = self.of, time.time()
+        run = self.of
         return Task(
             experiment=self.experiment.name,
             role=process.role,
@@ -369,8 +368,7 @@ class _Begun:
             again=self.again,
             out=str(run.out),
             scratch=self.scratch,
-            begun_s=now_s,
-            until_s=now_s + self.left_s(),
+            until_s=time.time() + self.left_s(),
         )
 
     def _start(self, process: Process, log: Path) -> subprocess.Popen[bytes]:
@@ -392,7 +390,6 @@ class _Begun:
             **process.environment,
         }
         command = [part.replace("{scratch}", self.scratch) for part in command]
-        environment = {name: value.replace("{scratch}", self.scratch) for name, value in environment.items()}
         with log.open("ab") as to:
             return subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=to, stderr=subprocess.STDOUT, start_new_session=True
