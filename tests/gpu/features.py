@@ -31,6 +31,7 @@ import torch.distributed as dist
 from comm_hooks import Rounded, as_torch_s, in_blocks, reduced_by_formula
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -559,6 +560,18 @@ _pair(
     hook=(lambda: (dp_compile.HookState(), Rounded()), lambda: ({}, as_torch_s)),
     tolerance=of_half,
 )
+
+
+@_feature("torch's powerSGD_hook, in torch's reducer", ways=(EAGER,))
+def power_sgd(place: Place) -> Difference:
+    """Not compiled, as the reference: the reducer orders its buckets by the first backward."""
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
+    make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
+    pair = Pair.made(place, hook=(make, make))
+    pair.run = pair.ours
+    pair.train()
+    mine, other = named(pair.ours.named_parameters()), named(pair.theirs.module.named_parameters())
+    return compared(mine, other, max(1e-6, place.tolerance))
 
 
 @_feature("QuantizedHook int8, error feedback")
