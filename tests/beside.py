@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,33 +68,6 @@ class Fuse(torch.autograd.Function):
 
 def batch(number: int, rows: int = 3) -> torch.Tensor:
     return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
-
-
-@dataclass(frozen=True)
-class Rounded(dp_compile.FunctionalHook):
-    """Adds up in bfloat16, and sends later what that lost. Twice, so that there is a second round."""
-
-    share: float = 1.0
-    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
-
-    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"error": torch.zeros_like(gradient), "seen": torch.zeros(1)}
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        given = list(zip(bucket.gradients, bucket.state, strict=True))
-        whole = [gradient + self.share * state["error"] for gradient, state in given]
-        sent = torch.cat([each.flatten() for each in whole]).to(torch.bfloat16)
-        mean = (yield sent).float() / bucket.ranks
-        again = yield mean  # the same on every rank: what comes back is the mean, times the number of ranks
-        sizes = [each.numel() for each in whole]
-        lost = [torch.cat([each.flatten() for each in whole]) - sent.float(), again / bucket.ranks]
-        errors, reduced = (
-            [part.view_as(like) for part, like in zip(each.split(sizes), whole, strict=True)] for each in lost
-        )
-        states = [
-            {"error": error, "seen": state["seen"] + 1} for error, state in zip(errors, bucket.state, strict=True)
-        ]
-        return reduced, states
 
 
 @dataclass(frozen=True)

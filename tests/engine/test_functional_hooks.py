@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, Rounded, batch, compile_whole, mlp, not_compiled, train_beside
+from beside import AOT, batch, compile_whole, mlp, not_compiled, train_beside
+from comm_hooks import Rounded, as_torch_s
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -22,20 +23,6 @@ import dp_compile
 from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16
-
-
-def as_torch_s(errors, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
-    """The same as a hook of torch's. What it remembers is kept by parameter: torch makes its buckets anew."""
-    given = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-    for parameter, gradient in given:
-        gradient += errors.get(id(parameter), torch.zeros_like(gradient))
-    sent = bucket.buffer().to(BF16)
-    offset = 0
-    for parameter, gradient in given:
-        mine = sent[offset : offset + gradient.numel()].view_as(gradient).float()
-        errors[id(parameter)], offset = gradient - mine, offset + gradient.numel()
-    work = dist.all_reduce(sent, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0].float() / dist.get_world_size())
 
 
 class Net(nn.Module):
