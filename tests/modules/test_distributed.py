@@ -153,12 +153,20 @@ def copied(ours: nn.Module, how: str) -> nn.Module:
     return loaded
 
 
-def train_a_copy(how: str, compiled: bool) -> None:
+def train_a_copy(how: str, compiled: str) -> None:
     """Gradients of a copy against those of a copy of torch's wrapper; one rank evaluates the copy alone before."""
     torch._dynamo.reset()
     ours = DistributedDataParallel(build(), config=AOT)
-    theirs = copied(TorchDDP(build()), how)
-    twin = copied(ours, how)
+    if compiled.startswith("in place"):
+        (ours.module if compiled == "in place, inside" else ours).compile(backend="aot_eager")
+        ours(torch.ones(2, 4)).sum().backward()
+        ours.zero_grad()
+    with torch.no_grad():
+        for each in ours.parameters():
+            each.mul_(2)
+    theirs = TorchDDP(build())
+    theirs.load_state_dict(ours.state_dict())
+    theirs, twin = copied(theirs, how), copied(ours, how)
     assert type(twin) is DistributedDataParallel
     assert type(twin.module) is nn.Sequential
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -167,7 +175,7 @@ def train_a_copy(how: str, compiled: bool) -> None:
             copied(twin.eval(), how)(torch.ones(2, 4))
         twin.train()
     for _ in range(2):
-        call = torch.compile(twin, backend="aot_eager") if compiled else twin
+        call = torch.compile(twin, backend="aot_eager") if compiled == "afterwards" else twin
         x = torch.randn(6, 4, generator=generator)
         for run in (call, theirs):
             run.zero_grad()
@@ -176,11 +184,13 @@ def train_a_copy(how: str, compiled: bool) -> None:
             torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, n=name: f"{n}: {text}")
     assert dp_compile.report(twin).backwards
     assert all(parameter.grad is None for parameter in ours.parameters())
-    assert type(twin.module) is nn.Sequential
 
 
-@pytest.mark.parametrize(("how", "compiled"), [("deepcopy", False), ("pickle", True)])
-def test_copies_reduce(ranks2: Ranks, how: str, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "compiled"),
+    [("deepcopy", "never"), ("pickle", "afterwards"), ("pickle", "in place"), ("deepcopy", "in place, inside")],
+)
+def test_copies_reduce(ranks2: Ranks, how: str, compiled: str) -> None:
     ranks2.run(train_a_copy, how, compiled)
 
 
@@ -323,25 +333,3 @@ def test_a_buffer_that_cannot_be_copied() -> None:
             with pytest.raises(dp_compile.ModuleError, match=r"adjacency is torch.sparse.*broadcast_buffers=False"):
                 wrap(model)
         DistributedDataParallel(model, broadcast_buffers=False)
-
-
-def copied_after_compile(how: str, inside: bool) -> None:
-    torch._dynamo.reset()
-    ours = DistributedDataParallel(build(), config=AOT)
-    (ours.module if inside else ours).compile(backend="aot_eager")
-    ours(torch.ones(2, 4)).sum().backward()
-    ours.zero_grad()
-    twin = copied(ours, how)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    out = twin(torch.ones(2, 4))
-    out.sum().backward()
-    assert not out.any()
-    assert all(parameter.grad is not None for parameter in twin.parameters())
-    assert all(parameter.grad is None for parameter in ours.parameters())
-
-
-@pytest.mark.parametrize(("how", "inside"), [("pickle", False), ("deepcopy", True)])
-def test_copies_of_what_is_compiled_in_place(ranks2: Ranks, how: str, inside: bool) -> None:
-    ranks2.run(copied_after_compile, how, inside)

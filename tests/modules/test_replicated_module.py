@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
-import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_compile
 from dp_compile.modules.forward_hooks import InputMover
@@ -49,21 +48,27 @@ class Around(nn.Module):
         return self.inner(x * 2) + 1
 
 
+class OwnCopy(nn.Linear):
+    """Says itself how it is copied, by class and attributes."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+        twin = type(self)(self.in_features, self.out_features)
+        twin.load_state_dict(self.state_dict())
+        return twin
+
+
 # --- the class --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fake_group")
 class TestClass:
-    def test_is_a_subclass_of_both(self) -> None:
+    def test_is_a_subclass_of_both_and_gets_its_class_back(self) -> None:
         model = dp_compile.replicate(Net())
         assert type(model).__name__ == "DDPNet"
         assert isinstance(model, Net)
         assert isinstance(model, dp_compile.ReplicatedModule)
         assert repr(model).startswith("DDPNet(")
         assert type(model) is type(dp_compile.replicate(Net()))
-
-    def test_unreplicate_gives_the_class_back(self) -> None:
-        model = dp_compile.replicate(Net())
         assert type(dp_compile.unreplicate(model)) is Net
         assert not model._forward_pre_hooks
         assert type(dp_compile.replicate(model)).__name__ == "DDPNet"
@@ -119,15 +124,29 @@ class TestClass:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "Sequential"
 
-    def test_a_module_goes_when_nobody_holds_it(self) -> None:
-        class Passing(Net):
-            pass
+    @pytest.mark.parametrize("wrap", [dp_compile.replicate, dp_compile.DistributedDataParallel])
+    def test_an_average_over_steps(self, wrap: Any) -> None:
+        model = wrap(Net(), config=AOT)
+        run, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.Adam(model.parameters(), lr=0.05)
+        average, expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)), list[torch.Tensor]()
+        for step in range(3):
+            run(torch.ones(1, 4) + step).square().sum().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            now = [each.detach().clone() for each in model.parameters()]
+            expected = [0.8 * one + 0.2 * other for one, other in zip(expected, now, strict=True)] if step else now
+        torch.testing.assert_close([each.detach() for each in average.module.parameters()], expected)
 
-        model = dp_compile.replicate(Passing())
-        seen = weakref.ref(model)
-        del model
-        gc.collect()
-        assert seen() is None
+    def test_classes_that_say_how_they_are_copied(self) -> None:
+        for plain in (OwnCopy(2, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3)))):
+            kind, model = type(plain), dp_compile.replicate(plain, config=AOT)
+            twin = AveragedModel(model).module
+            assert isinstance(twin, OwnCopy if kind is OwnCopy else torch.fx.GraphModule)
+            assert not isinstance(twin, dp_compile.ReplicatedModule)
+            assert not twin._forward_pre_hooks
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(mine, other)
+                assert mine is not other
 
     def test_compiled_before_and_after(self) -> None:
         before, after = Net(), Net()
@@ -149,14 +168,6 @@ def hook_of_the_user(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 @pytest.mark.usefixtures("fake_group")
 class TestMethods:
-    def test_requires_gradient_sync(self) -> None:
-        model = dp_compile.replicate(Net(), config=AOT)
-        compiled = torch.compile(model, backend="aot_eager")
-        for on in (False, True, True):
-            model.set_requires_gradient_sync(on)
-            compiled(torch.ones(1, 4)).sum().backward()
-        assert dp_compile.report(model).backwards == {"captured without sync": 1, "captured": 2}
-
     def test_no_sync_returns_to_what_was_before(self) -> None:
         model = dp_compile.replicate(Net())
         model.set_requires_gradient_sync(False)
@@ -290,24 +301,6 @@ def test_starts_as_torchs_replicate(ranks: Ranks, compiled: bool) -> None:
     (first, ways), (second, _), *_ = ranks.run(start_beside_torch, compiled)
     assert sum(ways.values()) == 4
     assert not compiled or ways == {"captured": 2, "captured without sync": 2}
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
-
-
-def meta_on_one_rank() -> dict[str, torch.Tensor]:
-    """The first rank has the values, the other one only the shapes until shortly before the forward."""
-    torch.manual_seed(3)
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model = Net()
-    dp_compile.replicate(model, config=AOT)
-    if dist.get_rank() == 1:
-        model.to_empty(device="cpu")
-        model(torch.ones(1, 4))
-    return model.state_dict()
-
-
-def test_values_on_one_rank_only(ranks2: Ranks) -> None:
-    first, second = ranks2.run(meta_on_one_rank)
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
 

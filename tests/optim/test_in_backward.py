@@ -138,24 +138,6 @@ def unknown_scaler() -> None:
         scaler.step(both.mine)
 
 
-def scaler_later() -> None:
-    """The mark by which scalers do not unscale for this optimizer stayed after `unreplicate()`."""
-    both = twins(compile_model=not_compiled)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**8) for _ in range(2)]
-    dp_compile.unreplicate(both.ours)
-    for again in (False, True):
-        if again:
-            dp_compile.replicate(both.ours, config=SMALL)
-            dp_compile.optim.in_backward(both.ours, both.mine, scaler=scalers[0])
-        for run, scaler, optimizer in zip((both.run, both.run_theirs), scalers, (both.mine, both.other), strict=True):
-            x = batch(int(again)) if again else torch.ones(3, 6)
-            scaler.scale(run(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        both.compare()
-
-
 def options_change(compile_model: Compile) -> None:
     """The update was done with those of before; a rank that falls back would do it with those of now."""
     make = two_groups(torch.optim.AdamW, lr=torch.tensor(0.01), fused=True)
@@ -198,16 +180,6 @@ def loaded_between() -> None:
     dp_compile.unreplicate(both.ours)
     both.ours(batch(6)).square().mean().backward()
     both.mine.step()  # of an optimizer as any other
-
-
-def compiled_step() -> None:
-    """It rounds otherwise: ranks would differ where one of them falls back."""
-    both = twins(make=ADAMW)
-    both.backward(0)
-    with pytest.raises(Exception, match=r"Call step\(\) as it is: there is nothing left to compile"):
-        torch.compile(both.mine.step, backend="eager")()
-    both.step()
-    both.compare()
 
 
 class Given(nn.Module):
@@ -329,11 +301,9 @@ def removed(way: str) -> None:
         (hooks_copies_and_other_parameters, ()),
         (in_join, ()),
         (unknown_scaler, ()),
-        (scaler_later, ()),
         (options_change, (compile_whole,)),
         (options_change, (not_compiled,)),
         (loaded_between, ()),
-        (compiled_step, ()),
         (other_memory, ()),
         (gradient_after_the_update, ("whole",)),
         (gradient_after_the_update, ("sharded",)),
@@ -407,15 +377,6 @@ def test_what_is_refused() -> None:
     for text, attempt in REFUSED.items():
         with pytest.raises(dp_compile.DPCompileError, match=text):
             attempt(model, kept)
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_an_optimizer_that_only_a_cycle_holds() -> None:
-    model = dp_compile.replicate(Net(), config=SMALL)
-    first = dp_compile.optim.in_backward(model, SGD(model.parameters()))
-    first.itself = [first]  # type: ignore[attr-defined]
-    del first
-    dp_compile.optim.in_backward(model, SGD(model.parameters()))
 
 
 @pytest.mark.usefixtures("fake_group")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -102,25 +101,6 @@ def bit_for_bit() -> None:
 
 def test_sgd_is_ddp_s_bit_for_bit(ranks2: Ranks) -> None:
     ranks2.run(bit_for_bit)
-
-
-def as_zero() -> None:
-    """torch's ZeroRedundancyOptimizer: all-reduces, and updates in `step()`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    both = made("sharded", make=lambda parameters: torch.optim.AdamW(parameters, lr=0.01), beside_ddp=True)
-    zero = ZeroRedundancyOptimizer(both.theirs.parameters(), torch.optim.AdamW, lr=0.01)
-    both.other = zero
-    both.train(0, 1, 2)
-    zero.consolidate_state_dict(to=0)
-    mine = full_state_dict(both.mine, to=0)
-    if dist.get_rank() == 0:
-        torch.testing.assert_close(mine["state"], zero.state_dict()["state"], rtol=1e-4, atol=1e-7)
-
-
-def test_torch_s_own_sharded_optimizer(ranks: Ranks) -> None:
-    ranks.run(as_zero)
 
 
 # --- each of these in several ways ------------------------------------------------------------------------------------
@@ -430,40 +410,5 @@ def test_ways(ranks2: Ranks, scenario: Callable[..., Any], way: str, args: tuple
 
 
 # --- fifty steps ------------------------------------------------------------------------------------------------------
-
-LONG: dict[str, Make] = {
-    "sgd": SGD,
-    "adamw": two_groups(torch.optim.AdamW, lr=0.01, eps=1e-3),
-    "rmsprop": two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5, eps=1e-3),
-}
 """torch's own DDP on 2 ranks, with weights that differ by one ulp at the beginning, has others after 50 steps by 5e-3
 with AdamW's usual eps and 0.4 with RMSprop's (a gradient is divided by one as small), by 1e-6 with these."""
-
-
-def fifty(way: str, name: str, compiled: bool) -> int:
-    options = {} if compiled else {"compile_model": not_compiled}
-    max_norm = None if way == "overlapping" else 0.05
-    with poisoned():
-        both = made(way, make=LONG[name], beside_ddp=True, max_norm=max_norm, **options)
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 10, gamma=0.7) for each in (both.mine, both.other)]
-        for number in range(50):
-            both.backward(number)
-            both.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        exact = (way, name, dist.get_world_size()) == ("overlapping", "sgd", 2)
-        bounds = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-        for mine, other in zip(both.ours.parameters(), both.theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, **bounds)
-    return sum(record.updated for record in dp_compile.report(both.ours).captures)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("compiled", [True, False], ids=["captured", "eager"])
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("way", GIVEN)
-@pytest.mark.parametrize("size", [2, 4])
-def test_fifty_steps(ranks2: Ranks, ranks4: Ranks, size: int, way: str, name: str, compiled: bool) -> None:
-    """Two groups and a scheduler; SGD with updates in the next forward bit by bit on two ranks."""
-    updated = set({2: ranks2, 4: ranks4}[size].run(fifty, way, name, compiled))
-    assert updated == ({10} if compiled else {0})
