@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import ROOT, blocks, python_of
-from launched import as_launched
+from launched import as_launched, assert_same_steps
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -87,8 +87,8 @@ def arguments(case: str) -> dict[str, Any]:
     }[case]
 
 
-def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], set[str], int]:
-    """Losses of the steps, parameters, which way backwards went; halfway all is saved and loaded again."""
+def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], int]:
+    """Losses of the steps, parameters, how many were synchronised; halfway all is saved and loaded again."""
     with accelerator(ours, **arguments(case)) as this:
         model = Blocks()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -115,8 +115,9 @@ def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float],
                 this.load_state(folder)
         inner = this.unwrap_model(model, keep_torch_compile=False)
         assert type(inner) is Blocks
-        ways = set(dp_compile.report(model).backwards) if ours else set()
-        return losses, nn.utils.parameters_to_vector(inner.parameters()).tolist(), ways, synced
+        if ours:
+            assert set(dp_compile.report(model).backwards) - {"captured without sync"} == {"captured"}
+        return losses, nn.utils.parameters_to_vector(inner.parameters()).tolist(), synced
 
 
 def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
@@ -125,24 +126,11 @@ def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
         return train(True, case, f"{folder}/ours"), theirs, lines
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "compiled",
-        "regional",
-        pytest.param("accumulated", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("case", ["compiled", "regional", pytest.param("accumulated", marks=pytest.mark.nightly)])
 def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> None:
     outcomes = ranks2.run(train_side_by_side, case, str(tmp_path))
-    for rank, (ours, theirs, lines) in enumerate(outcomes):
-        torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-5, atol=1e-5)
-        assert ours[3] == theirs[3]
-        assert ours[2] - {"captured without sync"} == {"captured"}
-        said = [line for line in lines if "after the first step parameters are equal on 2 ranks" in line]
-        assert len(said) == (rank == 0)
-        assert all("accelerate: backwards are captured" in line for line in said)
+    assert_same_steps(outcomes, "after the first step parameters are equal on 2 ranks")
+    assert_same_steps(outcomes, "accelerate: backwards are captured")
 
 
 def sync_and_join() -> tuple[list[float], list[float], list[int], float]:
@@ -258,59 +246,39 @@ def make(given: dict[str, Any], model: nn.Module | None = None) -> None:
             this.prepare(model)
 
 
-def refused_arguments() -> list[tuple[dict[str, Any], str]]:
+def refusals() -> list[tuple[dict[str, Any], Any, str]]:
+    """Arguments that would have no effect, and models that are reduced already."""
     from accelerate.utils import DDPCommunicationHookType as Hook
     from accelerate.utils import DistributedDataParallelKwargs as Given
 
+    def handler(**options: Any) -> dict[str, Any]:
+        return {"kwargs_handlers": [Given(**options)]}
+
+    state = {"comm_state_option": {"x": 1}}
     return [
-        ({"replicate_config": {}}, "replicate_config must be a ReplicateConfig, got dict"),
-        (
-            {"kwargs_handlers": [Given(comm_hook="bf16")]},
-            "would have no effect with comm_hook='bf16': it has to be a DDPCommunicationHookType",
-        ),
-        ({"kwargs_handlers": [Given(comm_wrapper=Hook.FP16)]}, "there is no comm_hook that it could wrap"),
-        (
-            {"kwargs_handlers": [Given(comm_hook=Hook.BF16, comm_state_option={"x": 1})]},
-            "comm_state_option={'x': 1}.* for comm_hook POWER_SGD",
-        ),
-        ({"kwargs_handlers": [Given(dim=1)]}, "dim must be 0, got 1"),
+        ({"replicate_config": {}}, nn.Sequential, "replicate_config must be a ReplicateConfig, got dict"),
+        (handler(comm_hook="bf16"), nn.Sequential, "no effect with comm_hook='bf16': it has to be a DDPCommunicationH"),
+        (handler(comm_wrapper=Hook.FP16), nn.Sequential, "there is no comm_hook that it could wrap"),
+        (handler(comm_hook=Hook.BF16, **state), nn.Sequential, "comm_state_option={'x': 1}.* for comm_hook POWER_SGD"),
+        (handler(dim=1), nn.Sequential, "dim must be 0, got 1"),
+        ({}, dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. does that too"),
+        ({}, TorchDDP, "Blocks is wrapped by torch's DDP already"),
+        ({}, dp_compile.DistributedDataParallel, "Blocks is wrapped by dp_compile.DistributedDataParallel already"),
     ]
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_arguments_that_would_have_no_effect() -> None:
-    for given, message in refused_arguments():
-        with pytest.raises(dp_compile.ConfigError, match=message):
-            make(given, Blocks())
-
-
-@pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize(
-    ("wrap", "message"),
-    [
-        (dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. does that too"),
-        (TorchDDP, "Blocks is wrapped by torch's DDP already"),
-        (dp_compile.DistributedDataParallel, "Blocks is wrapped by dp_compile.DistributedDataParallel already"),
-    ],
-)
-def test_models_that_are_reduced_already(wrap: Any, message: str) -> None:
-    model = wrap(Blocks())
-    for given in (model, torch.compile(model, backend="aot_eager")):
-        with pytest.raises(dp_compile.ModuleError, match=message):
-            make({}, given)
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_compiler_that_accelerate_would_drop() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dp_compile.integrations.accelerate import Accelerator
 
-    with as_launched(), accelerator(True):
+    for given, wrap, message in refusals():
+        model = wrap(Blocks())
+        for each in (model, torch.compile(model, backend="aot_eager")):
+            with pytest.raises(dp_compile.DPCompileError, match=message):
+                make(given, each)
+    with as_launched(), accelerator(True):  # whose compiler accelerate would keep
         with pytest.raises(dp_compile.ConfigError, match=r"dynamo_backend 'inductor' would have no effect: .*'no'"):
             Accelerator(dynamo_backend="inductor")
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_other_kinds_of_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP asks for another kind"):
         make({})

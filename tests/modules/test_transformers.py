@@ -50,7 +50,8 @@ def tokens(rank: int, step: int) -> tuple[torch.Tensor]:
 def train(kind: str) -> tuple[set[str], list[tuple[int, bool]]]:
     torch._dynamo.reset()
     options = {"find_unused_parameters": kind == "MixtralForCausalLM"}  # an expert may get no token on some rank
-    report = train_both(Case(lambda: Logits(kind), tokens, steps=3, options=options, rtol=1e-4, atol=1e-5))
+    case = Case(build=lambda: Logits(kind), batch=tokens, steps=3, options=options, rtol=1e-4, atol=1e-5)
+    report = train_both(case)
     return set(report.backwards), [(record.graphs, record.hooks > record.collectives) for record in report.captures]
 
 
