@@ -245,17 +245,10 @@ def test_post_local_sgd_as_torchs(ranks2: Ranks, mixture: str) -> None:
 @pytest.mark.usefixtures("fake_group")
 def test_closures_and_schedulers_after_a_load() -> None:
     """A deviation: torch's keeps the groups from before a load, and a scheduler changes those."""
-    for kind, rate in ((averaging.PostLocalSGDOptimizer, 0.01), (TheirOptimizer, 0.1)):
-        averager = theirs.PeriodicModelAverager(100, 50)
-        optimizer: Any = kind(torch.optim.SGD(net().parameters(), lr=0.1), averager)
-        optimizer.load_state_dict(optimizer.state_dict())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        for parameter in optimizer.optim.param_groups[0]["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(rate)
-    ours = averaging.PostLocalSGDOptimizer(torch.optim.Adam(net().parameters()), averager)
-    assert ours.defaults["lr"]
-    assert ours.step(lambda: 2.5) == 2.5
-    assert averager.step == 2
+    averager = theirs.PeriodicModelAverager(100, 50)
+    optimizer: Any = averaging.PostLocalSGDOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), averager)
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert optimizer.step(lambda: 2.5) == 2.5
+    scheduler.step()
+    assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(0.01)

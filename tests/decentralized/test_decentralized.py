@@ -19,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
 from dp_compile.decentralized import mixing
-from dp_compile.decentralized.module import mixing_of
 from dp_compile.plan.topologies import Edge, Topology, topology
 from dp_compile.testing.ranks import Ranks
 
@@ -219,18 +218,6 @@ def late_reader(as_views: bool) -> None:
 
 
 # --- where decent-dp is wrong or silent -----------------------------------------------------------------------------
-
-
-def two_forwards() -> None:
-    """A step is a backward, whether of two forwards or with others in between. decent-dp counts forwards."""
-    twins = [decentral(mlp(), "one-peer-exp") for _ in range(2)]
-    for step in range(4):
-        both = [twins[0](mine(10 * step + each)).square().mean() for each in range(2)]
-        (both[0] + both[1]).backward()
-        twins[0](mine(77))
-        inputs = torch.cat([mine(10 * step), mine(10 * step + 1)])
-        (2 * twins[1](inputs).square().mean()).backward()
-        torch.testing.assert_close(values(twins[0]), values(twins[1]), rtol=0, atol=1e-6)
 
 
 class Tied(nn.Module):
@@ -451,28 +438,6 @@ def changed_outside() -> None:
         assert only.startswith("2.weight changed between two steps, after being sent to be mixed: 0 % of the change")
 
 
-class Counts(torch.optim.Optimizer):
-    """Counts its steps in its groups."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1, "steps": 0})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["steps"] += 1
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_an_optimizer_keeps_in_its_groups() -> None:
-    """Is kept where it has all parameters of a group in a step, else refused: it would count buckets."""
-    model: Any = decentral(mlp(), optimizer=Counts, bucket_size_in_mb=25)
-    train(model, model, range(3))
-    assert mixing_of(model).optimizer.param_groups[0]["steps"] == 3
-    model = decentral(mlp(), optimizer=Counts)
-    with pytest.raises(dp_compile.ReductionError, match="changed 'steps' of a parameter group"):
-        train(model, model, range(1))
-
-
 def accumulated() -> None:
     """The average of two backwards, captured and not; a copy is a plain module."""
     torch._dynamo.reset()
@@ -519,7 +484,7 @@ def test_on_two_ranks(ranks2: Ranks, scenario: Callable[..., None], args: tuple[
     ranks2.run(scenario, *args)
 
 
-@pytest.mark.parametrize("scenario", [two_forwards, first_exchange, goes_on_from_an_average])
+@pytest.mark.parametrize("scenario", [first_exchange, goes_on_from_an_average])
 def test_on_four_ranks(ranks4: Ranks, scenario: Callable[[], None]) -> None:
     ranks4.run(scenario)
 
@@ -535,7 +500,6 @@ def said_by(error: type[Exception], model: nn.Module, **options: Any) -> str:
 
 
 def different() -> None:
-    """Another topology; an edge with another weight; a mistake on one rank; an option."""
     rank, edges = dist.get_rank(), lambda weight: Topology("own", 2, ((Edge((0, 1), weight),),))
     differs = "rank 1 differs from rank 0: topology is "
     assert differs in said_by(dp_compile.DesyncError, mlp(), topology=("ring", "complete")[rank])
@@ -550,6 +514,14 @@ def different() -> None:
 
 def test_ranks_that_differ_refuse_at_the_start(ranks2: Ranks) -> None:
     ranks2.run(different)
+
+
+class Counts(torch.optim.SGD):
+    """Counts its steps in its groups, which would be buckets."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -587,6 +559,9 @@ def test_refused() -> None:
         train(model, model, range(1))
     dp_compile.unreplicate(model)
     assert type(model) is nn.Sequential
+    model = decentral(mlp(), optimizer=lambda named: Counts([{"params": named, "steps": 0}]))
+    with pytest.raises(dp_compile.ReductionError, match="changed 'steps' of a parameter group"):
+        train(model, model, range(1))
 
 
 def killed() -> str:
