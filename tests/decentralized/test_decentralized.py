@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_steps import AOT, SMALL_MB, adamw, by_formula, compiled, decentral, mine, mlp, not_compiled, train, values
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -499,7 +500,8 @@ def said_by(error: type[Exception], model: nn.Module, **options: Any) -> str:
     return str(raised.value)
 
 
-def different() -> None:
+@on_ranks("ranks2")
+def test_ranks_that_differ_refuse_at_the_start() -> None:
     rank, edges = dist.get_rank(), lambda weight: Topology("own", 2, ((Edge((0, 1), weight),),))
     differs = "rank 1 differs from rank 0: topology is "
     assert differs in said_by(dp_compile.DesyncError, mlp(), topology=("ring", "complete")[rank])
@@ -510,10 +512,6 @@ def different() -> None:
     assert rank or "rank 1 cannot go on" in mistaken
     clipped = said_by(dp_compile.DesyncError, mlp(), grad_clip_norm=float(rank))
     assert "grad_clip_norm is 1.0 there, 0.0 on rank 0" in clipped
-
-
-def test_ranks_that_differ_refuse_at_the_start(ranks2: Ranks) -> None:
-    ranks2.run(different)
 
 
 class Counts(torch.optim.SGD):

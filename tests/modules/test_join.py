@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -130,7 +131,9 @@ def test_throw_on_early_termination(ranks2: Ranks) -> None:
     assert "Detected at least one rank that exhausted inputs" in second
 
 
-def run_two_in_one_backward(eager_rank: int) -> None:
+@pytest.mark.parametrize("eager_rank", [-1, 0])
+@on_ranks("ranks2")
+def test_two_modules_in_one_backward(eager_rank: int) -> None:
     """torch's DDP cannot shadow this: its buckets of two modules come in whatever order gradients arrive."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -153,12 +156,8 @@ def run_two_in_one_backward(eager_rank: int) -> None:
         same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("eager_rank", [-1, 0])
-def test_two_modules_in_one_backward(ranks2: Ranks, eager_rank: int) -> None:
-    ranks2.run(run_two_in_one_backward, eager_rank)
-
-
-def run_with_zero_redundancy() -> None:
+@on_ranks("ranks2")
+def test_beside_a_joinable_of_torch() -> None:
     """Beside a joinable of torch's own: an optimizer whose ranks each hold a part of the state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of something torch deprecates
 
@@ -171,10 +170,6 @@ def run_with_zero_redundancy() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     same_state(ours, theirs)
-
-
-def test_beside_a_joinable_of_torch(ranks2: Ranks) -> None:
-    ranks2.run(run_with_zero_redundancy)
 
 
 def run_replan(options: dict[str, Any]) -> tuple[Any, int]:

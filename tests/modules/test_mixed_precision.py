@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, Block, batch, compile_whole, mlp, not_compiled
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -22,7 +23,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
-from dp_compile.testing.ranks import Ranks
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -65,7 +65,20 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        ("captured", MixedPrecisionPolicy(BF16)),
+        ("captured", MixedPrecisionPolicy(BF16, F32)),
+        pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
+        ("in parts", MixedPrecisionPolicy(BF16)),
+        ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
+        ("torch's reducer", MixedPrecisionPolicy(BF16, F32)),
+    ],
+)
+@on_ranks("ranks")
+def test_as_fsdp(way: str, policy: MixedPrecisionPolicy) -> None:
     """Three steps with an accumulation each; gradients and parameters are compared after each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -101,30 +114,13 @@ def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    found = dict(dp_compile.report(model).backwards)
+    expected = {"eager hooks": "eager hooks", "torch's reducer": "torch reducer"}.get(way, "captured")
+    assert dp_compile.report(model).backwards[expected] == 3
     dp_compile.unreplicate(model)
-    return found
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize(
-    ("way", "policy"),
-    [
-        ("captured", MixedPrecisionPolicy(BF16)),
-        ("captured", MixedPrecisionPolicy(BF16, F32)),
-        pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
-        ("in parts", MixedPrecisionPolicy(BF16)),
-        ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
-        ("torch's reducer", MixedPrecisionPolicy(BF16, F32)),
-    ],
-)
-def test_as_fsdp(ranks: Ranks, way: str, policy: MixedPrecisionPolicy) -> None:
-    for backwards in ranks.run(run_beside_fsdp, way, policy):
-        expected = {"eager hooks": "eager hooks", "torch's reducer": "torch reducer"}.get(way, "captured")
-        assert backwards[expected] == 3
-
-
-def run_with_a_hook() -> dict[str, int]:
+@on_ranks("ranks2")
+def test_a_hook_says_how_what_was_computed_so_travels() -> None:
     """With the gradients that a forward with cast parameters gives, averaged as the hook does."""
     alone = mlp()
     model: Any = replicated(copy.deepcopy(alone))
@@ -135,12 +131,7 @@ def run_with_a_hook() -> dict[str, int]:
         sent = (other.grad / 2).to(FP16)  # type: ignore[operator]
         dist.all_reduce(sent)
         assert torch.equal(one.grad, sent.to(F32)), name
-    return dict(dp_compile.report(model).backwards)
-
-
-def test_a_hook_says_how_what_was_computed_so_travels(ranks2: Ranks) -> None:
-    for backwards in ranks2.run(run_with_a_hook):
-        assert backwards == {"captured": 1}
+    assert dp_compile.report(model).backwards == {"captured": 1}
 
 
 # --- one module in this process: a fake group of two ranks, in which the sum is this rank's half

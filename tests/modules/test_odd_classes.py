@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
-from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
@@ -112,7 +112,13 @@ def gradients(make: Callable[[], Any], wrap: Callable[[nn.Module], nn.Module]) -
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def compare(kind: str, swapped: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "swapped"), [(kind, False) for kind in KINDS] + [(kind, True) for kind in [*KINDS][1:]]
+)
+@on_ranks("ranks2")
+def test_every_class_trains(kind: str, swapped: bool) -> None:
+    """The wrapper takes all, `replicate` swaps the class."""
+
     def wrap(module: nn.Module) -> nn.Module:
         own = type(module)
         model = (dp_compile.replicate if swapped else dp_compile.DistributedDataParallel)(module, config=AOT)
@@ -121,14 +127,6 @@ def compare(kind: str, swapped: bool) -> None:
         return model
 
     torch.testing.assert_close(gradients(KINDS[kind], wrap), gradients(KINDS[kind], TorchDDP))
-
-
-@pytest.mark.parametrize(
-    ("kind", "swapped"), [(kind, False) for kind in KINDS] + [(kind, True) for kind in [*KINDS][1:]]
-)
-def test_every_class_trains(ranks2: Ranks, kind: str, swapped: bool) -> None:
-    """The wrapper takes all, `replicate` swaps the class."""
-    ranks2.run(compare, kind, swapped)
 
 
 @pytest.mark.usefixtures("fake_group")

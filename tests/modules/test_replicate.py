@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import time
 import weakref
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -294,9 +296,9 @@ def test_a_call_that_another_rank_does_not_make(own_ranks: Ranks, call: str) -> 
     assert own_ranks.run(one_rank_only, call)[0] == f"{call}(): {missing} not called {call}() after 2 s"
 
 
-def step_without_a_group(compiled: bool) -> list[str]:
-    """Backwards after the end of a group, and after the start of another one of the same name."""
-    said = []
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks("ranks")
+def test_a_step_after_the_end_of_the_group(compiled: bool) -> None:
     config = dp_compile.ReplicateConfig(backend="aot_eager")
     group = dist.new_group(list(range(dist.get_world_size())), group_desc="short-lived")
     model = dp_compile.replicate(Net(), process_group=group, config=config)
@@ -305,18 +307,9 @@ def step_without_a_group(compiled: bool) -> list[str]:
     dist.destroy_process_group(group)
     with torch.no_grad():
         call(torch.ones(1, 4))
-    try:
+    text = r"the gradients of body\.0\.weight and others are reduced was destroyed"
+    with pytest.raises(dp_compile.CommunicationError, match=text):
         call(torch.ones(1, 4)).sum().backward()
-    except dp_compile.CommunicationError as error:
-        said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_after_the_end_of_the_group(ranks: Ranks, compiled: bool) -> None:
-    for said in ranks.run(step_without_a_group, compiled):
-        assert len(said) == 1
-        assert "the gradients of body.0.weight and others are reduced was destroyed" in said[0]
 
 
 def buffers_follow() -> list[int]:
@@ -338,8 +331,10 @@ def test_buffers_of_the_first_rank_are_copied_after_each_synchronised_backward(r
     assert ranks2.run(buffers_follow) == [[1, 2, 3], [1, 2, 4]]
 
 
-def beside_fully_shard(compiled: bool) -> tuple[dict[str, int], float]:
-    """Part of a model sharded by torch, the rest replicated. Returns the way and the largest error of a gradient."""
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks("ranks2")
+def test_beside_fully_shard(compiled: bool) -> None:
+    """Part of a model is sharded by torch, the rest replicated."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
@@ -354,17 +349,19 @@ def beside_fully_shard(compiled: bool) -> tuple[dict[str, int], float]:
     for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
         grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         worst = max(worst, float((grad - reference.grad).abs().max()))
-    return dict(dp_compile.report(model).backwards), worst
+    assert dp_compile.report(model).backwards == {"eager hooks" if compiled else "torch reducer": 1}
+    assert worst < 1e-6
 
 
-def test_beside_fully_shard(ranks2: Ranks) -> None:
-    for compiled, way in ((False, "torch reducer"), (True, "eager hooks")):
-        for backwards, worst in ranks2.run(beside_fully_shard, compiled):
-            assert backwards == {way: 1}
-            assert worst < 1e-6
-
-
-def refused_backward(how: str) -> str:
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("tied later", "No longer in the module, where others took their places after replicate(): head.weight."),
+        ("beside fully_shard", "reaches a module that fully_shard manages"),
+    ],
+)
+@on_ranks("ranks")
+def test_a_backward_that_cannot_be_reduced(how: str, message: str) -> None:
     torch._dynamo.reset()
     model = Net()
     model.head = nn.Linear(4, 4)
@@ -375,18 +372,5 @@ def refused_backward(how: str) -> str:
     else:
         fully_shard(model.body)
         dp_compile.replicate(model.head, config=config)
-    with pytest.raises(dp_compile.ReductionError) as error:
+    with pytest.raises(dp_compile.ReductionError, match=re.escape(message)):
         torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("tied later", "No longer in the module, where others took their places after replicate(): head.weight."),
-        ("beside fully_shard", "reaches a module that fully_shard manages"),
-    ],
-)
-def test_a_backward_that_cannot_be_reduced(ranks: Ranks, how: str, message: str) -> None:
-    for text in ranks.run(refused_backward, how):
-        assert message in text

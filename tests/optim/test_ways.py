@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from beside import Block, Untraceable, batch, compile_blocks, compile_whole, not_compiled
+from on_ranks import on_ranks
 from poison import poisoned
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 from twins import ADAMW, GIVEN, SGD, Last, Make, Net, assert_same, id_of, made, two_groups
@@ -86,7 +87,8 @@ def test_the_same_parameters_if_nothing_is_compiled(ranks: Ranks, way: str, max_
     assert set(ranks.run(train, way, "adamw", max_norm, not_compiled)) == {(0, 0)}
 
 
-def bit_for_bit() -> None:
+@on_ranks("ranks2")
+def test_sgd_is_ddp_s_bit_for_bit() -> None:
     """One layer, so that torch's gradients are computed as ours are."""
     make = two_groups(torch.optim.SGD, lr=0.1, momentum=0.9)
     both = made("whole", lambda: nn.Linear(6, 6), make, beside_ddp=True)
@@ -95,10 +97,6 @@ def bit_for_bit() -> None:
         both.step()
         assert all(map(torch.equal, both.ours.parameters(), both.theirs.parameters()))
     assert both.updated == 2
-
-
-def test_sgd_is_ddp_s_bit_for_bit(ranks2: Ranks) -> None:
-    ranks2.run(bit_for_bit)
 
 
 # --- each of these in several ways ------------------------------------------------------------------------------------
@@ -142,37 +140,19 @@ FEATURES: dict[tuple[str, str], tuple[dict[str, Any], int]] = {
     ("whole", "reentrant checkpoint"): ({"build": Reentrant, "compile_theirs": True}, 10),
     ("sharded", "optimal buckets"): ({"config": dp_compile.ReplicateConfig(backend="aot_eager")}, 10),
     ("sharded", "not one graph"): ({"build": Broken}, 0),
-    ("whole", "no passes, at night"): ({"passes": ()}, 10),
-    ("whole", "a casting hook, at night"): (
-        {"prepare": lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook)},
-        10,
-    ),
-    ("whole", "check_nan, at night"): ({"config": dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)}, 0),
-    ("sharded", "tied weights, at night"): ({"build": lambda: Net(tied=True)}, 9),
-    ("sharded", "channels last, at night"): (
-        {"build": Last, "make": lambda parameters: torch.optim.AdamW(parameters, lr=0.01)},
-        5,
-    ),
-    ("sharded", "reduced in bfloat16, at night"): (
-        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-        10,
-    ),
+    ("sharded", "tied weights"): ({"build": lambda: Net(tied=True)}, 9),
+    ("sharded", "channels last"): ({"build": Last, "make": partial(torch.optim.AdamW, lr=0.01)}, 5),
 }
 """With how many parameters compiled backwards update."""
 
 
-def feature(way: str, name: str) -> int:
-    both = made(way, **FEATURES[way, name][0])
+@pytest.mark.parametrize(("way", "name"), FEATURES)
+@on_ranks("ranks")
+def test_features(way: str, name: str) -> None:
+    options, updated = FEATURES[way, name]
+    both = made(way, **options)
     both.train(*range(4))
-    return both.updated
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [pytest.param(*each, marks=pytest.mark.nightly if "at night" in each[1] else ()) for each in FEATURES],
-)
-def test_features(ranks: Ranks, way: str, name: str) -> None:
-    assert set(ranks.run(feature, way, name)) == {FEATURES[way, name][1]}
+    assert both.updated == updated
 
 
 def accumulated(way: str, max_norm: float | None) -> None:
@@ -366,6 +346,7 @@ def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
         (unused, "next forward", (None,)),
         (frozen, "whole", ()),
         (frozen, "sharded", ()),
+        (frozen, "next forward", ()),
         (scaled, "whole", (0.05, True)),
         (scaled, "sharded", (None, True)),
         (scaled, "next forward", (None, True)),
@@ -383,7 +364,6 @@ def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
             (one_rank_falls_back, "sharded", (0.05,)),
             (accumulated, "next forward", (0.05,)),
             (unused, "next forward", (0.05, False)),
-            (frozen, "next forward", ()),
             (several_modules, "sharded", ()),
             (several_modules, "next forward", ()),
             (another_optimizer, "next forward", ()),
