@@ -46,9 +46,10 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
 # --- the truth ----------------------------------------------------------------------------------------------------
 
 
-def beside_the_formula(steps: int) -> int:
-    """For how many topologies; the first one compiles for all."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+@on_ranks("ranks4")
+def test_as_d_psgd_in_numpy() -> None:
+    """All topologies for 20 steps, by SGD with momentum and decay of the mixed parameters."""
+    steps, world_size, rank = 20, dist.get_world_size(), dist.get_rank()
     torch._dynamo.reset()
     for name in TOPOLOGIES:
         chosen, model = TOPOLOGIES[name](world_size), mlp(torch.float64)
@@ -64,12 +65,6 @@ def beside_the_formula(steps: int) -> int:
         # One graph, whichever edge a step has.
         assert [(record.graphs, record.updated, record.collectives) for record in report.captures] == [(1, 5, 0)]
         dp_compile.unreplicate(model)
-    return len(TOPOLOGIES)
-
-
-def test_as_d_psgd_in_numpy(ranks4: Ranks) -> None:
-    """All topologies for 20 steps, by SGD with momentum and decay of the mixed parameters."""
-    assert ranks4.run(beside_the_formula, 20) == [5] * 4
 
 
 def as_theirs(name: str, world_size: int, steps: int) -> Topology:
@@ -162,22 +157,6 @@ def layouts() -> None:
 # --- the same bits in every way -------------------------------------------------------------------------------------
 
 
-def ways(options: dict[str, Any]) -> tuple[dict[str, int], bool]:
-    """Captured, not captured on rank 0 now and then, and not compiled."""
-    found, backwards = [], {}
-    torch._dynamo.reset()
-    for run_by, broken in ((compiled, ()), (compiled, (1, 3)), (not_compiled, ())):
-        model = decentral(mlp(), "ring", **options)
-        train(model, run_by(model), range(5), broken=broken)
-        found.append(values(model))
-        backwards = backwards or dict(dp_compile.report(model).backwards)
-        distance = model.consensus_distance()
-        dp_compile.unreplicate(model)
-    alike = [all(map(torch.equal, found[0], each)) for each in found[1:]]
-    assert alike == [True, True], alike
-    return backwards, distance > 0
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "by bucket": {"grad_clip_norm": 0.05},
     "globally": {"grad_clip_norm": 0.05, "clip": "global"},
@@ -186,8 +165,22 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_same_bits_in_every_way(ranks2: Ranks, name: str) -> None:
-    assert ranks2.run(ways, WAYS[name]) == [({"captured": 5}, True)] * 2
+@on_ranks("ranks2")
+def test_the_same_bits_in_every_way(name: str) -> None:
+    """Captured, not captured on rank 0 now and then, and not compiled."""
+    found, backwards = [], {}
+    torch._dynamo.reset()
+    for run_by, broken in ((compiled, ()), (compiled, (1, 3)), (not_compiled, ())):
+        model = decentral(mlp(), "ring", **WAYS[name])
+        train(model, run_by(model), range(5), broken=broken)
+        found.append(values(model))
+        backwards = backwards or dict(dp_compile.report(model).backwards)
+        distance = model.consensus_distance()
+        dp_compile.unreplicate(model)
+    alike = [all(map(torch.equal, found[0], each)) for each in found[1:]]
+    assert alike == [True, True], alike
+    assert backwards == {"captured": 5}
+    assert distance > 0
 
 
 class LateReader(nn.Module):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from docs_scripts import ROOT, blocks, python_of
 from launched import as_launched, assert_same_steps
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -166,32 +167,21 @@ def test_sync_in_backward_and_uneven_inputs_of_a_compiled_model(ranks2: Ranks) -
     assert end_0 == end_1
 
 
-def evaluated_first() -> bool:
-    """accelerate itself gives the model back as it is when it was prepared for evaluation before: not reduced."""
+@on_ranks("ranks2")
+def test_never_silently() -> None:
+    """accelerate itself gives a model that was prepared for evaluation before back as it is: not reduced."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = Blocks()
         this.prepare_model(model, evaluation_mode=True)
-        prepared = this.prepare(model)
-        return isinstance(prepared._orig_mod, dp_compile.DistributedDataParallel)
-
-
-def one_rank_steps_otherwise() -> str:
+        assert isinstance(this.prepare(model)._orig_mod, dp_compile.DistributedDataParallel)
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = this.prepare(nn.Linear(2, 1))
-        for _ in range(2):
-            try:
-                this.backward(model(torch.ones(1, 2)).sum())
-            except dp_compile.DesyncError as error:
-                return str(error)
-            with torch.no_grad():
-                model.module.weight += dist.get_rank()
-        return "no error"
-
-
-def test_never_silently(ranks2: Ranks) -> None:
-    assert all(ranks2.run(evaluated_first))
-    for text in ranks2.run(one_rank_steps_otherwise):
-        assert text.startswith("parameters differ between ranks after 2 synchronised backwards: weight on rank 1")
+        this.backward(model(torch.ones(1, 2)).sum())
+        with torch.no_grad():
+            model.module.weight += dist.get_rank()
+        text = "^parameters differ between ranks after 2 synchronised backwards: weight on rank 1"
+        with pytest.raises(dp_compile.DesyncError, match=text):
+            this.backward(model(torch.ones(1, 2)).sum())
 
 
 def run_the_page(code: str) -> tuple[list[str], list[float], list[str]]:
