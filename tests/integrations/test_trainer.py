@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from docs_scripts import python_of
 from launched import as_launched, assert_same_steps
+from on_ranks import on_ranks
 from torch import nn
 
 import dp_compile
@@ -157,13 +158,9 @@ def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
-def refused_models(folder: str) -> list[str]:
-    from transformers import Trainer
-
+@on_ranks("ranks2")
+def test_models_that_would_not_be_reduced(tmp_path: Path) -> None:
     from dp_compile.integrations import transformers as ours
-
-    def of_shards(self: Any) -> None:
-        self.is_distributed_loading_by_transformers = True
 
     class Alone(ours.DPCompileMixin):
         pass
@@ -175,25 +172,14 @@ def refused_models(folder: str) -> list[str]:
             prepared = super()._prepare_for_training(*args)
             return self.accelerator.unwrap_model(prepared[0]), *prepared[1:]
 
-    texts_of_errors = []
-
-    def keep(of: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            of(*args, **kwargs)
-        except dp_compile.DPCompileError as error:
-            texts_of_errors.append(str(error))
+    def refused(text: str) -> Any:
+        return pytest.raises(dp_compile.DPCompileError, match=f"^{text}")
 
     with as_launched():
-        made = trainer_of(True, "plain", folder)
-        keep(Alone)
-        keep(Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train)
-        keep(type(made), model=dp_compile.replicate(made.model), args=made.args)
-        assert issubclass(type(made), Trainer)
-    return texts_of_errors
-
-
-def test_models_that_would_not_be_reduced(ranks2: Ranks, tmp_path: Path) -> None:
-    for alone, shards, replicated in ranks2.run(refused_models, str(tmp_path)):
-        assert alone.startswith("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both")
-        assert shards.startswith("GPT2LMHeadModel was not wrapped by dp_compile")
-        assert replicated.startswith("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too")
+        made = trainer_of(True, "plain", str(tmp_path))
+        with refused("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both"):
+            Alone()
+        with refused("GPT2LMHeadModel was not wrapped by dp_compile"):
+            Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train()
+        with refused("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too"):
+            type(made)(model=dp_compile.replicate(made.model), args=made.args)
