@@ -1,4 +1,4 @@
-"""How near plans come to the bound, for four models on 30 links: `python tests/plan/robust_table.py [RANKS]`.
+"""How near plans come to the bound, for six models on 30 links: `python tests/plan/robust_table.py [RANKS]`.
 
 Prints the median and the worst ratio of the predicted end to the release-time bound: of the optimum, of the robust
 choice, of 25 MiB buckets, and of the first two if the network is 0.5 to 2 times as slow as believed. Nothing is
@@ -69,6 +69,17 @@ def llama3_8b(tokens: int) -> Iterator[Weight]:
     yield from (*norm(tokens, 4096, bias=False), *linears(tokens, (4096, 128256), bias=False))
 
 
+def bert_large(tokens: int) -> Iterator[Weight]:
+    """With the masked-language head, whose decoder is tied."""
+    yield from (Weight(rows * 1024, tokens, 1024, is_lookup=True) for rows in (30522, 512, 2))
+    yield from norm(tokens, 1024)
+    for _ in range(24):
+        yield from (*linears(tokens, *[(1024, 1024)] * 4), *norm(tokens, 1024))
+        yield from (*linears(tokens, (1024, 4096), (4096, 1024)), *norm(tokens, 1024))
+    yield from (Weight(30522, tokens, 30522), *linears(tokens, (1024, 1024)), *norm(tokens, 1024))
+    yield Weight(30522 * 1024, tokens, 30522 + 1024, has_gradient=False)
+
+
 def resnet50(images: int) -> Iterator[Weight]:
     def convolution(inputs: int, outputs: int, kernel: int, positions: int) -> Iterator[Weight]:
         yield Weight(inputs * outputs * kernel**2, positions, inputs + outputs)
@@ -88,11 +99,20 @@ def resnet50(images: int) -> Iterator[Weight]:
     yield from linears(images, (2048, 1000))
 
 
+def vit_large(images: int) -> Iterator[Weight]:
+    tokens = images * 197
+    yield from (Weight(1024, images, 1024, is_lookup=True), Weight(197 * 1024, tokens, 1024, is_lookup=True))
+    yield from linears(tokens, (3 * 16**2, 1024))
+    yield from (*blocks(tokens, 1024, 24), *linears(images, (1024, 1000)))
+
+
 MODELS: Final[Mapping[str, tuple[tuple[Weight, ...], int]]] = {
     "GPT-2 124M": (tuple(gpt2(768, 12, 16 * 1024)), 4),
     "GPT-2 1.5B": (tuple(gpt2(1600, 48, 8 * 1024)), 4),
     "Llama-3-8B": (tuple(llama3_8b(8192)), 2),
+    "BERT-large": (tuple(bert_large(32 * 512)), 4),
     "ResNet-50": (tuple(resnet50(128)), 4),
+    "ViT-L/16": (tuple(vit_large(64)), 4),
 }
 """Weights in the order of the forward, and bytes of an element of a gradient."""
 
