@@ -93,7 +93,3 @@ def hangs() -> OneMode:
 
 def missing() -> OneMode:
     return OneMode("missing", Averaged, reason="the package horovod is not installed")
-
-
-def nothing() -> object:
-    return object()

@@ -22,10 +22,8 @@ _CALL = re.compile(r"(?:(\w+) = )?((?:cpp_fused|extern_kernels\.|torch\.ops\.)[\
 
 @dataclass(frozen=True)
 class Filled:
-    """One member of a bucket: its place in elements, the call that writes it, and whether that call copies it."""
+    """One member of a bucket: its size in elements, the call that writes it, and whether that call copies it."""
 
-    bucket: str
-    offset: int
     numel: int
     call: str
     copied: bool
@@ -58,15 +56,6 @@ class Backward:
         """Calls of anything but collectives."""
         return sum(self._calls_kernel(line) for line in self._lines)
 
-    @property
-    def order(self) -> str:
-        """Kernels `k`, launches `A` and waits `W` in the order in which they are called."""
-        letters = []
-        for line in self._lines:
-            letters += ["A"] if _LAUNCH.search(line) else ["W"] if ".wait_tensor." in line else []
-            letters += ["k"] if self._calls_kernel(line) else []
-        return "".join(letters)
-
     def copied(self) -> int:
         return sum(each.numel for each in self.filled if each.copied)
 
@@ -79,26 +68,26 @@ class Backward:
         return found is not None and "_c10d_functional" not in found[2]
 
     def _members(self) -> Iterator[Filled]:
-        places: dict[str, tuple[str, int]] = {}
-        written: set[str] = set()
+        places, written = set[str](), set[str]()
         for line in self._lines:
             if found := _ALIAS.match(line):
                 if found[2] in self.buckets:
-                    places[found[1]] = (found[2], int(found[5]))
+                    places.add(found[1])
                 if found[2] in written:
                     written.add(found[1])
             elif (found := _RENAMED.match(line)) and found[2] in self.buckets:
-                places[found[1]] = (found[2], 0)
+                places.add(found[1])
             elif found := _ITEM.match(line) or _RENAMED.match(line):
                 if found[1] in self.buckets:  # the memory of a kernel's own result is the bucket
-                    yield Filled(found[1], 0, self.numel[found[1]], "fallback", False)
+                    yield Filled(self.numel[found[1]], "fallback", False)
                 written.add(found[1])
             elif found := _CALL.match(line):
                 reads, writes = self._arguments(found[2], found[3])
                 sources = written.intersection(reads).difference(writes)
                 for name in (name for name in writes if name in places):
                     copied = any(self.numel[source] == self.numel[name] for source in sources)
-                    yield Filled(*places.pop(name), self.numel[name], found[2], copied)
+                    places.remove(name)
+                    yield Filled(self.numel[name], found[2], copied)
                 written.update(writes)
 
     def _note_size(self, line: str) -> None:

@@ -1,7 +1,7 @@
 """Does the suite see faults? Plants those of `tests/mutants/*.toml`, one at a time, each into a copy of the tree.
 
     python tests/mutation_campaign.py                     every fault, the tests that it names
-    python tests/mutation_campaign.py --only ID --all     one fault; if those pass, the whole suite
+    python tests/mutation_campaign.py --only ID           one fault
     python tests/mutation_campaign.py --collect           every test that sees it, to find tests that say the same
     PYTEST_ADDOPTS='-m ""' python tests/mutation_campaign.py tests/mutants/nightly/*.toml   those that only nights see
 
@@ -135,12 +135,11 @@ class Campaign:
     Args:
         root: of the tree: the package and `tests/`.
         collect: run on after the first test that fails.
-        whole_suite: where the tests of a fault all pass, run all.
         timeout_s: for one run of pytest.
     """
 
-    def __init__(self, root: Path, *, collect: bool, whole_suite: bool, timeout_s: float) -> None:
-        self._root, self._collect, self._whole_suite, self._timeout_s = root, collect, whole_suite, timeout_s
+    def __init__(self, root: Path, *, collect: bool, timeout_s: float) -> None:
+        self._root, self._collect, self._timeout_s = root, collect, timeout_s
         self._running: set[int] = set()
 
     def run(self, mutants: Sequence[Mutant], jobs: int = 1) -> list[Verdict]:
@@ -163,8 +162,6 @@ class Campaign:
                 file = tree / mutant.file
                 file.write_text(mutant.planted(file.read_text()))
                 run = self._run(tree, mutant.tests)
-                if self._whole_suite and not (run.failed or run.hung):
-                    run = self._run(tree, ())
         except (NotPlanted, OSError) as error:
             verdict = Verdict(mutant, trouble=f"**{error}**", seconds=time.monotonic() - started)
         else:
@@ -258,7 +255,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lists", nargs="*", type=Path, help="files of faults (default: all in tests/mutants)")
     parser.add_argument("--only", action="append", metavar="ID", help="this fault; may be given again")
-    parser.add_argument("--all", action="store_true", help="run the whole suite where a fault's own tests pass")
     parser.add_argument("--collect", action="store_true", help="every test that sees a fault, not only the first")
     parser.add_argument("--jobs", type=int, default=1, help="copies that are tested side by side (default: 1)")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds for one run of pytest (default: 600)")
@@ -267,7 +263,7 @@ def main(arguments: Sequence[str]) -> int:
     if unknown := set(options.only or ()) - {mutant.id for mutant in mutants}:
         parser.error(f"no mutant is called {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not options.only or mutant.id in options.only]
-    campaign = Campaign(ROOT, collect=options.collect, whole_suite=options.all, timeout_s=options.timeout)
+    campaign = Campaign(ROOT, collect=options.collect, timeout_s=options.timeout)
     verdicts = campaign.run(chosen, options.jobs)
     print("\n".join(["| id | what | killed by | seconds |", "|---|---|---|---|", *(each.row() for each in verdicts)]))
     missed = [verdict.mutant.id for verdict in verdicts if not verdict.seen]

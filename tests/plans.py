@@ -9,7 +9,6 @@ from typing import Any
 from unittest import mock
 
 from dp_compile.modules import planning
-from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.strategies import Planned, plan_optimal
 
 
@@ -17,11 +16,6 @@ from dp_compile.plan.strategies import Planned, plan_optimal
 def _planner(plan: Callable[..., Planned]) -> Iterator[None]:
     with mock.patch.object(planning, "plan_optimal", plan):
         yield
-
-
-def planned_by_hand(plan: BucketPlan) -> contextlib.AbstractContextManager[None]:
-    """Modules that are replicated here get this plan, unless they ask for a cap or a policy."""
-    return _planner(lambda *given, **options: Planned(plan))
 
 
 def uncoalesced(every: int = 1) -> contextlib.AbstractContextManager[None]:

@@ -25,17 +25,14 @@ def gradient(index: int, key: BucketKey, name: str | None = None, rows: int = 10
     return GradientSpec(index, name or f"blocks.{layer}.{PARTS[part]}", (rows, 256), (256, 1), 4, key)
 
 
-def step_of_buckets(
-    n_buckets: int, *, per_bucket: int = 4, measured: bool = False, n_keys: int = 1, backward_s: float = 0.05
-) -> Step:
+def step_of_buckets(n_buckets: int, *, measured: bool = False, backward_s: float = 0.05) -> Step:
     """A backward whose communication takes a quarter longer than its compute, in buckets of varied sizes."""
     shuffled = random.Random(n_buckets)
-    keys = [bucket_key("", "sum", dtype, "cuda") for dtype in ("float32", "bfloat16", "float16")[:n_keys]]
+    key, per_bucket = bucket_key("", "sum", "float32", "cuda"), 4
     total = n_buckets * per_bucket
     buckets: list[Bucket] = []
     for number in range(n_buckets):
         indices = range(total - 1 - number * per_bucket, total - 1 - (number + 1) * per_bucket, -1)
-        key = keys[number % n_keys]
         members = [gradient(index, key, rows=shuffled.choice((64, 256, 1024, 2048))) for index in indices]
         buckets.append(LAYOUT.bucket(key, members, "the predicted end is earliest so"))
     plan = BucketPlan(tuple(buckets))
@@ -46,15 +43,14 @@ def step_of_buckets(
     return measured_like(step) if measured else step
 
 
-def two_level_step(n_buckets: int, *, slower: float = 1.0, measured: bool = False) -> Step:
-    """The same on four nodes of eight ranks, with nominal links that may be `slower`; 10 ms of compute."""
+def two_level_step(n_buckets: int) -> Step:
+    """The same on four nodes of eight ranks, with nominal links; 10 ms of compute."""
     step = step_of_buckets(n_buckets, backward_s=0.01)
     levels = Levels("", "", tuple(tuple(range(8 * node, 8 * node + 8)) for node in range(4)))
     reduction = Averaging().reduction("", NCCL, 32, "float32", levels)
     gradients = [replace(each, key=each.key._replace(reduction=reduction)) for each in step.plan.gradients]
-    cost = nominal_cost(NCCL, 32, 8).scaled(slower)
-    step = replace(step, plan=step.plan.with_keys_of(gradients), cost=cost, world_size=32)
-    return measured_like(step) if measured else step
+    plan = step.plan.with_keys_of(gradients)
+    return replace(step, plan=plan, cost=nominal_cost(NCCL, 32, 8), world_size=32)
 
 
 def measured_like(step: Step) -> Step:

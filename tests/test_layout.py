@@ -121,13 +121,6 @@ def test_private_names_of_torch_have_one_door() -> None:
         assert all(any(name.startswith(each) for name in found) for each in allowed), f"{file} needs less than allowed"
 
 
-def test_private_names_are_found() -> None:
-    source = "import torch.distributed as dist\nfrom torch._inductor import config\nimport torch, other\n"
-    source += "dist._broadcast(torch._C.f, torch.ops._c10d_functional, torch.nn.Module.__init__, other._torch.private)"
-    names = {"torch._inductor.config", "torch.distributed._broadcast", "torch._C.f", "torch._C"}
-    assert private_torch_names(source) == names
-
-
 def test_what_the_package_exports() -> None:
     """Twice by need: for type checkers, and for who asks for a name when it is needed."""
     for_checkers = {name.rpartition(".") for name in imports_of("__init__.py") if room_of(name) not in ("__init__",)}

@@ -55,18 +55,18 @@ class Table:
         with self._asking(self.timeout_s):
             self.store.set(key, json.dumps(value, sort_keys=True))
 
-    def read(self, key: str, patience_s: float, missing: str) -> Any:
+    def read(self, key: str, patience_s: float) -> Any:
         """What a rank has posted.
 
         Raises:
-            MissingRankError: it is not there after `patience_s`; `missing` is the text.
+            RuntimeError: it is not there after `patience_s`.
         """
-        with self._asking(patience_s, missing):
+        with self._asking(patience_s):
             self.store.wait([key], timedelta(seconds=patience_s))
             return json.loads(self.store.get(key))
 
     @contextlib.contextmanager
-    def _asking(self, patience_s: float, missing: str = "") -> Iterator[None]:
+    def _asking(self, patience_s: float) -> Iterator[None]:
         """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
         started_s = time.monotonic()
         try:
@@ -79,9 +79,7 @@ class Table:
                     "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
                     f"first. torch says: {error}"
                 ) from error
-            if not missing:
-                raise
-            raise MissingRankError(missing) from error
+            raise
 
 
 def agree(table: Table, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
@@ -103,11 +101,15 @@ def agree(table: Table, topic: str, statement: Statement, *, call: str = "", ver
     if table.rank == 0:
         own = json.loads(json.dumps(statement))
         table.post(f"{topic}/verdict", _judge(table, topic, own, call and f"{verb} {call}"))
-    missing = (
-        f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
-        f"{call or 'the same'}, for the same modules in the same order?"
-    )
-    verdict, is_missing = table.read(f"{topic}/verdict", 2 * table.timeout_s, missing)
+    try:
+        verdict, is_missing = table.read(f"{topic}/verdict", 2 * table.timeout_s)
+    except LostStoreError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
+            f"{call or 'the same'}, for the same modules in the same order?"
+        ) from error
     if verdict:
         raise (MissingRankError if is_missing else DesyncError)(f"{call or topic}: {verdict}")
 
@@ -125,12 +127,15 @@ def decide(table: Table, topic: str, value: Any) -> Any:
     """
     if table.rank == 0:
         table.post(f"{topic}/decision", value)
-    return table.read(f"{topic}/decision", table.timeout_s, _missing(table, "rank 0 has not decided", topic))
-
-
-def _missing(table: Table, what: str, topic: str) -> str:
-    alive = "Is it alive, and does it run the same backwards as this rank?"
-    return f"{what} within {table.timeout_s:g} s. {alive} ({topic})"
+    try:
+        return table.read(f"{topic}/decision", table.timeout_s)
+    except LostStoreError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
+            f"this rank? ({topic})"
+        ) from error
 
 
 def collect(table: Table, topic: str, value: Any) -> list[Any]:
@@ -161,8 +166,15 @@ def exchange(table: Table, topic: str, value: Any) -> list[Any]:
 
 
 def _word_of(table: Table, topic: str, rank: int) -> Any:
-    missing = _missing(table, f"rank {rank} has not come to the same place of its backward", topic)
-    return table.read(f"{topic}/{rank}", table.timeout_s, missing)
+    try:
+        return table.read(f"{topic}/{rank}", table.timeout_s)
+    except LostStoreError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, "
+            f"and does it run the same backwards as this rank? ({topic})"
+        ) from error
 
 
 def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bool]:
@@ -174,8 +186,10 @@ def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bo
         # verdict comes before the ranks that wait for it give up.
         patience = max(0.01, min(1.0, table.timeout_s / (2 * table.world_size))) if missing else table.timeout_s
         try:
-            other = table.read(f"{topic}/{rank}", patience, "missing")
-        except MissingRankError:
+            other = table.read(f"{topic}/{rank}", patience)
+        except LostStoreError:
+            raise
+        except RuntimeError:
             missing.append(rank)
             continue
         if "error" in other:

@@ -15,7 +15,6 @@
 |         | `monitor`           | a backward waits for other ranks; again each time the wait has doubled           |
 |         | `probe`             | it could not be tried out whether this torch behaves as it has to                |
 |         | `integrations`      | options of a framework that say nothing of the backward                          |
-| ERROR   | `ddp`               | what a script hands to `logger.set_error_and_log` of the wrapper                 |
 | INFO    | `warmup`            | each backward that compiled something, with the time so far                      |
 |         | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |
 |         | `settling`          | each plan that is made anew, in the same words                                   |

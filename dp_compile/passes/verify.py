@@ -175,7 +175,11 @@ class _Written(Site):
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         first, *others = _nodes_in(arguments)
-        found = [each for each in first.users if each.target is target and _plain(each.args) == _plain(arguments)]
+        found = [
+            each
+            for each in first.users
+            if each.target is target and _plain(each.args) == _plain(arguments) and self._is_of(each, members)
+        ]
         launches = list(filter(is_collective, first.users))
         if not found or (found[0] in launches and len(launches) > 1):
             there = ", ".join(f"{each.target}{each.args[1:]}" for each in first.users if each.target is target)
@@ -185,7 +189,12 @@ class _Written(Site):
         return found[0]
 
     def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        return self.make(target, *arguments)
+        return self.make(target, *arguments, members=members)
+
+    def _is_of(self, node: fx.Node, members: tuple[str, ...]) -> bool:
+        """Two gradients may be made of one tensor: each is copied, by calls with equal arguments."""
+        by = provenance_of(node)
+        return by is None or (by.unit == self.unit and (not members or by.members == members))
 
 
 def _plain(arguments: Sequence[Any]) -> list[Any]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers as theirs
 from torch.distributed.algorithms.model_averaging import hierarchical_model_averager as their_hierarchy
@@ -71,7 +72,9 @@ def test_hierarchical_as_torchs(ranks4: Ranks) -> None:
 # --- what torch's leave out, or do to parameters --------------------------------------------------------------------
 
 
-def in_place(bucket_mb: float) -> None:
+@pytest.mark.parametrize("bucket_mb", [25.0, 1e-5])
+@on_ranks("ranks2")
+def test_in_place_and_each_in_its_own_dtype(bucket_mb: float) -> None:
     """Several dtypes, memory orders, a parameter twice, one without a gradient, frozen ones; views stay views."""
     exchange.BUCKET_MB = bucket_mb  # type: ignore[misc]
     rank, flat = dist.get_rank(), torch.zeros(24)
@@ -91,11 +94,6 @@ def in_place(bucket_mb: float) -> None:
         assert torch.equal(tensor, torch.full_like(tensor, value))
     assert torch.equal(flat, torch.tensor([1.5, 0.0]).repeat_interleave(12))
     assert torch.equal(tensors[7], torch.arange(12.0).view(3, 4).t() / 2)
-
-
-@pytest.mark.parametrize("bucket_mb", [25.0, 1e-5])
-def test_in_place_and_each_in_its_own_dtype(ranks2: Ranks, bucket_mb: float) -> None:
-    ranks2.run(in_place, bucket_mb)
 
 
 def without_gradients() -> list[list[float]]:
@@ -207,7 +205,9 @@ def test_a_rank_that_does_not_come_is_named(own_ranks: Ranks) -> None:
 # --- post-local SGD -------------------------------------------------------------------------------------------------
 
 
-def post_local(mixture: str) -> None:
+@pytest.mark.parametrize("mixture", ["both ours", "torch's averager", "torch's optimizer"])
+@on_ranks("ranks2")
+def test_post_local_sgd_as_torchs(mixture: str) -> None:
     """Every mixture of torch's classes and ours trains alike; a checkpoint of one loads in the other."""
     kinds = {"ours": averaging.PeriodicModelAverager, "torch": theirs.PeriodicModelAverager}
     averager = kinds["torch" if mixture == "torch's averager" else "ours"](2, 1)
@@ -237,25 +237,13 @@ def post_local(mixture: str) -> None:
             assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("mixture", ["both ours", "torch's averager", "torch's optimizer"])
-def test_post_local_sgd_as_torchs(ranks2: Ranks, mixture: str) -> None:
-    ranks2.run(post_local, mixture)
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_closures_and_schedulers_after_a_load() -> None:
     """A deviation: torch's keeps the groups from before a load, and a scheduler changes those."""
-    for kind, rate in ((averaging.PostLocalSGDOptimizer, 0.01), (TheirOptimizer, 0.1)):
-        averager = theirs.PeriodicModelAverager(100, 50)
-        optimizer: Any = kind(torch.optim.SGD(net().parameters(), lr=0.1), averager)
-        optimizer.load_state_dict(optimizer.state_dict())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        for parameter in optimizer.optim.param_groups[0]["params"]:
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(rate)
-    ours = averaging.PostLocalSGDOptimizer(torch.optim.Adam(net().parameters()), averager)
-    assert ours.defaults["lr"]
-    assert ours.step(lambda: 2.5) == 2.5
-    assert averager.step == 2
+    averager = theirs.PeriodicModelAverager(100, 50)
+    optimizer: Any = averaging.PostLocalSGDOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), averager)
+    optimizer.load_state_dict(optimizer.state_dict())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert optimizer.step(lambda: 2.5) == 2.5
+    scheduler.step()
+    assert optimizer.optim.param_groups[0]["lr"] == pytest.approx(0.01)

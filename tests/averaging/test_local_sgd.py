@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from poison import poisoned
 from torch import nn
 from torch.distributed.algorithms.model_averaging import averagers as theirs
@@ -152,8 +153,21 @@ def test_averages_that_the_next_forward_waits_for(ranks2: Ranks, how: str, bucke
         assert counts == [0, 0, buckets] * 2
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("uncompiled", ()),
+        ("reduced", ()),
+        ("stepped", ()),
+        ("warmed up", ()),
+        ("written", ("0.weight changed while an average was in flight", "the average of 0.weight")),
+        ("lost", ("average_parameters() at step 0: all ranks were there", "the average of 0.weight")),
+        ("lost, several", ("the average of 0.weight", "the average of 0.weight")),
+    ],
+)
+@on_ranks("ranks2")
 @compared
-def read_too_early(fault: str) -> list[str]:
+def test_what_comes_between(fault: str, said: tuple[str, ...]) -> None:
     """Something happens while averages are in flight; then two forwards."""
     exchange.ASK_S = 1.0  # type: ignore[misc]
     model, run, optimizer = crossing_model(slice(2))
@@ -198,30 +212,13 @@ def read_too_early(fault: str) -> list[str]:
                 optimizer.step()
             except (dp_compile.ReductionError, dp_compile.CommunicationError) as error:
                 errors.append(str(error))
-    return errors
+    assert len(errors) == len(said)
+    assert all(text in error for text, error in zip(said, errors, strict=True)), errors
 
 
 def lose(finish: Any, reducing: Any) -> None:
     finish(reducing)
     raise RuntimeError("Operation timed out!")  # gloo's
-
-
-@pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ("uncompiled", ()),
-        ("reduced", ()),
-        ("stepped", ()),
-        ("warmed up", ()),
-        ("written", ("0.weight changed while an average was in flight", "the average of 0.weight")),
-        ("lost", ("average_parameters() at step 0: all ranks were there", "the average of 0.weight")),
-        ("lost, several", ("the average of 0.weight", "the average of 0.weight")),
-    ],
-)
-def test_what_comes_between(ranks2: Ranks, fault: str, said: tuple[str, ...]) -> None:
-    for errors in ranks2.run(read_too_early, fault):
-        assert len(errors) == len(said)
-        assert all(text in error for text, error in zip(said, errors, strict=True)), errors
 
 
 @compared
@@ -270,14 +267,18 @@ def test_momenta_that_were_not_averaged_are_found(ranks2: Ranks) -> None:
         assert "DesyncError: parameters differ between ranks after 5 synchronised backwards" in said
 
 
+@pytest.mark.parametrize("averaged", ["none", "some", "alone", "by torch", "all", "by an outer optimizer"])
+@on_ranks("ranks2")
 @compared
-def without_an_average(averaged: str) -> list[str]:
+def test_no_average_before_reductions_is_an_error(averaged: str) -> None:
     """Local steps, then reductions; `averaged`: which parameters, over this rank alone, or by torch's averager."""
     torch._dynamo.reset()
     model: Any = dp_compile.replicate(build(), config=CONFIG)
     group = {True: None, False: [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]}[averaged != "alone"]
     averager = (theirs if averaged == "by torch" else averaging).PeriodicModelAverager(2, 0, group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if averaged == "by an outer optimizer":
+        optimizer = averaging.OuterOptimizer(optimizer, 2, outer_lr=1.0, momentum=0.0)
     errors = []
     for step in range(4):
         optimizer.zero_grad()
@@ -287,33 +288,7 @@ def without_an_average(averaged: str) -> list[str]:
         except (dp_compile.ReductionError, dp_compile.DesyncError) as error:
             errors.append(str(error))
         optimizer.step()
-        if step == 1 and averaged != "none":
+        if step == 1 and averaged not in ("none", "by an outer optimizer"):
             averager.average_parameters([next(model.parameters())] if averaged == "some" else model.parameters())
-    return errors
-
-
-@pytest.mark.parametrize("averaged", ["none", "some", "alone", "by torch", "all"])
-def test_no_average_before_reductions_is_an_error(ranks2: Ranks, averaged: str) -> None:
-    for errors in ranks2.run(without_an_average, averaged):
-        assert bool(errors) == (averaged != "all")
-        assert not errors or "changed before the gradient was reduced" in errors[0]
-
-
-@compared
-def outer() -> list[torch.Tensor]:
-    """An outer optimizer around a replicated module; two steps are reduced behind it."""
-    torch._dynamo.reset()
-    model: Any = dp_compile.replicate(build(), config=CONFIG)
-    optimizer = averaging.OuterOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), 2, outer_lr=1.0, momentum=0.0)
-    for step in range(8):
-        model.set_requires_gradient_sync(step >= 6)
-        model.zero_grad()
-        model(batch(step)).square().sum().backward()
-        if step < 6:
-            optimizer.step()
-    return [parameter.detach() for parameter in model.parameters()]
-
-
-def test_an_outer_optimizer_makes_ranks_equal(ranks2: Ranks) -> None:
-    one, other = ranks2.run(outer)
-    assert all(map(torch.equal, one, other))
+    assert bool(errors) == (averaged not in ("all", "by an outer optimizer"))
+    assert not errors or "changed before the gradient was reduced" in errors[0]

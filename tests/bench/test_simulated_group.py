@@ -21,7 +21,6 @@ from dp_compile.bench.modes import mode
 from dp_compile.bench.simulated_group import SimulatedGroup
 from dp_compile.engine.group import Group
 from dp_compile.errors import ConfigError
-from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.plan.backends import FABRIC, GLOO, NCCL
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.reduction import Averaging
@@ -92,42 +91,6 @@ def on_simulated(function: Callable[..., Any], *arguments: Any, cost: AllReduceC
     os.environ.update(simulated_group.environment(cost))
     dist.init_process_group("fabric", store=dist.HashStore(), rank=0, world_size=RANKS)
     return function(*arguments)
-
-
-def every_way_to_communicate() -> dict[str, Any]:
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    objects = [None] * RANKS
-    dist.all_gather_object(objects, {"of": "me"})
-    gathered = [torch.zeros(2) for _ in range(RANKS)]
-    dist.all_gather(gathered, torch.ones(2))
-    plain, sent = torch.ones(2), torch.ones(2)
-    dist.all_reduce(plain)
-    dist.broadcast(sent, src=0)
-    dist.barrier()
-    coalesced = torch.ops._c10d_functional.all_reduce_coalesced([plain, sent], "avg", name)
-    return {
-        "sizes": (dist.get_world_size(), dist.get_rank(), dist.get_backend()),
-        "objects": objects == [{"of": "me"}] * RANKS,
-        "gathered": all(each.tolist() == [1.0, 1.0] for each in gathered),
-        "plain": plain.tolist(),
-        "sent": sent.tolist(),
-        "functional": WAIT(ALL_REDUCE(torch.ones(2), "sum", name)).tolist(),
-        "coalesced": [torch.ops._c10d_functional.wait_tensor(each).tolist() for each in coalesced],
-    }
-
-
-def test_every_way_to_communicate(fresh: Ranks) -> None:
-    (found,) = fresh.run(on_simulated, every_way_to_communicate)
-    assert found == {
-        "sizes": (RANKS, 0, "fabric"),
-        "objects": True,
-        "gathered": True,
-        "plain": [RANKS, RANKS],
-        "sent": [1.0, 1.0],
-        "functional": [RANKS, RANKS],
-        "coalesced": [[RANKS, RANKS], [1.0, 1.0]],
-    }
 
 
 def gradients_of(name: str) -> dict[str, torch.Tensor]:

@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from local_steps import AOT, SMALL_MB, adamw, by_formula, compiled, decentral, mine, mlp, not_compiled, train, values
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
 from dp_compile.decentralized import mixing
-from dp_compile.decentralized.module import mixing_of
 from dp_compile.plan.topologies import Edge, Topology, topology
 from dp_compile.testing.ranks import Ranks
 
@@ -46,9 +46,10 @@ TOPOLOGIES: dict[str, Callable[[int], Topology]] = {
 # --- the truth ----------------------------------------------------------------------------------------------------
 
 
-def beside_the_formula(steps: int) -> int:
-    """For how many topologies; the first one compiles for all."""
-    world_size, rank = dist.get_world_size(), dist.get_rank()
+@on_ranks("ranks4")
+def test_as_d_psgd_in_numpy() -> None:
+    """All topologies for 20 steps, by SGD with momentum and decay of the mixed parameters."""
+    steps, world_size, rank = 20, dist.get_world_size(), dist.get_rank()
     torch._dynamo.reset()
     for name in TOPOLOGIES:
         chosen, model = TOPOLOGIES[name](world_size), mlp(torch.float64)
@@ -64,12 +65,6 @@ def beside_the_formula(steps: int) -> int:
         # One graph, whichever edge a step has.
         assert [(record.graphs, record.updated, record.collectives) for record in report.captures] == [(1, 5, 0)]
         dp_compile.unreplicate(model)
-    return len(TOPOLOGIES)
-
-
-def test_as_d_psgd_in_numpy(ranks4: Ranks) -> None:
-    """All topologies for 20 steps, by SGD with momentum and decay of the mixed parameters."""
-    assert ranks4.run(beside_the_formula, 20) == [5] * 4
 
 
 def as_theirs(name: str, world_size: int, steps: int) -> Topology:
@@ -162,22 +157,6 @@ def layouts() -> None:
 # --- the same bits in every way -------------------------------------------------------------------------------------
 
 
-def ways(options: dict[str, Any]) -> tuple[dict[str, int], bool]:
-    """Captured, not captured on rank 0 now and then, and not compiled."""
-    found, backwards = [], {}
-    torch._dynamo.reset()
-    for run_by, broken in ((compiled, ()), (compiled, (1, 3)), (not_compiled, ())):
-        model = decentral(mlp(), "ring", **options)
-        train(model, run_by(model), range(5), broken=broken)
-        found.append(values(model))
-        backwards = backwards or dict(dp_compile.report(model).backwards)
-        distance = model.consensus_distance()
-        dp_compile.unreplicate(model)
-    alike = [all(map(torch.equal, found[0], each)) for each in found[1:]]
-    assert alike == [True, True], alike
-    return backwards, distance > 0
-
-
 WAYS: dict[str, dict[str, Any]] = {
     "by bucket": {"grad_clip_norm": 0.05},
     "globally": {"grad_clip_norm": 0.05, "clip": "global"},
@@ -186,8 +165,22 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_the_same_bits_in_every_way(ranks2: Ranks, name: str) -> None:
-    assert ranks2.run(ways, WAYS[name]) == [({"captured": 5}, True)] * 2
+@on_ranks("ranks2")
+def test_the_same_bits_in_every_way(name: str) -> None:
+    """Captured, not captured on rank 0 now and then, and not compiled."""
+    found, backwards = [], {}
+    torch._dynamo.reset()
+    for run_by, broken in ((compiled, ()), (compiled, (1, 3)), (not_compiled, ())):
+        model = decentral(mlp(), "ring", **WAYS[name])
+        train(model, run_by(model), range(5), broken=broken)
+        found.append(values(model))
+        backwards = backwards or dict(dp_compile.report(model).backwards)
+        distance = model.consensus_distance()
+        dp_compile.unreplicate(model)
+    alike = [all(map(torch.equal, found[0], each)) for each in found[1:]]
+    assert alike == [True, True], alike
+    assert backwards == {"captured": 5}
+    assert distance > 0
 
 
 class LateReader(nn.Module):
@@ -219,18 +212,6 @@ def late_reader(as_views: bool) -> None:
 
 
 # --- where decent-dp is wrong or silent -----------------------------------------------------------------------------
-
-
-def two_forwards() -> None:
-    """A step is a backward, whether of two forwards or with others in between. decent-dp counts forwards."""
-    twins = [decentral(mlp(), "one-peer-exp") for _ in range(2)]
-    for step in range(4):
-        both = [twins[0](mine(10 * step + each)).square().mean() for each in range(2)]
-        (both[0] + both[1]).backward()
-        twins[0](mine(77))
-        inputs = torch.cat([mine(10 * step), mine(10 * step + 1)])
-        (2 * twins[1](inputs).square().mean()).backward()
-        torch.testing.assert_close(values(twins[0]), values(twins[1]), rtol=0, atol=1e-6)
 
 
 class Tied(nn.Module):
@@ -451,28 +432,6 @@ def changed_outside() -> None:
         assert only.startswith("2.weight changed between two steps, after being sent to be mixed: 0 % of the change")
 
 
-class Counts(torch.optim.Optimizer):
-    """Counts its steps in its groups."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.1, "steps": 0})
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["steps"] += 1
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_an_optimizer_keeps_in_its_groups() -> None:
-    """Is kept where it has all parameters of a group in a step, else refused: it would count buckets."""
-    model: Any = decentral(mlp(), optimizer=Counts, bucket_size_in_mb=25)
-    train(model, model, range(3))
-    assert mixing_of(model).optimizer.param_groups[0]["steps"] == 3
-    model = decentral(mlp(), optimizer=Counts)
-    with pytest.raises(dp_compile.ReductionError, match="changed 'steps' of a parameter group"):
-        train(model, model, range(1))
-
-
 def accumulated() -> None:
     """The average of two backwards, captured and not; a copy is a plain module."""
     torch._dynamo.reset()
@@ -519,7 +478,7 @@ def test_on_two_ranks(ranks2: Ranks, scenario: Callable[..., None], args: tuple[
     ranks2.run(scenario, *args)
 
 
-@pytest.mark.parametrize("scenario", [two_forwards, first_exchange, goes_on_from_an_average])
+@pytest.mark.parametrize("scenario", [first_exchange, goes_on_from_an_average])
 def test_on_four_ranks(ranks4: Ranks, scenario: Callable[[], None]) -> None:
     ranks4.run(scenario)
 
@@ -534,8 +493,8 @@ def said_by(error: type[Exception], model: nn.Module, **options: Any) -> str:
     return str(raised.value)
 
 
-def different() -> None:
-    """Another topology; an edge with another weight; a mistake on one rank; an option."""
+@on_ranks("ranks2")
+def test_ranks_that_differ_refuse_at_the_start() -> None:
     rank, edges = dist.get_rank(), lambda weight: Topology("own", 2, ((Edge((0, 1), weight),),))
     differs = "rank 1 differs from rank 0: topology is "
     assert differs in said_by(dp_compile.DesyncError, mlp(), topology=("ring", "complete")[rank])
@@ -548,8 +507,12 @@ def different() -> None:
     assert "grad_clip_norm is 1.0 there, 0.0 on rank 0" in clipped
 
 
-def test_ranks_that_differ_refuse_at_the_start(ranks2: Ranks) -> None:
-    ranks2.run(different)
+class Counts(torch.optim.SGD):
+    """Counts its steps in its groups, which would be buckets."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -587,6 +550,9 @@ def test_refused() -> None:
         train(model, model, range(1))
     dp_compile.unreplicate(model)
     assert type(model) is nn.Sequential
+    model = decentral(mlp(), optimizer=lambda named: Counts([{"params": named, "steps": 0}]))
+    with pytest.raises(dp_compile.ReductionError, match="changed 'steps' of a parameter group"):
+        train(model, model, range(1))
 
 
 def killed() -> str:

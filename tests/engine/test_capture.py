@@ -115,29 +115,6 @@ def test_what_is_compiled_of_a_forward(what: str) -> None:
     assert twin.report.backwards == {"captured": 1}
 
 
-def test_two_models_with_other_settings_in_one_backward() -> None:
-    first, second = Twin(mlp(), bucket_cap_mb=0.0001), Twin(mlp(layers=3), passes=None)
-    second.run(first.run(batch())).square().sum().backward()
-    second.plain(first.plain(batch())).square().sum().backward()
-    expect_half(first.model, first.plain)
-    expect_half(second.model, second.plain)
-    (record,) = first.report.captures
-    assert record.collectives == len(first.report.plan.buckets) + len(second.report.plan.buckets)
-
-
-def test_same_architecture_shares_a_capture_but_not_gradients() -> None:
-    first, second = Twin(mlp(width=11)), Twin(mlp(width=11))
-    with torch.no_grad():
-        for mine, other in zip(second.model.parameters(), second.plain.parameters(), strict=True):
-            mine.mul_(2)
-            other.mul_(2)
-    before = compiler.captures()
-    for twin in (first, second, first):
-        twin.step(batch(1, 11))
-    assert compiler.captures() - before == 1
-    assert len(second.report.captures) == 1
-
-
 # --- what is left alone -----------------------------------------------------------------------------------------
 
 
@@ -172,27 +149,6 @@ def test_obstacles_take_the_eager_way(obstacle: str) -> None:
 class Pass(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
-
-
-class Keeping(torch.autograd.Function):
-    """Keeps a tensor under the name by which torch's own nodes of leaves have their leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        ctx.variable = kept
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-def test_a_function_of_the_user_that_looks_like_a_leaf() -> None:
-    twin = Twin(mlp())
-    Keeping.apply(twin.run(batch()).square().sum(), nn.Parameter(torch.ones(1))).backward()
-    twin.plain(batch()).square().sum().backward()
-    expect_half(twin.model, twin.plain)
-    assert twin.report.backwards == {"captured": 1}
 
 
 @pytest.mark.skipif(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -16,9 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_compile
-from dp_compile.config import CHECK_VARIABLE, check_parameters_every
+from dp_compile.config import CHECK_VARIABLE
 from dp_compile.engine import drift
-from dp_compile.engine.drift import fingerprints, how_often
+from dp_compile.engine.drift import fingerprints
 from dp_compile.testing.ranks import Ranks
 
 # --- sums over bits -------------------------------------------------------------------------------------------------
@@ -42,15 +41,6 @@ def test_one_bit_is_seen_and_copies_are_equal(dtype: torch.dtype, numel: int, se
         assert fingerprint(tensor) != fingerprint(other)
 
 
-@given(st.integers(2, 5000), st.data())
-def test_places_count(numel: int, data: st.DataObject) -> None:
-    tensor = torch.arange(numel, dtype=torch.float32)
-    one, other = sorted(data.draw(st.lists(st.integers(0, numel - 1), min_size=2, max_size=2, unique=True)))
-    swapped = tensor.clone()
-    swapped[one], swapped[other] = tensor[other], tensor[one]
-    assert fingerprint(tensor) != fingerprint(swapped)
-
-
 def test_any_layout_has_bits() -> None:
     """Channels last, a view behind an odd offset, gaps, none at all, a payload of NaN."""
     images = torch.randn(2, 3, 5, 7).to(memory_format=torch.channels_last)
@@ -59,16 +49,9 @@ def test_any_layout_has_bits() -> None:
     tensors = [images, flat[1:], flat[2:9], gaps, torch.empty(0, 3), torch.tensor(1.0), torch.full((3,), float("nan"))]
     assert torch.equal(fingerprints(tensors), fingerprints([tensor.clone() for tensor in tensors]))
     assert len(fingerprints([])) == 0
+    assert fingerprint(flat) != fingerprint(flat.flip(0))  # places count
     quiet, other = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32).view(torch.float32)
     assert fingerprint(quiet) != fingerprint(other)
-
-
-@given(st.floats(1e-7, 10.0), st.floats(1e-5, 100.0))
-def test_it_takes_a_thousandth_of_the_time(cost_s: float, step_s: float) -> None:
-    every = how_often(cost_s, step_s)
-    assert every >= 1
-    assert cost_s / every <= 1.000001e-3 * step_s
-    assert every == 1 or cost_s / (every - 1) > 0.999999e-3 * step_s
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------
@@ -97,10 +80,6 @@ def set_by_hand(model: Net) -> None:
     (model.head.weight.grad,) = torch.autograd.grad(loss, [model.head.weight])
 
 
-def nothing(model: Net) -> None:
-    pass
-
-
 def train(fault: Any, every: int | None, steps: int, options: dict[str, Any] | None = None) -> list[str]:
     """The error of each step; the fault comes before the first optimizer step."""
     torch.manual_seed(0)
@@ -116,7 +95,7 @@ def train(fault: Any, every: int | None, steps: int, options: dict[str, Any] | N
                 errors.append("")
             except dp_compile.DesyncError as error:
                 errors.append(str(error))
-            if number == 0:
+            if number == 0 and fault is not None:
                 fault(model)
             optimizer.step()
     return errors
@@ -140,7 +119,7 @@ def test_parameters_that_differ_are_named_on_every_rank(
 @pytest.mark.parametrize("every", [1, None])
 def test_equal_parameters_stay_equal(ranks: Ranks, every: int | None) -> None:
     """Also beside an embedding whose rows each rank shortens when it uses them."""
-    for errors in ranks.run(train, nothing, every, 12):
+    for errors in ranks.run(train, None, every, 12):
         assert errors == [""] * 12
 
 
@@ -189,53 +168,3 @@ def uneven() -> list[torch.Tensor]:
 def test_ranks_that_have_run_out_of_inputs_do_not_step(ranks2: Ranks) -> None:
     one, other = ranks2.run(uneven)
     assert all(map(torch.equal, one, other))
-
-
-def other_machine() -> tuple[list[str], list[str]]:
-    """Rank 1 runs somewhere else; then optimizers may round differently."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    drift.logger.addHandler(handler)
-    facts = drift._facts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drift, "_facts", lambda device: facts(device) + dist.get_rank())
-        errors = train(load_alone, None, 10), train(load_alone, 1, 3)
-    drift.logger.removeHandler(handler)
-    return [text for each in errors for text in each if text], heard
-
-
-def test_different_machines_are_not_compared_unasked(ranks2: Ranks) -> None:
-    for errors, heard in ranks2.run(other_machine):
-        assert [text[:18] for text in errors] == ["parameters differ "]
-        assert [text.split(":")[0] for text in heard] == ["parameters are not compared between ranks"]
-
-
-def agreed() -> tuple[list[int | None], list[int]]:
-    """Rank 0's clock says how often, and from then on a backward costs no collective but now and then."""
-    launched: list[int] = []
-    launch = drift._launch
-
-    def counted(replica: Any, after: int) -> Any:
-        launched.append(after)
-        return launch(replica, after)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drift, "_launch", counted)
-        patch.setattr(drift, "how_often", lambda cost_s, step_s: 5 + dist.get_rank())
-        patch.setattr(drift, "_comparisons", type(drift._comparisons)())
-        errors = train(nothing, None, 17)
-        assert not any(errors)
-        return [each.every for each in drift._comparisons.values()], launched
-
-
-def test_ranks_agree_how_often(ranks2: Ranks) -> None:
-    for every, launched in ranks2.run(agreed):
-        assert every in ([5], [])
-        assert launched == [3, 5, 10, 15]
-
-
-def test_the_variable() -> None:
-    assert [check_parameters_every({CHECK_VARIABLE: text}) for text in ("", "0", " 10 ")] == [None, 0, 10]
-    with pytest.raises(dp_compile.ConfigError, match=f"{CHECK_VARIABLE} must be a number of backwards >= 0, got"):
-        check_parameters_every({CHECK_VARIABLE: "1.5"})

@@ -357,21 +357,17 @@ SAME = status(OWN)
             status(Progress(7, 0, 1)),
             "is waited for in bucket 1 of 3 (b): it is in backward 8 with 1 collective launched",
         ),
-        (status(Progress(7, 0, 0), doing="compiling"), "bucket 0 of 3 (c): it is in backward 8 with 0 collectives"),
         (status(Progress(7, 0, None), place="a.py:3 in f"), "in no backward after 7 synchronised backwards, at a.py:3"),
         (
             status(Progress(6, 0, 3)),
             "rank 1 is waited for in bucket 0 of 3 (c): it is in backward 7 with 3 collectives",
         ),
         (status(Progress(7, 2, None)), "It ran 2 backwards without synchronisation, this rank 0: is no_sync used on"),
-        (status(Progress(7, 0, None), left=True), "has left after 7 synchronised backwards: did it skip a step"),
         (status(Progress(7, 0, None, "E: x"), left=True), "rank 1 has left in backward 8 with an error: E: x"),
         (
             None,
             "rank 1 is not responding (killed, suspended, cut off, or blocked in native code). Look at its log first",
         ),
-        (status(Progress(7, 0, None, "E: x")), "rank 1 left backward 8 with an error: E: x"),
-        (status(Progress(7, 0, None, "E: x", True)), "rank 1 gave up in backward 8: E: x"),
         (RankStatus(5, {}), "rank 1 does not have this module any more"),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, batch, compile_whole, mlp, not_compiled, train_beside
+from comm_hooks import Rounded, as_torch_s
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
@@ -22,47 +23,6 @@ import dp_compile
 from dp_compile.testing.ranks import Ranks
 
 BF16 = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Rounded(dp_compile.FunctionalHook):
-    """Adds up in bfloat16, and sends later what that lost. Twice, so that there is a second round."""
-
-    share: float = 1.0
-    rounds: ClassVar[tuple[str, ...]] = ("all_reduce", "all_reduce")
-
-    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"error": torch.zeros_like(gradient), "seen": torch.zeros(1)}
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        given = list(zip(bucket.gradients, bucket.state, strict=True))
-        whole = [gradient + self.share * state["error"] for gradient, state in given]
-        sent = torch.cat([each.flatten() for each in whole]).to(BF16)
-        mean = (yield sent).float() / bucket.ranks
-        again = yield mean  # the same on every rank: what comes back is the mean, times the number of ranks
-        sizes = [each.numel() for each in whole]
-        lost = [torch.cat([each.flatten() for each in whole]) - sent.float(), again / bucket.ranks]
-        errors, reduced = (
-            [part.view_as(like) for part, like in zip(each.split(sizes), whole, strict=True)] for each in lost
-        )
-        states = [
-            {"error": error, "seen": state["seen"] + 1} for error, state in zip(errors, bucket.state, strict=True)
-        ]
-        return reduced, states
-
-
-def as_torch_s(errors, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
-    """The same as a hook of torch's. What it remembers is kept by parameter: torch makes its buckets anew."""
-    given = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-    for parameter, gradient in given:
-        gradient += errors.get(id(parameter), torch.zeros_like(gradient))
-    sent = bucket.buffer().to(BF16)
-    offset = 0
-    for parameter, gradient in given:
-        mine = sent[offset : offset + gradient.numel()].view_as(gradient).float()
-        errors[id(parameter)], offset = gradient - mine, offset + gradient.numel()
-    work = dist.all_reduce(sent, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0].float() / dist.get_world_size())
 
 
 class Net(nn.Module):
@@ -283,15 +243,7 @@ class TestAlone:
         model = dp_compile.replicate(mlp(), config=AOT)
         with pytest.raises(dp_compile.ConfigError, match="has an address in its repr"):
             model.register_comm_hook(dp_compile.HookState(), dp_compile.FunctionalHook())
-        for rounds in ((), 2, ("all_reduce", "broadcast")):
-            with pytest.raises(dp_compile.ConfigError, match=r"a tuple of some of all_reduce, all_to_all, all_gather"):
-                model.register_comm_hook(dp_compile.HookState(), Asking(rounds))
         dp_compile.unreplicate(model)
-
-
-@dataclass(frozen=True)
-class Asking(dp_compile.FunctionalHook):
-    rounds: Any = ()  # type: ignore[misc]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """A differential fuzzer: random models, options and training loops, run on two ranks beside torch's DDP.
 
-`DP_COMPILE_FUZZ_EXAMPLES` says how many cases are run, 6 by default, and a tenth as many on four ranks, two at
+`DP_COMPILE_FUZZ_EXAMPLES` says how many cases are run, 3 by default, and a tenth as many on four ranks, two at
 least; `DP_COMPILE_FUZZ_SEED` draws other ones. A case that fails is shrunk and printed as a value; `fuzzing.run_case`
 runs it again.
 """
@@ -24,7 +24,7 @@ from hypothesis.internal.conjecture.engine import ConjectureRunner
 
 from dp_compile.testing.ranks import Ranks
 
-EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("DP_COMPILE_FUZZ_EXAMPLES", "3"))
 SEED = os.environ.get("DP_COMPILE_FUZZ_SEED")
 CASES_PER_POOL = 500
 """Torch keeps 1.6 MiB of every captured backward, without this package too (2.13, compiled autograd alone: 1.56). In a
@@ -255,7 +255,7 @@ def test_random_training_runs(ranks2: Ranks) -> None:
     met = run_cases(ranks2, EXAMPLES)
     if EXAMPLES >= 1000:
         assert met["captured"] > EXAMPLES / 3
-        missing = {*DRAWN, "captured", "captured without sync", "torch's C++ reducer", "other factors"} - set(met)
+        missing = {*DRAWN, "captured", "captured without sync", "other factors"} - set(met)
         assert missing == {"levels=True"}  # they need four ranks
 
 
@@ -281,10 +281,7 @@ DEEPER = replace(
     PLAIN, steps=tuple(Step((Micro((2, 3), depth=depth, loss="a term for each row"),)) for depth in (1, 2))
 )
 SAMPLES = {
-    "plain": PLAIN,
-    "errors on all ranks": replace(
-        PLAIN, steps=tuple(Step(PAIR, failure=Failure(each, micro=1)) for each in fuzzing.FAILS)
-    ),
+    "errors on all ranks": replace(PLAIN, steps=tuple(Step(PAIR[:1], failure=Failure(each)) for each in fuzzing.FAILS)),
     "errors on one rank": replace(
         PLAIN,
         steps=(

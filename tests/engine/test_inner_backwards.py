@@ -14,7 +14,6 @@ from beside import (
     Side,
     Step,
     anomaly,
-    batch,
     beside,
     compile_blocks,
     compile_whole,
@@ -64,24 +63,6 @@ def run_inner(way: str, everything: bool, reentrant: bool) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_inner_backwards_are_parts_of_the_outermost(ranks: Ranks, way: str, everything: bool, reentrant: bool) -> None:
     ranks.run(run_inner, way, everything, reentrant)
-
-
-def run_refused() -> str:
-    torch.manual_seed(0)
-    model = dp_compile.replicate(Model(everything=False), config=AOT, find_unused_parameters=True)
-    try:
-        model(batch(0)).square().mean().backward()
-    except ReductionError as error:
-        return str(error)
-    finally:
-        dp_compile.unreplicate(model)
-    return ""
-
-
-def test_torchs_reducer_cannot_find_what_inner_backwards_use(ranks: Ranks) -> None:
-    for error in ranks.run(run_refused):
-        assert "find_unused_parameters" in error
-        assert "static_graph=True" in error
 
 
 # --- started in C++, and past torch.autograd --------------------------------------------------------------------------

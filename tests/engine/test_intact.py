@@ -16,7 +16,6 @@ from torch import nn
 
 import dp_compile
 from dp_compile.engine import intact
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 
@@ -48,10 +47,6 @@ def replaced(model: Net) -> None:
     model.last.weight = nn.Parameter(torch.ones(4, 4))
 
 
-def tied(model: Net) -> None:
-    model.first.bias = model.last.extra = nn.Parameter(torch.ones(4))
-
-
 def adapted(model: Net) -> None:
     model.adapter = nn.Linear(4, 4, bias=False)
 
@@ -73,19 +68,13 @@ def loaded(model: Net) -> None:
     model.load_state_dict({name: p.detach() + 1 for name, p in model.named_parameters()}, assign=True)
 
 
-def moved(model: Net) -> None:
-    model.to("meta")
-
-
 CHANGES: dict[Callable[[Net], None], str] = {
     replaced: r"not reduced: last\.weight\. The parameter was replaced",
-    tied: r"not reduced: first\.bias\. The parameter was replaced",
     adapted: r"not reduced: adapter\.weight\. The parameter was added",
     silently_adapted: r"not reduced: adapter\.weight\. The parameter was added",
     unfrozen: r"not reduced: first\.bias\. It was frozen",
     wider: r"first\.weight is float64, it was float32",
     loaded: r"not reduced: first\.weight, last\.weight, last\.bias\. The parameter was replaced",
-    moved: r"not reduced: first\.weight, last\.weight, last\.bias",
 }
 
 
@@ -124,6 +113,7 @@ def test_a_change_between_two_backwards(
         with way():
             compile_whole(model)(torch.ones(2, 4)).sum().backward()
     assert len(walks) == 1 or way is nullcontext
+    model.zero_grad()  # Dynamo refuses a parameter whose gradient is a view of memory with another dtype
     change(model)
     for _ in range(2):  # also after the first error was caught
         with pytest.raises(dp_compile.ReductionError, match=CHANGES[change]), way():
@@ -186,47 +176,3 @@ def test_frozen_and_then_trained(fake_group: dist.ProcessGroup, way: Callable[[]
     model.adapter.requires_grad_(True)
     with pytest.raises(dp_compile.ReductionError, match=r"adapter\.weight, adapter\.bias\. .* added"), way():
         compile_whole(model)(torch.ones(2, 4)).sum().backward()
-
-
-def test_backwards_of_other_modules_walk_through_nothing(
-    fake_group: dist.ProcessGroup, walks: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each took 12 ms beside a module of 1,800 submodules (D19)."""
-    looks = []
-    monkeypatch.setattr(
-        intact, "_modules", lambda replica, modules=intact._modules: looks.append(1) or modules(replica)
-    )
-    monkeypatch.setattr(intact, "_SHARE", 1e-9)
-    model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
-    for _ in range(5):
-        other(torch.ones(2, 4)).sum().backward()
-    assert (len(walks), len(looks)) == (0, 1)
-    nn.Linear(4, 4)(torch.ones(2, 4)).sum().backward()
-    assert (len(walks), len(looks)) == (0, 2)
-    model.adapter = nn.Linear(4, 4)
-    with pytest.raises(dp_compile.ReductionError, match=r"adapter\.weight, adapter\.bias\. .* added"):
-        model.adapter(torch.ones(2, 4)).sum().backward()
-
-
-def test_a_module_of_others_may_be_added_later(fake_group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was trained for itself before, so its parameters were met."""
-    model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
-    other(torch.ones(2, 4)).sum().backward()
-    model.adapter = other
-    replica = replica_of(model)
-    assert 0 < intact._others[replica].look_again_at < float("inf")
-    intact._others[replica].look_again_at = 0.0
-    with pytest.raises(dp_compile.ReductionError, match=re.escape("adapter.weight, adapter.bias")):
-        other(torch.ones(2, 4)).sum().backward()
-
-
-def test_no_look_keeps_a_module_alive(fake_group: dist.ProcessGroup) -> None:
-    model, other = dp_compile.replicate(Net(), config=AOT), nn.Linear(4, 4)
-    with anomalies():
-        compile_whole(model)(torch.ones(2, 4)).sum().backward()
-    other(torch.ones(2, 4)).sum().backward()
-    before = len(intact._intact), len(intact._others)
-    del model
-    torch._dynamo.reset()
-    gc.collect()
-    assert (len(intact._intact), len(intact._others)) == (before[0] - 1, before[1] - 1)

@@ -1,4 +1,4 @@
-"""A parameter that is left out is named on every rank, in the step in which it happens, whichever way that goes."""
+"""Errors on every rank in the step in which it happens: a parameter that is left out, a gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, beside, compile_blocks, compile_whole, mlp, not_compiled, plain
+from beside import AOT, batch, compile_whole, mlp, not_compiled
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.errors import ReductionError
@@ -55,27 +54,48 @@ def test_it_is_named_on_every_rank(ranks: Ranks, way: str, by: str) -> None:
         assert f"without a gradient on {where}: often.weight, often.bias" in error
 
 
-# --- static graphs ------------------------------------------------------------------------------------------------
+# --- not finite ------------------------------------------------------------------------------------------------------
 
 
-class Static(nn.Module):
-    """Shared weights, a layer that is checkpointed twice with inner backwards, and a part that is never used."""
+class Root(nn.Module):
+    """The gradient of a square root at zero is infinite, though the loss is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.twice, self.never = mlp(), nn.Linear(6, 6), nn.Linear(6, 6)
+        self.first, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).clone()
-        for _ in range(2):
-            x = checkpoint(self.twice, x, use_reentrant=True)
-        return x
+        return self.first(x) + (self.scale * x).abs().sqrt()
 
 
-def run_static(compile_model: Any) -> None:
-    beside(Static, plain, compile_model=compile_model, theirs={"static_graph": True}, config=AOT, static_graph=True)
+def run_nan(value: float, way: str, checked: bool, factor: float = 1.0) -> str:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = dp_compile.replicate(Root(), config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=checked))
+    call = model if way == "not compiled" else torch.compile(model, backend="aot_eager")
+    x = torch.ones(2, 4)
+    call(x).sum().backward()
+    x[0, 2] = value if dist.get_rank() == 1 else 1.0
+    try:
+        with torch.autograd.set_detect_anomaly(way == "eager hooks", check_nan=False):
+            (factor * call(x).sum()).backward()
+    except dp_compile.ReductionError as error:
+        return str(error)
+    return "no error"
 
 
-@pytest.mark.parametrize("compile_model", [compile_blocks, not_compiled])
-def test_static_graph_means_what_it_says(ranks: Ranks, compile_model: Any) -> None:
-    ranks.run(run_static, compile_model)
+@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
+def test_a_loss_that_is_not_finite_on_one_rank(ranks: Ranks, way: str) -> None:
+    messages = ranks.run(run_nan, float("nan"), way, True)
+    assert messages[0] == messages[1]
+    assert "reduced gradients are not finite: scale (nan), first.weight (nan). The loss" in messages[0]
+    assert "loss was not finite on rank(s) 1 of the group" in messages[0]
+
+
+def test_a_gradient_that_is_infinite(ranks: Ranks) -> None:
+    """Not one of them is a NaN; with a loss that is finite."""
+    for message in ranks.run(run_nan, 1.0, "captured", True, 3e38):
+        assert "not finite: first.weight (inf), first.bias (inf). The loss was not finite on rank(s) 0, 1" in message
+    for message in ranks.run(run_nan, 0.0, "captured", True):
+        assert "not finite: scale (nan). The loss was finite on every rank" in message
+    assert set(ranks.run(run_nan, float("nan"), "captured", False)) == {"no error"}

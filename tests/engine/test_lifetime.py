@@ -1,10 +1,14 @@
-"""A replication lives as long as a module of what was replicated; what outlives it is an error, not local gradients."""
+"""How long a replication lives: nothing grows, what goes with the modules, what outlives them is an error."""
 
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +18,10 @@ from beside import AOT, Block, batch, compile_blocks, not_compiled
 from torch import nn
 
 import dp_compile
+from dp_compile.engine import monitor
 from dp_compile.engine.owners import owners
 from dp_compile.errors import ReductionError
+from dp_compile.modules.replicated_module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 WAYS: dict[str, Any] = {"compiled": compile_blocks, "not compiled": not_compiled}
@@ -69,14 +75,131 @@ def is_one_of(parts: list[nn.Module]) -> Callable[[str, nn.Module], bool]:
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("policy", [False, True])
-def test_a_replica_goes_with_its_modules(policy: bool) -> None:
+def test_a_replica_goes_with_its_modules() -> None:
     """Also if what the user gave holds the model."""
     model = Block()
-    dp_compile.replicate(model, config=AOT, bucket_policy=is_one_of([model]) if policy else None)
+    dp_compile.replicate(model, config=AOT, bucket_policy=is_one_of([model]))
     replica, weight = weakref.ref(next(iter(owners))), weakref.ref(model.layers[0].weight)
     with dp_compile.compiled_backward():
         model(torch.ones(2, 6)).sum().backward()
     del model
     gc.collect()
     assert (replica(), weight()) == (None, None)
+
+
+# --- many steps, and the end -----------------------------------------------------------------------------------------
+
+
+STEPS = 2000
+WARM_STEPS = 500
+WIDTH = 64
+# The gradients are 65 KiB: keeping one bucket per step would add 95 MiB. What torch and the allocator keep for
+# themselves (its flight recorder has room for 2,000 collectives) stays far below a tenth of that.
+MOST_BYTES = 9 * 2**20
+MOST_OBJECTS = 150  # a tenth of an object per step
+
+
+def footprint() -> dict[str, int]:
+    """What this process holds."""
+    gc.collect()
+    counters = torch._dynamo.utils.counters
+    return {
+        "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+        "objects": len(gc.get_objects()),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "captures": counters["compiled_autograd"]["captures"],
+        "frames": counters["frames"]["total"],
+    }
+
+
+def train(model: nn.Module, steps: int, backend: str = "aot_eager") -> None:
+    compiled = torch.compile(model, backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        compiled(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+
+
+def monitors() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "dp_compile monitor"]
+
+
+def long_run(lives_on: bool) -> tuple[dict[str, int], dict[str, int], int, bool]:
+    """The footprint after `WARM_STEPS` and after `STEPS` steps, the number of monitors then, and whether the memory of
+    buckets stayed where it was."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    dp_compile.replicate(model, bucket_cap_mb=0.03, gradient_as_bucket_view=lives_on)
+    train(model, WARM_STEPS, backend="inductor")
+    memory = replica_of(model).bucket_memory
+    before = {key: each.memory.data_ptr() for key, each in memory.kept.items()}
+    warm = footprint()
+    train(model, STEPS - WARM_STEPS, backend="inductor")
+    stayed = before == {key: each.memory.data_ptr() for key, each in memory.kept.items()} and len(before) > 1
+    return warm, footprint(), len(monitors()), stayed
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("lives_on", [False, True])
+def test_nothing_grows(ranks2: Ranks, lives_on: bool) -> None:
+    for warm, end, monitoring, stayed in ranks2.run(long_run, lives_on):
+        grown = {name: end[name] - warm[name] for name in end}
+        assert grown.pop("bytes") < MOST_BYTES
+        assert grown.pop("objects") < MOST_OBJECTS
+        assert set(grown.values()) == {0}
+        assert monitoring == 1
+        assert stayed == lives_on
+
+
+def drop_model() -> list[str]:
+    """Delete a model after a few steps. Returns what is still there afterwards."""
+    torch._dynamo.reset()
+    gc.collect()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    train(model, 3)
+    (replica,) = owners
+    things = {"model": model, "replica": replica, **dict(model.named_parameters())}
+    alive = {name: weakref.ref(thing) for name, thing in things.items()}
+    del model, replica, things
+    gc.collect()
+    deadline = time.monotonic() + 10.0
+    while monitors() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    torch.ones(1, requires_grad=True).sum().backward()  # the entry goes with the first backward that finds no owner
+    left = [name for name, thing in alive.items() if thing() is not None]
+    left += ["entry"] * (torch.autograd._engine_run_backward.__module__ != "torch.autograd.graph")
+    return left + ["monitor"] * len(monitors()) + [f"owner of {', '.join(each.names)}" for each in owners]
+
+
+def test_a_deleted_model_leaves_nothing_behind() -> None:
+    ranks = Ranks(2, "forkserver")  # of its own: no earlier test has left a model there
+    try:
+        assert ranks.run(drop_model) == [[], []]
+    finally:
+        ranks.stop()
+
+
+def forked() -> tuple[int, bool]:
+    """Whether a forked child holds the parent's connection, and whether the parent can train on."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    dp_compile.replicate(model, config=dp_compile.ReplicateConfig(backend="aot_eager"))
+    train(model, 2)
+    deadline = time.monotonic() + 10.0
+    while monitor.MONITOR._store is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert monitor.MONITOR._store is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(monitor.MONITOR._store is not None)
+    _, status = os.waitpid(child, 0)
+    train(model, 2)
+    dist.barrier()
+    return os.waitstatus_to_exitcode(status), len(monitors()) == 1
+
+
+def test_a_forked_child_has_no_monitor(ranks2: Ranks) -> None:
+    assert ranks2.run(forked) == [(0, True), (0, True)]

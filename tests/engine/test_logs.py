@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import logging
 import os
 import subprocess
 import sys
@@ -15,8 +13,6 @@ import torch
 from torch import nn
 
 import dp_compile
-from dp_compile.engine import logs
-from dp_compile.testing.ranks import Ranks
 
 PACKAGE = Path(dp_compile.__file__).parent
 
@@ -51,19 +47,6 @@ def test_torchs_switch_shows_ours(setting: str, shown: list[str]) -> None:
     assert [line.split("] ")[-1] for line in done.stderr.splitlines()] == shown
 
 
-def test_the_table_names_every_logger() -> None:
-    found = {
-        node.args[0].value.removeprefix("dp_compile.")
-        for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "logging.getLogger"
-        if isinstance(node.args[0], ast.Constant)
-    }
-    assert logs.__doc__ is not None
-    assert found == {line.split("`")[1] for line in logs.__doc__.splitlines() if line.startswith("|") and "`" in line}
-    assert {logging.getLogger(f"dp_compile.{name}").level for name in found} == {logging.NOTSET}
-
-
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
@@ -76,24 +59,6 @@ def train(model: nn.Module, *, compiled: bool = True, times: int = 6) -> None:
     for number in range(times):
         model.zero_grad(set_to_none=number % 2 == 0)
         run(torch.ones(2, 4)).sum().backward()
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_plans_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
-    with caplog.at_level(logging.INFO, "dp_compile"):
-        train(dp_compile.replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), config=config))
-    said = messages_of(caplog)
-    assert [level for level, _ in said] == ["INFO"] * 3
-    first, from_graph, from_launches = (message for _, message in said)
-    assert first.startswith("the plan: ")
-    assert "predicted end" in first
-    assert "above the best any plan could do (assumed" in first
-    assert " ms" not in first
-    assert from_graph.startswith("a new plan, before the first synchronised backward, from the graph of it: ")
-    assert from_graph.endswith("; before 1 bucket")
-    assert from_launches.startswith("a new plan, after some synchronised backwards, from measured launches: ")
-    assert "(ready times are measured, the slowest rank's count)" in from_launches
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -112,22 +77,3 @@ def test_each_obstacle_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
         ("WARNING", "a backward is not captured, its hooks run eagerly: anomaly mode is on"),
         ("WARNING", "a backward is not captured, its hooks run eagerly: create_graph=True"),
     ]
-
-
-def messages_without_compilation() -> list[str]:
-    """Of two modules each says it once."""
-    heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dp_compile").addHandler(handler)
-    for _ in range(2):
-        model = dp_compile.replicate(nn.Linear(4, 4), config=dp_compile.ReplicateConfig(backend="aot_eager"))
-        train(model, compiled=False, times=9)
-    logging.getLogger("dp_compile").removeHandler(handler)
-    return heard
-
-
-def test_an_uncompiled_forward_is_said_once(ranks2: Ranks) -> None:
-    for heard in ranks2.run(messages_without_compilation):
-        assert len(heard) == 2, heard
-        assert all(text.startswith("the forward is not compiled: torch's C++ reducer reduces") for text in heard)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -236,7 +237,7 @@ def run_factor_of_each_step(
         model.set_gradient_divide_factor(factor)
         for each in (model, alone):
             each.zero_grad()
-        by_hooks = way == "eager hooks" or (way == "captured" and step == 3 and dist.get_rank() == 1)
+        by_hooks = way == "captured" and step == 3 and dist.get_rank() == 1
         with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False) if by_hooks else nullcontext():
             warnings.simplefilter("ignore")
             run(batch(step).to(dtype)).square().mean().backward()
@@ -291,45 +292,10 @@ def test_a_factor_that_changes_in_each_step_compiles_nothing_anew(
     for rank, (ways, captures, signatures) in enumerate(
         ranks2.run(run_factor_of_each_step, way, dtype, options | WAYS[way][1])
     ):
-        by_hooks = 6 if way == "eager hooks" else int(way == "captured" and rank == 1)
-        assert ways == {
-            key: count for key, count in {"captured": 6 - by_hooks, "eager hooks": by_hooks}.items() if count
-        }
+        assert ways == ({"captured": 5, "eager hooks": 1} if way == "captured" and rank == 1 else {"captured": 6})
         # The first factor is a constant, which products take in; from the second on it is an input.
-        assert captures == (0 if way == "eager hooks" else 2)
+        assert captures == 2
         assert len(set(signatures)) == 6
-
-
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
-        return self.first(x) + (self.second(x) if both else 0)
-
-
-def run_factor_in_an_accumulation() -> tuple[float, float]:
-    torch.manual_seed(0)
-    model = Branches()
-    config = dp_compile.ReplicateConfig(find_unused_parameters=True)
-    dp_compile.replicate(model, config=config)
-    model(batch(0), True).sum().backward()
-    model.zero_grad()
-    with model.no_sync():
-        model(batch(1), True).sum().backward()
-    total = model.second.weight.grad.clone()
-    dist.all_reduce(total)
-    model.set_gradient_divide_factor(8.0)
-    model(batch(2), False).sum().backward()
-    found = model.second.weight.grad.clone()
-    dp_compile.unreplicate(model)
-    return float((total / found).min()), float((total / found).max())
-
-
-def test_another_factor_in_an_accumulation(ranks2: Ranks) -> None:
-    for found in ranks2.run(run_factor_in_an_accumulation):
-        assert found == pytest.approx((8.0, 8.0), rel=1e-4)
 
 
 # --- torch's own hooks ----------------------------------------------------------------------------------------------
@@ -340,11 +306,7 @@ def run_hook_over_a_group(everybody: bool, with_state: bool) -> tuple[float, dic
     torch._dynamo.reset()
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     model = nn.Linear(1, 1, bias=False)
-    dp_compile.replicate(
-        model,
-        process_group=dist.group.WORLD if everybody else alone,
-        config=AOT,
-    )
+    dp_compile.replicate(model, process_group=dist.group.WORLD if everybody else alone, config=AOT)
     model.register_comm_hook(dist.group.WORLD if with_state else None, default_hooks.fp16_compress_hook)
     compile_whole(model)(torch.full((1, 1), 2.0 ** dist.get_rank())).sum().backward()
     found = float(model.weight.grad), dict(dp_compile.report(model).backwards)
@@ -361,25 +323,14 @@ def test_a_hook_of_torchs_averages_over_its_state(ranks2: Ranks, everybody: bool
             assert ways == {"captured" if everybody else "eager hooks": 1}
 
 
-@pytest.mark.usefixtures("fake_group")
-def test_a_hook_does_not_take_a_factor_s_place_silently() -> None:
-    model = dp_compile.replicate(mlp(), config=AOT)
-    model.set_gradient_divide_factor(1.0)
-    with pytest.raises(dp_compile.ConfigError, match="Sequential has gradient_divide_factor: a comm hook would say"):
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-    dp_compile.unreplicate(model)
-
-
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reduce_dtype": torch.int8}, "reduce_dtype of mp_policy must be one of torch.float16, .*, got torch.int8"),
         ({"reduce_dtype": "bf16"}, "reduce_dtype of mp_policy must be one of torch.float16, .*, got 'bf16'"),
         ({"gradient_divide_factor": 0}, "gradient_divide_factor must be > 0, got 0"),
-        ({"gradient_divide_factor": -2.0}, "gradient_divide_factor must be > 0, got -2.0"),
         ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor must be finite, got inf"),
         ({"gradient_divide_factor": float("nan")}, "gradient_divide_factor must be > 0, got nan"),
     ],
@@ -396,6 +347,10 @@ def test_policies_that_are_not_allowed() -> None:
     model = dp_compile.replicate(mlp(), config=AOT, mp_policy=MixedPrecisionPolicy(reduce_dtype=BF16))
     with pytest.raises(dp_compile.ConfigError, match="has a reduce_dtype in its mp_policy: a comm hook would"):
         model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+    other = dp_compile.replicate(mlp(), config=AOT)
+    other.set_gradient_divide_factor(1.0)
+    with pytest.raises(dp_compile.ConfigError, match="Sequential has gradient_divide_factor: a comm hook would say"):
+        other.register_comm_hook(None, default_hooks.allreduce_hook)
     for factor in (0, -1.0, math.nan, math.inf, True, "2"):
         with pytest.raises(dp_compile.ConfigError, match=f"must be a finite number > 0, got {factor!r}"):
             model.set_gradient_divide_factor(factor)
@@ -422,13 +377,13 @@ def test_factors_that_float32_has_no_room_for(factor: float) -> None:
     dp_compile.unreplicate(model)
 
 
-WRONG_FACTORS = (0, -1.0, math.nan, math.inf, True, "2")
-
-
 def run_different() -> None:
     model = dp_compile.replicate(mlp(), config=AOT)
+    model.set_gradient_divide_factor(2.0)
+    if dist.get_rank() == 0:  # what it said in the earlier call is there already, and is no answer now
+        time.sleep(0.5)
     with pytest.raises(dp_compile.DesyncError, match="divide factor"):
-        model.set_gradient_divide_factor(2.0 + dist.get_rank())
+        model.set_gradient_divide_factor(3.0 + dist.get_rank())
 
 
 def test_ranks_that_differ(ranks: Ranks) -> None:

@@ -95,34 +95,6 @@ def test_a_name_that_torch_changed_is_named(text: str, anew: Path, monkeypatch: 
     assert not anew.joinpath("dp_compile").exists()
 
 
-def test_a_cache_that_cannot_be_written(anew: Path) -> None:
-    """In modes of the user's, too, which do not count."""
-    anew.joinpath("dp_compile").write_text("a file where a directory should be")
-    with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"), torch.inference_mode():
-        probe.check()
-    assert probe._is_known
-
-
-def test_it_waits_until_it_can_be_tried_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread's capture is going on."""
-    monkeypatch.setattr(probe, "_find_out", lambda: None)
-    probe.check()
-    assert not probe._is_known
-
-
-def test_it_is_not_tried_out_for_ever(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """A trial takes half a second: as long as ten steps of a small model."""
-
-    def fail(self: Any) -> bool:
-        raise RuntimeError("something of this torch")
-
-    monkeypatch.setattr(probe, "_failures", 0)
-    monkeypatch.setattr(probe._Trial, "_capture", fail)
-    for _ in range(5):
-        probe.check()
-    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["something of this torch"] * 3
-
-
 @pytest.mark.usefixtures("fake_group")
 def test_it_comes_before_the_first_decision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the user's model is blamed for a forward that looks as if it were not compiled."""

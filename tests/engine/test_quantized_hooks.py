@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, batch, compile_whole, mlp
+from comm_hooks import LARGEST, in_blocks, reduced_by_formula
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,42 +22,10 @@ import dp_compile
 from dp_compile import HookBucket, QuantizedHook
 from dp_compile.testing.ranks import Ranks
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 DTYPES = list(LARGEST)
 
 
 # --- the formula --------------------------------------------------------------------------------------------------
-
-
-def values_of(x: Array, hook: QuantizedHook) -> Array:
-    """What comes back of blocks that were quantised. NumPy has no float8."""
-    blocks = x.reshape(-1, hook.block)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        scale = np.maximum(np.abs(blocks).max(1, keepdims=True) / np.float32(LARGEST[hook.dtype]), np.float32(2**-126))
-        whole = blocks * (np.float32(1) / scale)
-        q = np.rint(whole) if hook.dtype == torch.int8 else torch.from_numpy(whole).to(hook.dtype).float().numpy()
-        return np.asarray(q * scale, np.float32).reshape(-1)
-
-
-def in_blocks(tensors: Sequence[torch.Tensor], hook: QuantizedHook) -> Array:
-    """One behind the other, each filled up with zeros to whole blocks."""
-    return np.concatenate([np.pad(each.flatten(), (0, -each.numel() % hook.block)) for each in tensors])
-
-
-def reduced_by_formula(gradients: Sequence[Array], errors: Sequence[Array], hook: QuantizedHook) -> tuple[Array, Any]:
-    """Of gradients and errors of all ranks, `in_blocks`, the reduced gradients, and the errors that remain."""
-    ranks, numel = len(gradients), gradients[0].size
-    part = hook.block * max(1, math.ceil(numel / (hook.block * ranks)))
-    padded = [np.pad(one + error, (0, ranks * part - numel)) for one, error in zip(gradients, errors, strict=True)]
-    values = [values_of(each, hook) for each in padded]
-    left = [one - value for one, value in zip(padded, values, strict=True)]
-    mean = np.sum(values, axis=0, dtype=np.float32) / np.float32(ranks)
-    reduced = values_of(mean, hook)
-    for rank, each in enumerate(left):
-        own = slice(rank * part, (rank + 1) * part)
-        each[own] += ranks * (mean - reduced)[own]
-    return reduced[:numel], [each[:numel] for each in left]
 
 
 def played(hook: QuantizedHook, buckets: Sequence[HookBucket]) -> list[Any]:

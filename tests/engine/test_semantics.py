@@ -117,7 +117,7 @@ def local_then_synced_through_one_graph(side: Side, number: int) -> None:
 
 
 def freeze_later(side: Side, number: int) -> None:
-    """Frozen at first, and in a backward that is called without grad mode."""
+    """Frozen at first, when torch's reducer is made, and in a backward that is called without grad mode."""
     side.module.get_parameter("0.bias").requires_grad_(number in (1, 4))
     loss = side.loss(number)
     with torch.no_grad() if number == 0 else nullcontext():
@@ -247,6 +247,97 @@ def without_bias() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 6, bias=False))
 
 
+def sharpness_aware(side: Side, number: int) -> None:
+    """As its README says for DDP: the first backward is local, the step back comes behind the second."""
+    with side.no_sync():
+        side.loss(number).backward()
+    moved = {}
+    with torch.no_grad():
+        for parameter in side.module.parameters():
+            assert parameter.grad is not None
+            moved[parameter] = 0.05 * parameter.grad
+            parameter.add_(moved[parameter])
+    side.optimizer.zero_grad(set_to_none=number % 2 == 0)
+    side.loss(number).backward()
+    with torch.no_grad():
+        for parameter, change in moved.items():
+            parameter.sub_(change)
+
+
+class Renormalised(nn.Module):
+    """The forward changes the embedding's weight itself, also between micro steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layers = nn.Embedding(12, 6, max_norm=1.0), mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x.abs() * 3).long().clamp(max=11)
+        result: torch.Tensor = self.layers(self.table(tokens).sum(1))
+        return result
+
+
+def input_gradients(side: Side, number: int) -> None:
+    """An adversarial example first: a backward that accumulates into the input only."""
+    x = batch(number).requires_grad_()
+    if side.ours:
+        side.run(x).square().mean().backward(inputs=[x])
+    else:
+        side.module(x).square().mean().backward(inputs=[x])
+    assert x.grad is not None
+    assert all(parameter.grad is None for parameter in side.module.parameters())
+    side.run(x.detach() + x.grad.sign() / 10).square().mean().backward()
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.back = mlp(), nn.Linear(6, 6)
+        self.filter = nn.Parameter(torch.randn(6, 4, dtype=torch.complex64).t())
+        self.phase = nn.Parameter(torch.randn((), dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = torch.fft.rfft(self.layers(x)) @ self.filter * self.phase
+        result: torch.Tensor = self.back(torch.fft.irfft(turned[..., :4], n=6))
+        return result
+
+
+class Static(nn.Module):
+    """Shared weights, a layer that is checkpointed twice with inner backwards, and a part that is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.twice, self.never = mlp(), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).clone()
+        for _ in range(2):
+            x = checkpoint(self.twice, x, use_reentrant=True)
+        return x
+
+
+class GivesNone(torch.autograd.Function):
+    """A missing gradient counts as zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x * 2 + weight.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * 2, None
+
+
+class WithNone(nn.Module):
+    def __init__(self, factor: int) -> None:
+        super().__init__()
+        self.layers, self.weight, self.factor = Block(), nn.Parameter(torch.ones(6)), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """With a factor another function gets the missing gradient, not the parameter."""
+        return GivesNone.apply(self.layers(x), self.weight * self.factor if self.factor > 1 else self.weight)
+
+
 def anomalies() -> AbstractContextManager[Any]:
     return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
@@ -257,7 +348,7 @@ WAYS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[], AbstractContextMa
     "eager hooks": (compile_blocks, anomalies),
     "not compiled": (not_compiled, nullcontext),
 }
-BOTH, SMALL = ("compiled", "not compiled"), {"bucket_cap_mb": 1e-4}
+BOTH, SMALL, STATIC = ("compiled", "not compiled"), {"bucket_cap_mb": 1e-4}, {"static_graph": True}
 CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[str, ...], dict[str, Any]]] = {
     "two forwards, one backward": (mlp, two_forwards, BOTH, {}),
     "a forward without a backward": (mlp, forward_without_backward, BOTH, {}),
@@ -270,6 +361,13 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Step, tuple[str, ...], dict[str,
     "frozen, then trained": (mlp, freeze_later, BOTH, {"steps": 5, "find_unused": True}),
     "activation checkpointing": (Checkpointed, plain, (*BOTH, "blocks"), SMALL),
     "hooks that change gradients": (WithHooks, with_a_late_hook, (*BOTH, "eager hooks"), {"bucket_cap_mb": 1e-6}),
+    "static graph": (Static, plain, ("blocks", "not compiled"), {"theirs": STATIC, "config": AOT} | STATIC),
+    "no gradient for a parameter": (lambda: WithNone(1), plain, ("blocks", "eager hooks", "not compiled"), {}),
+    "no gradient for a product": (lambda: WithNone(3), plain, ("blocks", "eager hooks", "not compiled"), {}),
+    "sharpness-aware": (mlp, sharpness_aware, BOTH, {}),
+    "max_norm": (Renormalised, accumulation, BOTH, {}),
+    "gradients of inputs": (mlp, input_gradients, BOTH, {}),
+    "complex": (Complex, accumulation, (*BOTH, "eager hooks"), {}),
     "custom function": (WithFunction, plain, ("compiled", "blocks"), {}),
     "dropout": (with_dropout, plain, ("compiled",), {}),
     "shapes that differ by rank and step": (Sequences, of_other_shapes, BOTH, {"steps": 5} | SMALL),
@@ -425,7 +523,7 @@ def test_synced_batch_norm_on_a_gpu(ranks: Ranks) -> None:
     ranks.run(run_synced_norm)
 
 
-# --- gradients of kinds that are not reduced --------------------------------------------------------------------
+# --- what is refused --------------------------------------------------------------------
 
 
 class SparseByFunction(nn.Module):
@@ -451,6 +549,24 @@ def test_a_sparse_gradient_that_no_module_announces(way: str) -> None:
         compile_model(model)(torch.tensor([1, 2])).sum().backward()
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_some_parameters_as_inputs() -> None:
+    model = dp_compile.replicate(mlp(), config=AOT)
+    with pytest.raises(dp_compile.ReductionError, match=r"inputs=\.\.\.\) names some parameters .* not 0\.bias, 2\."):
+        model(torch.ones(2, 6)).sum().backward(inputs=[model[0].weight])
+    dp_compile.unreplicate(model)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_torchs_own_capture_of_a_forward_that_was_not_compiled() -> None:
+    """torch advises python_reducer, which is refused here: the error names what to use instead."""
+    model = dp_compile.replicate(mlp(), config=AOT)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        with pytest.raises(dp_compile.ReductionError, match=r"dp_compile\.compiled_backward\(\)"):
+            model(torch.ones(2, 6)).sum().backward()
+    dp_compile.unreplicate(model)
+
+
 # --- ranks that were started differently ------------------------------------------------------------------------
 
 
@@ -468,8 +584,6 @@ def differ(how: str) -> str:
             model = Ordered(["b", "a"] if second else ["a", "b"])
         if second and how == "version of the package":
             patch.setitem(dp_compile.replicate.__globals__, "version", lambda name: "0.0.7")
-        if second and how == "version of torch":
-            patch.setattr(torch, "__version__", "2.12.1")
         if second and how == "environment":
             patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
         try:
@@ -484,8 +598,7 @@ def differ(how: str) -> str:
     [
         ("parameter order", 'trainable parameters[0] is "b: float32[2] strides [1]" there'),
         ("version of the package", 'dp_compile is "0.0.7" there'),
-        ("version of torch", 'torch is "2.12.1" there'),
-        ("environment", "ddp_python_hook is false there, true on rank 0"),
+        ("environment", "DP_COMPILE_DDP_PYTHON_HOOK is false there, true on rank 0"),
     ],
 )
 def test_ranks_that_were_started_differently(ranks: Ranks, how: str, difference: str) -> None:

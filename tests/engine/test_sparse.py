@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import compile_blocks, compile_whole, not_compiled
+from beside import AOT, compile_blocks, compile_whole, not_compiled
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile.testing import Ranks
-
-AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
 class Words(nn.Module):

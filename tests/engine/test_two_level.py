@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, mlp
+from beside import AOT, batch, compile_whole, mlp
 from meshes import mesh_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -21,7 +20,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
-from dp_compile.engine.calibration import calibrate
 from dp_compile.insight.report import Report
 from dp_compile.testing.ranks import Ranks
 
@@ -33,34 +31,17 @@ TWO_LEVELS = ["exchange", "all_reduce", "all_gather"]
 class Net(nn.Module):
     """Sizes that no number of ranks divides, two dtypes, and what some ranks do not use."""
 
-    def __init__(self, uneven: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.first, self.last, self.spare = mlp(7), mlp(5), nn.Linear(6, 6, bias=False)
         self.factor = nn.Parameter(torch.ones(5, dtype=torch.float64))
-        self.uneven = uneven
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x) * self.factor.prod().float()
-        if not self.uneven or dist.get_rank() % 2:
+        if dist.get_rank() % 2:
             x = x + self.spare(x)
         result: torch.Tensor = self.last(x)
         return result
-
-
-def compiled(module: nn.Module) -> Any:
-    return torch.compile(module, backend="aot_eager")
-
-
-def anomaly(on: bool) -> AbstractContextManager[object]:
-    """Backwards inside are not captured."""
-    return torch.autograd.detect_anomaly(check_nan=False) if on else nullcontext()
-
-
-WAYS: dict[str, Callable[[nn.Module], Any]] = {
-    "hooks": compiled,
-    "hooks on some ranks": compiled,
-    "not compiled": lambda module: module,
-}
 
 
 def check_gradients(ours: nn.Module, theirs: nn.Module, plain: nn.Module, wire: torch.dtype | None) -> None:
@@ -82,31 +63,34 @@ def check_gradients(ours: nn.Module, theirs: nn.Module, plain: nn.Module, wire: 
         assert ((one.grad - other.grad).abs() <= (ranks + 1) * eps * magnitude).all(), name
 
 
-def run_beside(way: str, uneven: bool, wire: torch.dtype | None) -> Report:
-    """A step beside torch's DDP; if ranks use other parameters, another one with an accumulation."""
+def run_beside(way: str, wire: torch.dtype | None) -> Report:
+    """A step beside torch's DDP, and one with an accumulation; ranks use other parameters."""
     torch._dynamo.reset()
     torch.manual_seed(dist.get_rank())  # replicate() has to undo this
-    model = Net(uneven)
-    theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=uneven)
+    model = Net()
+    theirs = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
     plain = copy.deepcopy(theirs.module)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
     policy = MixedPrecisionPolicy(reduce_dtype=wire)
-    options = {"find_unused_parameters": uneven, "mp_policy": policy, "bucket_cap_mb": 1e-4}
+    options = {"find_unused_parameters": True, "mp_policy": policy, "bucket_cap_mb": 1e-4}
     config = dp_compile.ReplicateConfig(backend="aot_eager", **options)
     dp_compile.replicate(model, device_mesh=mesh, config=config)
-    run = WAYS[way](model)
+    run = model if way == "not compiled" else compile_whole(model)
     sides = [
         (run, lambda: dp_compile.no_sync(model), model),
         (theirs, theirs.no_sync, theirs),
         (plain, nullcontext, plain),
     ]
     by_hooks = way == "hooks" or (way == "hooks on some ranks" and dist.get_rank() in (0, 3))
-    for step in range(2 if uneven else 1):
+    for step in range(2):
         for call, no_sync, module in sides:
             module.zero_grad()
             for micro in range(2 if step == 1 else 1):
                 with no_sync() if step == 1 and micro == 0 else nullcontext():
-                    with warnings.catch_warnings(), anomaly(by_hooks and call is run):
+                    with (
+                        warnings.catch_warnings(),
+                        torch.autograd.set_detect_anomaly(by_hooks and call is run, check_nan=False),
+                    ):
                         warnings.simplefilter("ignore")
                         call(batch(2 * step + micro)).square().mean().backward()
         check_gradients(model, theirs.module, plain, wire)
@@ -119,19 +103,10 @@ def stages_of(report: Report) -> list[list[str]]:
     return [[stage.op for stage in bucket.key.reduction.stages] for bucket in report.plan.buckets]
 
 
-@pytest.mark.parametrize(
-    ("way", "uneven", "wire"),
-    [
-        ("hooks", True, BF16),
-        ("hooks on some ranks", True, None),
-        ("not compiled", True, None),
-    ],
-)
-def test_as_torch_s_ddp(ranks4: Ranks, way: str, uneven: bool, wire: torch.dtype | None) -> None:
-    names = dict.fromkeys(("hooks", "not compiled"), "eager hooks")
-    for rank, report in enumerate(ranks4.run(run_beside, way, uneven, wire)):
-        expected = "eager hooks" if way == "hooks on some ranks" and rank in (0, 3) else names.get(way, "captured")
-        assert report.backwards[expected] == (2 if uneven else 1)
+@pytest.mark.parametrize(("way", "wire"), [("hooks", BF16), ("hooks on some ranks", None), ("not compiled", None)])
+def test_as_torch_s_ddp(ranks4: Ranks, way: str, wire: torch.dtype | None) -> None:
+    for rank, report in enumerate(ranks4.run(run_beside, way, wire)):
+        assert report.backwards["captured" if way == "hooks on some ranks" and rank in (1, 2) else "eager hooks"] == 2
         assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
         assert len(report.plan.buckets) > 2
         for record in report.captures:
@@ -147,7 +122,7 @@ def gradient_of(model: nn.Module, value: float) -> float:
     return float(parameter.grad)
 
 
-def run_other_meshes() -> tuple[str, list[tuple[list[list[str]], float]]]:
+def run_other_meshes() -> tuple[str, list[tuple[list[list[str]], float]], str]:
     """Of a mesh that rank 3 is not in; stages and average of meshes with a dimension of size one, and of a slice."""
     torch._dynamo.reset()
     rank, said, found = dist.get_rank(), "", []
@@ -169,54 +144,20 @@ def run_other_meshes() -> tuple[str, list[tuple[list[list[str]], float]]]:
     expected = torch.autograd.grad(wide(batch(0).double()).square().mean() / 4, list(wide.parameters()))
     for each in expected:
         dist.all_reduce(each)
-    compiled(wide)(batch(0).double()).square().mean().backward()
+    compile_whole(wide)(batch(0).double()).square().mean().backward()
     for parameter, each in zip(wide.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, each, rtol=1e-12, atol=1e-15)
-    return said, found
+    fitted = dp_compile.calibrate(device_mesh=turned)
+    assert None not in (fitted.cost.inside, fitted.cost.between)
+    return said, found, fitted.to_json()
 
 
 def test_meshes_of_other_shapes(ranks4: Ranks) -> None:
-    one, two = [["all_reduce"]], [TWO_LEVELS]
-    for rank, (said, found) in enumerate(ranks4.run(run_other_meshes)):
+    one, two, results = [["all_reduce"]], [TWO_LEVELS], ranks4.run(run_other_meshes)
+    assert len({fitted for *_, fitted in results}) == 1  # levels are measured, alike on every rank
+    for rank, (said, found, _) in enumerate(results):
         assert ("this rank is not in the given device_mesh" in said) is (rank == 3)
         assert found == [(one, 1.0)] * (rank < 3) + [(one, 1.5), (one, 1.5), (two, 1.5)]
-
-
-class Odd(nn.Module):
-    """A bucket without elements, a gradient whose sum does not fit into float16, and complex ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Parameter(torch.ones(1, dtype=torch.float64))
-        self.empty = nn.Parameter(torch.ones(0, 3, dtype=torch.bfloat16))
-        self.short = nn.Parameter(torch.ones(1, dtype=torch.float16))
-        self.turn = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        total = self.first.sum() + self.empty.double().sum() + (self.short * x).double().sum()
-        return total + torch.view_as_real(self.turn * (1 + dist.get_rank() * 1j)).double().sum()
-
-
-def run_odd(by_hooks: bool) -> tuple[float, list[complex], int]:
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    model = dp_compile.replicate(Odd(), device_mesh=mesh, config=AOT)
-    with warnings.catch_warnings(), anomaly(by_hooks):
-        warnings.simplefilter("ignore")
-        compiled(model)(torch.full((1,), 30_000.0, dtype=torch.float16)).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-    assert set(dp_compile.report(model).backwards) == {"eager hooks" if by_hooks else "captured"}
-    return float(model.short.grad), model.turn.grad.tolist(), model.empty.grad.numel()
-
-
-@pytest.mark.parametrize("by_hooks", [False, True])
-def test_odd_gradients(ranks4: Ranks, by_hooks: bool) -> None:
-    for half, turn, empty in ranks4.run(run_odd, by_hooks):
-        assert half == 30_000.0
-        # d/dt of Re(tz) + Im(tz) is (1 + i) conj(z); the average of conj(1 + ri) over four ranks is 1 - 1.5i
-        assert turn == [pytest.approx((1 + 1j) * (1 - 1.5j), rel=1e-6)] * 3
-        assert empty == 0
 
 
 # --- what goes with it ----------------------------------------------------------------------------------------------
@@ -274,7 +215,7 @@ def run_beside_fsdp(wire: torch.dtype | None, factor: float | None, exact: bool)
         model.set_gradient_divide_factor(factor)  # type: ignore[operator]
         theirs.set_gradient_divide_factor(factor)
         theirs.set_force_sum_reduction_for_comms(True)  # gloo has no PREMUL_SUM
-    sides = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (compiled(model), theirs)]
+    sides = [(run, torch.optim.SGD(run.parameters(), lr=0.1)) for run in (compile_whole(model), theirs)]
     way = {name: 0.0 for name, _ in model.named_parameters()}
     for step in range(3):
         for run, optimizer in sides:
@@ -307,57 +248,3 @@ def test_as_fsdps_hybrid_sharding(meshed: Ranks, wire: torch.dtype | None, facto
     for report in meshed.run(run_beside_fsdp, wire, factor, exact):
         assert report.backwards == {"captured": 3}
         assert stages_of(report) == [TWO_LEVELS]
-
-
-def run_accumulated() -> str:
-    """Three micro-steps, of which only the last sends anything: the gradients of one process with all of the batch."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    torch.manual_seed(0)
-    model = mlp(7).double()
-    alone = copy.deepcopy(model)
-    dp_compile.replicate(model, device_mesh=mesh, config=AOT)
-    try:
-        model.set_requires_all_reduce(False)  # type: ignore[operator]
-        said = ""
-    except dp_compile.ConfigError as error:
-        said = str(error)
-    model.set_requires_all_reduce(True)  # type: ignore[operator]
-    run = compiled(model)
-    for micro in range(3):
-        model.set_requires_gradient_sync(micro == 2)  # type: ignore[operator]
-        run(batch(micro).double()).square().sum().backward()
-    everything = [[torch.zeros(3, 6, dtype=torch.float64) for _ in range(4)] for _ in range(3)]
-    for micro, parts in enumerate(everything):
-        dist.all_gather(parts, batch(micro).double())
-    (alone(torch.cat([part for parts in everything for part in parts])).square().sum() / 4).backward()
-    for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
-    assert dp_compile.report(model).backwards == {"captured without sync": 2, "captured": 1}
-    return said
-
-
-def test_accumulation_is_that_of_one_process_with_the_joint_batch(ranks4: Ranks) -> None:
-    for said in ranks4.run(run_accumulated):
-        assert "set_requires_all_reduce(False) is not supported: each rank has whole gradients" in said
-
-
-def run_measured() -> tuple[str, str]:
-    """Stages are measured, and buckets planned from that, as on one level."""
-    torch._dynamo.reset()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NODES)
-    config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
-    model = dp_compile.replicate(mlp(7), device_mesh=mesh, config=config)
-    run = torch.compile(model, backend="aot_eager")
-    for number in range(4):
-        run(batch(number)).square().mean().backward()
-    report, fitted = dp_compile.report(model), calibrate(device_mesh=mesh)
-    assert fitted.cost.inside is not None
-    assert fitted.cost.between is not None
-    assert stages_of(report) == [TWO_LEVELS] * len(report.plan.buckets)
-    return fitted.to_json(), report.plan.signature()
-
-
-def test_levels_are_measured_alike_on_every_rank(ranks4: Ranks) -> None:
-    first, *others = ranks4.run(run_measured)
-    assert all(each == first for each in others)

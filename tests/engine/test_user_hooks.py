@@ -19,7 +19,6 @@ from beside import (
     Untraceable,
     anomaly,
     beside,
-    compile_blocks,
     compile_whole,
     mlp,
     not_compiled,
@@ -113,7 +112,7 @@ def test_hooks_see_local_gradients(ranks: Ranks, way: str, hook: str, early: boo
 # --- an optimizer in a hook steps on local gradients ------------------------------------------------------------------
 
 
-def run_optimizer_in_hook(way: str, clears: bool) -> str:
+def run_optimizer_in_hook(way: str) -> str:
     build, compile_model, step = WAYS[way]
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -122,8 +121,6 @@ def run_optimizer_in_hook(way: str, clears: bool) -> str:
 
     def step_now(parameter: nn.Parameter) -> None:
         steps[parameter].step()
-        if clears:
-            steps[parameter].zero_grad()
 
     for parameter in steps:
         parameter.register_post_accumulate_grad_hook(step_now)
@@ -137,48 +134,9 @@ def run_optimizer_in_hook(way: str, clears: bool) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize(("way", "clears"), [*((way, False) for way in WAYS), ("eager hooks", True)])
-def test_an_optimizer_in_a_hook_is_an_error_that_names_the_parameter(ranks: Ranks, way: str, clears: bool) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_an_optimizer_in_a_hook_is_an_error_that_names_the_parameter(ranks: Ranks, way: str) -> None:
     first = "first.layers.0.weight" if way == "graph break" else "0.weight"
-    for error in ranks.run(run_optimizer_in_hook, way, clears):
+    for error in ranks.run(run_optimizer_in_hook, way):
         assert first in error
         assert "inside a hook" in error
-
-
-# --- a function that gives no gradient -----------------------------------------------------------------------
-
-
-class GivesNone(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x * 2 + weight.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * 2, None
-
-
-class WithNone(nn.Module):
-    def __init__(self, behind: bool) -> None:
-        super().__init__()
-        self.layers, self.weight, self.behind = Block(), nn.Parameter(torch.ones(6)), behind
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight * 3 if self.behind else self.weight
-        return GivesNone.apply(self.layers(x), weight)
-
-
-def run_none(way: str, behind: bool) -> None:
-    compile_model, step = {
-        "captured": (compile_blocks, plain),
-        "eager hooks": (compile_blocks, anomaly),
-        "not compiled": (not_compiled, plain),
-    }[way]
-    beside(lambda: WithNone(behind), step, compile_model=compile_model)
-
-
-@pytest.mark.parametrize("behind", [False, True])
-@pytest.mark.parametrize("way", ["captured", "eager hooks", "not compiled"])
-def test_no_gradient_from_a_function_counts_as_zeros(ranks: Ranks, way: str, behind: bool) -> None:
-    """`behind`: the parameter is behind another function, which gets the missing gradient."""
-    ranks.run(run_none, way, behind)

@@ -106,20 +106,6 @@ def model() -> Iterator[nn.Module]:
     dp_compile.unreplicate(made)
 
 
-def test_later_backwards(model: nn.Module, without: list[int]) -> None:
-    """What is like the inputs that were seen need not be the same tensors. Adding to gradients is left to Dynamo."""
-    run = compile_whole(model)
-    for step in range(3):
-        model.zero_grad()
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone() + step
-        backward(run, X + step)
-        assert_plain_gradients(model, X + step)
-    backward(run)
-    assert len(without) == 3
-    assert dp_compile.report(model).backwards == {"captured": 4}
-
-
 def test_another_state_of_torch(model: nn.Module, without: list[int]) -> None:
     """Dynamo looks at it, and compiles again; a state that is as it was needs no look again."""
     run = compile_whole(model)
@@ -302,19 +288,6 @@ def test_complex_gradients_are_traced_by_dynamo(dynamos: list[int]) -> None:
         backward(compile_whole(model))
     assert len(dynamos) == 1
     assert dp_compile.report(model).backwards == {"captured": 2}
-    dp_compile.unreplicate(model)
-
-
-def test_other_sizes_are_traced_by_dynamo(dynamos: list[int], without: list[int]) -> None:
-    """Without a compiled forward nothing else tells one size from another."""
-    torch._dynamo.reset()
-    model = dp_compile.replicate(net(), config=AOT)
-    for rows in (3, 2, 3, 1, 3, 2):
-        model.zero_grad()
-        with dp_compile.compiled_backward():
-            backward(model, X[:rows])
-        assert_plain_gradients(model, X[:rows])
-    assert len(dynamos) == len(without) == 1  # compiled autograd's second graph takes sizes
     dp_compile.unreplicate(model)
 
 

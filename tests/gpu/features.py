@@ -20,16 +20,18 @@ import math
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from comm_hooks import Rounded, as_torch_s, in_blocks, reduced_by_formula
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging import averagers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -97,7 +99,6 @@ class Difference:
     largest: float
     tolerance: float
     name: str = ""
-    note: str = ""
 
     def __str__(self) -> str:
         if self.name:
@@ -310,7 +311,7 @@ class Pair:
         micro: int = 1,
         before_step: Callable[[Pair], object] = lambda _: None,
         before_zero: Callable[[Pair], object] = lambda _: None,
-        autocast: bool = False,
+        autocast: torch.dtype | None = None,
     ) -> Pair:
         """All steps. With a scaler the gradients of the last rank overflow in step 4: no rank steps, all scales shrink.
 
@@ -319,13 +320,13 @@ class Pair:
             micro: backwards of each step; all but the last are not synchronised.
             before_step: is called after the backwards of each step.
             before_zero: is called before gradients are dropped.
-            autocast: compute in float16.
+            autocast: compute in this dtype.
         """
         for number in range(STEPS):
             overflows = self.scalers is not None and number == 4 and dist.get_rank() == dist.get_world_size() - 1
             for each in range(micro):
                 # A new context in each step: it keeps what it has cast.
-                with torch.autocast(self.place.device.type, F16) if autocast else nullcontext():
+                with torch.autocast(self.place.device.type, autocast) if autocast else nullcontext():
                     factor = math.inf if overflows else 1.0
                     self.backward(micro * number + each, *inputs(number), sync=each == micro - 1, factor=factor)
             before_step(self)
@@ -484,6 +485,7 @@ _pair("no_sync, 4 backwards a step", train={"micro": 4})
 _pair("gradients kept, set_to_none=False", set_to_none=False)
 _pair("gradients as views of lasting buckets", ddp={"gradient_as_bucket_view": True}, gradient_as_bucket_view=True)
 _pair("convolutions, apart from their bucket", Convolutions)
+_pair("channels_last", lambda: Convolutions().to(memory_format=torch.channels_last))
 _pair("tied weights", functools.partial(Net, tied=True))
 _pair("frozen parameters", _frozen)
 _pair("static_graph", _SPARE, static_graph=True, ddp={"static_graph": True})
@@ -553,52 +555,29 @@ _pair("torch's bf16_compress_hook", hook=(_BF16_HOOK, _BF16_HOOK), tolerance=of_
 _pair("torch's fp16_compress_hook", hook=(_F16_HOOK, _F16_HOOK), tolerance=of_float16)
 
 
-@dataclass(frozen=True)
-class Rounded(dp_compile.FunctionalHook):
-    """Adds up in bfloat16, and sends in the next step what that has lost."""
-
-    rounds: ClassVar[tuple[str, ...]] = ("all_reduce",)
-
-    def initial_state(self, gradient: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {"error": torch.zeros_like(gradient)}
-
-    def reduce(self, bucket: dp_compile.HookBucket) -> Generator[torch.Tensor, torch.Tensor, Any]:
-        given = zip(bucket.gradients, bucket.state, strict=True)
-        whole = torch.cat([(gradient + state["error"]).flatten() for gradient, state in given])
-        sent = whole.to(BF16)
-        mean = (yield sent).float() / bucket.ranks
-        sizes = [each.numel() for each in bucket.gradients]
-        reduced, errors = (
-            [part.view_as(like) for part, like in zip(each.split(sizes), bucket.gradients, strict=True)]
-            for each in (mean, whole - sent.float())
-        )
-        return reduced, [{"error": error} for error in errors]
-
-
-def _rounded_by_torch(errors, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
-    """`Rounded` as a hook of torch's; what it remembers is kept by parameter, as torch makes its buckets anew."""
-    given = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-    for parameter, gradient in given:
-        gradient += errors.get(id(parameter), torch.zeros_like(gradient))
-    sent, offset = bucket.buffer().to(BF16), 0
-    for parameter, gradient in given:
-        own = sent[offset : offset + gradient.numel()].view_as(gradient).float()
-        errors[id(parameter)], offset = gradient - own, offset + gradient.numel()
-    work = dist.all_reduce(sent, async_op=True)
-    return work.get_future().then(lambda done: done.value()[0].float() / dist.get_world_size())
-
-
 _pair(
     "FunctionalHook with state",
-    hook=(lambda: (dp_compile.HookState(), Rounded()), lambda: ({}, _rounded_by_torch)),
+    hook=(lambda: (dp_compile.HookState(), Rounded()), lambda: ({}, as_torch_s)),
     tolerance=of_half,
 )
+
+
+@_feature("torch's powerSGD_hook, in torch's reducer", ways=(EAGER,))
+def power_sgd(place: Place) -> Difference:
+    """Not compiled, as the reference: numbers are drawn by bucket, in the order of the first backward."""
+    options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}
+    make = lambda: (PowerSGDState(None, **options), powerSGD_hook)  # noqa: E731
+    pair = Pair.made(place, config={"bucket_cap_mb": None}, hook=(make, make))
+    pair.run = pair.ours
+    pair.train()
+    mine, other = named(pair.ours.named_parameters()), named(pair.theirs.module.named_parameters())
+    return compared(mine, other, max(1e-6, place.tolerance))
 
 
 @_feature("QuantizedHook int8, error feedback")
 def quantized(place: Place) -> Difference:
     """Against a formula in NumPy of the gradients of all ranks. A rounding that tips over is sent in the next step."""
-    block, errors = 64, list[np.ndarray]()
+    hook, errors = dp_compile.QuantizedHook(torch.int8, 64, min_ndim=0), list[np.ndarray]()
 
     def reduce(pair: Pair) -> None:
         nonlocal errors
@@ -608,44 +587,20 @@ def quantized(place: Place) -> Difference:
             if bucket.key.reduction.hook is not None
         )
         gradients = [pair.theirs.get_parameter(name).grad for name in order]
-        own = torch.cat([nn.functional.pad(each.flatten(), (0, -each.numel() % block)) for each in gradients])
+        own = torch.from_numpy(in_blocks([each.cpu() for each in gradients], hook)).to(place.device)
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, own)
         everyone = [each.cpu().numpy() for each in parts]
-        reduced, errors = _in_eight_bits(everyone, errors or [np.zeros_like(each) for each in everyone], block)
+        reduced, errors = reduced_by_formula(everyone, errors or [np.zeros_like(each) for each in everyone], hook)
         offset = 0
         for gradient in gradients:
             flat = torch.from_numpy(reduced[offset : offset + gradient.numel()]).to(place.device)
             gradient.copy_(flat.view_as(gradient))
-            offset += gradient.numel() + -gradient.numel() % block
+            offset += gradient.numel() + -gradient.numel() % hook.block
 
-    hook = lambda: (dp_compile.HookState(), dp_compile.QuantizedHook(torch.int8, block, min_ndim=0))  # noqa: E731
-    pair = Pair.made(place, config={"bucket_cap_mb": math.inf}, reference=lambda module: module, hook=(hook, None))
+    hooks = (lambda: (dp_compile.HookState(), hook)), None
+    pair = Pair.made(place, config={"bucket_cap_mb": math.inf}, reference=lambda module: module, hook=hooks)
     return pair.train(before_step=reduce).compared(2e-3, states=False)
-
-
-def _rounded_to_int8(x: np.ndarray, block: int) -> np.ndarray:
-    blocks = x.reshape(-1, block)
-    scale = np.maximum(np.abs(blocks).max(1, keepdims=True) / np.float32(127), np.float32(2**-126))
-    values: np.ndarray = (np.rint(blocks * (np.float32(1) / scale)) * scale).astype(np.float32).reshape(-1)
-    return values
-
-
-def _in_eight_bits(
-    gradients: Sequence[np.ndarray], errors: Sequence[np.ndarray], block: int
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """The average of all ranks, sent in eight bits to the rank that adds up and back, and what each has lost."""
-    ranks, numel = len(gradients), gradients[0].size
-    part = block * max(1, math.ceil(numel / (block * ranks)))
-    whole = [np.pad(one + error, (0, ranks * part - numel)) for one, error in zip(gradients, errors, strict=True)]
-    sent = [_rounded_to_int8(each, block) for each in whole]
-    left = [one - value for one, value in zip(whole, sent, strict=True)]
-    mean = np.sum(sent, axis=0, dtype=np.float32) / np.float32(ranks)
-    reduced = _rounded_to_int8(mean, block)
-    for rank, each in enumerate(left):
-        own = slice(rank * part, (rank + 1) * part)
-        each[own] += ranks * (mean - reduced)[own]
-    return reduced[:numel], [each[:numel] for each in left]
 
 
 # --- precision ----------------------------------------------------------------------------------------------------
@@ -659,7 +614,8 @@ def mixed_precision(place: Place) -> Difference:
     return Pair.made(place, reference=reference, mp_policy=policy).train().compared(of_half, states=False)
 
 
-_pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocast": True}, tolerance=of_half)
+_pair("bf16 autocast", train={"autocast": BF16}, tolerance=of_half)
+_pair("fp16 autocast, GradScaler, inf on one rank", scaled=True, train={"autocast": F16}, tolerance=of_half)
 
 
 # --- optimizers ---------------------------------------------------------------------------------------------------

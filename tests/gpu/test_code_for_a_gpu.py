@@ -5,7 +5,6 @@ What must hold of it, whatever the model; `docs/gpu.md` says what this shows and
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -210,45 +209,6 @@ def test_what_is_said_to_start_at_16_bytes_does(result: dict[str, Any]) -> None:
                     checked += 1
                     assert span.start * ITEMSIZE[dtypes[span.storage]] % 16 == 0, (call, span)
     assert checked
-
-
-# --- faults that are planted ----------------------------------------------------------------------------------------
-
-
-_SPOILT = ("{} = empty_strided_cuda((1, ), (1, ), torch.float32)", "{}.zero_()")
-_LAUNCH = re.compile(r"(?:(\w+) = )?torch\.ops\._c10d_functional\.(all_\w+|reduce_\w+)\.default\((\w+)")
-
-
-def planted(code: str) -> Iterator[str]:
-    """The code with a fault in what it does with its first bucket, in each stage of its reduction."""
-    lines = code.splitlines()
-    launch = next(number for number, line in enumerate(lines) if _LAUNCH.search(line))
-    memory = bucket = _LAUNCH.search(lines[launch])[3]  # type: ignore[index]
-    product = max(number for number in range(launch) if "extern_kernels" in lines[number])
-    other = next(number for number in range(launch, len(lines)) if re.match(r"\s*\w+ = empty_strided", lines[number]))
-    size = re.search(r"= empty_strided\w*\((\(.*?\)), (\(.*?\)), torch", lines[other])
-    assert size is not None
-    above = re.sub(r"= empty.*", f"= reinterpret_tensor({bucket}, {size[1]}, {size[2]}, 0)", lines[other])
-    yield "\n".join([*lines[:product], lines[launch], *lines[product:launch], *lines[launch + 1 :]])  # an early launch
-    yield "\n".join([*lines[:other], above, *lines[other + 1 :]])  # a buffer over a bucket in flight
-    for number, line in enumerate(lines):
-        found = _LAUNCH.search(line)
-        if found is None or found[3] != memory:
-            continue
-        memory, indent = found[1] or found[3], line[: len(line) - len(line.lstrip())]
-        wait = next(at for at in range(number, len(lines)) if f"wait_tensor.default({memory})" in lines[at])
-        after = next(at for at in range(number + 1, len(lines)) if "assert_" not in lines[at])
-        yield "\n".join([*lines[:wait], *lines[wait + 1 :]])
-        for name, done in itertools.product(dict.fromkeys((found[3], memory)), _SPOILT):
-            yield "\n".join([*lines[:after], indent + done.format(name), *lines[after:]])
-
-
-@of_cases("mlp", "two-level")
-def test_planted_faults_are_found(result: dict[str, Any]) -> None:
-    texts = list(planted(result["codes"][-1]))
-    assert len(texts) == (15 if result["name"] == "two-level" else 5)
-    for text in texts:
-        assert read_code(text).faults, text
 
 
 # --- what only code for a GPU shows ---------------------------------------------------------------------------------

@@ -11,17 +11,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import planted_reductions
 import pytest
 from experiments import PLANT
 from on_a_gpu import EXPERIMENTS, FAILED, MEASURED, NEEDS_A_GPU, PASSED, WHOLE, rows_of
 
 ROOT = Path(__file__).parents[2]
-FAULTS = [
-    planted_reductions.factor,
-    pytest.param(planted_reductions.dropped_wait, marks=pytest.mark.nightly),
-    pytest.param(planted_reductions.swapped_members, marks=pytest.mark.nightly),
-]
 
 
 def ci_gpu(out: Path, *arguments: str, plant: str = "") -> subprocess.CompletedProcess[str]:
@@ -43,11 +37,11 @@ def statuses(out: Path) -> dict[str, set[str]]:
 
 
 def test_some_experiments_by_day(tmp_path: Path) -> None:
-    """Failures on purpose, the simulated network, products under copies. G2 runs in the test of a fault."""
+    """Failures on purpose, the simulated network. G2 runs in the test of a fault."""
     out = tmp_path / "out"
-    done = ci_gpu(out, "--rehearse", "--only", "G3,G5,G6")
+    done = ci_gpu(out, "--rehearse", "--only", "G3,G5")
     assert done.returncode == 0, done.stdout + done.stderr + (out / "summary.md").read_text()
-    assert statuses(out) == {"G3": {PASSED}, "G5": {PASSED, MEASURED}, "G6": {PASSED, MEASURED}}
+    assert statuses(out) == {"G3": {PASSED}, "G5": {PASSED, MEASURED}}
     names = "log.txt machine.txt results.jsonl summary.md timeline.svg trace.json.gz"
     assert sorted(path.name for path in out.iterdir()) == names.split()
 
@@ -65,11 +59,9 @@ def test_all_experiments_at_night(tmp_path: Path) -> None:
     assert len(list(out.iterdir())) <= 8
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_reduction_is_named_by_the_feature(tmp_path: Path, fault: object) -> None:
+def test_a_fault_in_a_reduction_is_named_by_the_feature(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    plant = f"planted_reductions:{getattr(fault, '__name__', '')}"
-    done = ci_gpu(out, "--rehearse", "--only", "G2", "--features", "^bucket_cap_mb$", plant=plant)
+    done = ci_gpu(out, "--rehearse", "--only", "G2", "--features", "^bucket_cap_mb$", plant="planted_reductions:factor")
     assert done.returncode == 1, done.stdout + done.stderr
     found = {row["claim"]: row["status"] for row in rows_of(out / "results.jsonl")}
     assert found == {

@@ -182,9 +182,6 @@ def test_a_pass_that_fails_leaves_its_graph_to_look_at(tmp_path: Path) -> None:
     assert "InvalidGraphError" in (capture / "notes.txt").read_text()
 
 
-# --- the option -------------------------------------------------------------------------------------------------
-
-
 # --- the command ------------------------------------------------------------------------------------------------
 
 

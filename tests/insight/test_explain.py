@@ -178,7 +178,6 @@ def test_advice_that_can_be_followed() -> None:
 
 def test_no_timeline() -> None:
     for options, why in (
-        ({"mode": "torch's C++ reducer"}, "makes its own buckets"),
         ({"mode": "not decided, no backward yet"}, "what reduces is not known"),
         ({"world_size": 1}, "there is one rank"),
     ):

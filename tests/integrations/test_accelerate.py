@@ -16,7 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import ROOT, blocks, python_of
-from launched import as_launched
+from launched import as_launched, assert_same_steps
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -87,8 +88,8 @@ def arguments(case: str) -> dict[str, Any]:
     }[case]
 
 
-def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], set[str], int]:
-    """Losses of the steps, parameters, which way backwards went; halfway all is saved and loaded again."""
+def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float], int]:
+    """Losses of the steps, parameters, how many were synchronised; halfway all is saved and loaded again."""
     with accelerator(ours, **arguments(case)) as this:
         model = Blocks()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -115,8 +116,9 @@ def train(ours: bool, case: str, folder: str) -> tuple[list[float], list[float],
                 this.load_state(folder)
         inner = this.unwrap_model(model, keep_torch_compile=False)
         assert type(inner) is Blocks
-        ways = set(dp_compile.report(model).backwards) if ours else set()
-        return losses, nn.utils.parameters_to_vector(inner.parameters()).tolist(), ways, synced
+        if ours:
+            assert set(dp_compile.report(model).backwards) - {"captured without sync"} == {"captured"}
+        return losses, nn.utils.parameters_to_vector(inner.parameters()).tolist(), synced
 
 
 def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
@@ -125,85 +127,55 @@ def train_side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
         return train(True, case, f"{folder}/ours"), theirs, lines
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "compiled",
-        "regional",
-        pytest.param("accumulated", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("case", ["compiled", "regional", pytest.param("accumulated", marks=pytest.mark.nightly)])
 def test_every_step_as_accelerates(ranks2: Ranks, case: str, tmp_path: Path) -> None:
     outcomes = ranks2.run(train_side_by_side, case, str(tmp_path))
-    for rank, (ours, theirs, lines) in enumerate(outcomes):
-        torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(theirs[0]), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(torch.tensor(ours[1]), torch.tensor(theirs[1]), rtol=1e-5, atol=1e-5)
-        assert ours[3] == theirs[3]
-        assert ours[2] - {"captured without sync"} == {"captured"}
-        said = [line for line in lines if "after the first step parameters are equal on 2 ranks" in line]
-        assert len(said) == (rank == 0)
-        assert all("accelerate: backwards are captured" in line for line in said)
+    assert_same_steps(outcomes, "after the first step parameters are equal on 2 ranks")
+    assert_same_steps(outcomes, "accelerate: backwards are captured")
 
 
-def sync_and_join() -> tuple[list[float], list[float], list[int], float]:
-    """Of a compiled model: gradients after `trigger_sync_in_backward` inside `no_sync`, and after uneven inputs."""
+@on_ranks("ranks2")
+def test_sync_in_backward_and_uneven_inputs_of_a_compiled_model() -> None:
+    """Gradients after `trigger_sync_in_backward` inside `no_sync`, and parameters after uneven inputs."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = this.prepare(nn.Linear(2, 1, bias=False))
         rank = dist.get_rank()
         alone = this.unwrap_model(model)  # accelerate takes the wrapper out of the compiled model itself
         assert type(alone) is type(model)
         assert alone._orig_mod is model._orig_mod.module
+        weight = model.module.weight
         with this.no_sync(model):
             this.backward(model(torch.full((1, 2), float(rank))).sum())
-            local = model.module.weight.grad.flatten().tolist()
+            assert weight.grad.tolist() == [[rank, rank]]
             with this.trigger_sync_in_backward(model):
                 this.backward(model(torch.full((1, 2), 2.0 + rank)).sum())
-        summed = model.module.weight.grad.flatten().tolist()
+        assert weight.grad.tolist() == [[3.0, 3.0]]  # the means of 0 and 1, and of 2 and 3
         model.zero_grad()
-        batches = 0
         with this.join_uneven_inputs([model], even_batches=False):
             for _ in range(1 + rank):
-                batches += 1
                 this.backward(model(torch.ones(1, 2)).sum())
                 with torch.no_grad():
-                    model.module.weight -= model.module.weight.grad
+                    weight -= weight.grad
                 model.zero_grad()
-        return local, summed, [batches], model.module.weight.sum().item()
+        dist.broadcast(first := weight.detach().clone(), 0)
+        assert torch.equal(first, weight)
 
 
-def test_sync_in_backward_and_uneven_inputs_of_a_compiled_model(ranks2: Ranks) -> None:
-    (local_0, summed_0, _, end_0), (local_1, summed_1, _, end_1) = ranks2.run(sync_and_join)
-    assert (local_0, local_1) == ([0.0, 0.0], [1.0, 1.0])
-    assert summed_0 == summed_1 == [3.0, 3.0]  # the means of 0 and 1, and of 2 and 3
-    assert end_0 == end_1
-
-
-def evaluated_first() -> bool:
-    """accelerate itself gives the model back as it is when it was prepared for evaluation before: not reduced."""
+@on_ranks("ranks2")
+def test_never_silently() -> None:
+    """accelerate itself gives a model that was prepared for evaluation before back as it is: not reduced."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = Blocks()
         this.prepare_model(model, evaluation_mode=True)
-        prepared = this.prepare(model)
-        return isinstance(prepared._orig_mod, dp_compile.DistributedDataParallel)
-
-
-def one_rank_steps_otherwise() -> str:
+        assert isinstance(this.prepare(model)._orig_mod, dp_compile.DistributedDataParallel)
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:
         model = this.prepare(nn.Linear(2, 1))
-        for _ in range(2):
-            try:
-                this.backward(model(torch.ones(1, 2)).sum())
-            except dp_compile.DesyncError as error:
-                return str(error)
-            with torch.no_grad():
-                model.module.weight += dist.get_rank()
-        return "no error"
-
-
-def test_never_silently(ranks2: Ranks) -> None:
-    assert all(ranks2.run(evaluated_first))
-    for text in ranks2.run(one_rank_steps_otherwise):
-        assert text.startswith("parameters differ between ranks after 2 synchronised backwards: weight on rank 1")
+        this.backward(model(torch.ones(1, 2)).sum())
+        with torch.no_grad():
+            model.module.weight += dist.get_rank()
+        text = "^parameters differ between ranks after 2 synchronised backwards: weight on rank 1"
+        with pytest.raises(dp_compile.DesyncError, match=text):
+            this.backward(model(torch.ones(1, 2)).sum())
 
 
 def run_the_page(code: str) -> tuple[list[str], list[float], list[str]]:
@@ -258,59 +230,39 @@ def make(given: dict[str, Any], model: nn.Module | None = None) -> None:
             this.prepare(model)
 
 
-def refused_arguments() -> list[tuple[dict[str, Any], str]]:
+def refusals() -> list[tuple[dict[str, Any], Any, str]]:
+    """Arguments that would have no effect, and models that are reduced already."""
     from accelerate.utils import DDPCommunicationHookType as Hook
     from accelerate.utils import DistributedDataParallelKwargs as Given
 
+    def handler(**options: Any) -> dict[str, Any]:
+        return {"kwargs_handlers": [Given(**options)]}
+
+    state = {"comm_state_option": {"x": 1}}
     return [
-        ({"replicate_config": {}}, "replicate_config must be a ReplicateConfig, got dict"),
-        (
-            {"kwargs_handlers": [Given(comm_hook="bf16")]},
-            "would have no effect with comm_hook='bf16': it has to be a DDPCommunicationHookType",
-        ),
-        ({"kwargs_handlers": [Given(comm_wrapper=Hook.FP16)]}, "there is no comm_hook that it could wrap"),
-        (
-            {"kwargs_handlers": [Given(comm_hook=Hook.BF16, comm_state_option={"x": 1})]},
-            "comm_state_option={'x': 1}.* for comm_hook POWER_SGD",
-        ),
-        ({"kwargs_handlers": [Given(dim=1)]}, "dim must be 0, got 1"),
+        ({"replicate_config": {}}, nn.Sequential, "replicate_config must be a ReplicateConfig, got dict"),
+        (handler(comm_hook="bf16"), nn.Sequential, "no effect with comm_hook='bf16': it has to be a DDPCommunicationH"),
+        (handler(comm_wrapper=Hook.FP16), nn.Sequential, "there is no comm_hook that it could wrap"),
+        (handler(comm_hook=Hook.BF16, **state), nn.Sequential, "comm_state_option={'x': 1}.* for comm_hook POWER_SGD"),
+        (handler(dim=1), nn.Sequential, "dim must be 0, got 1"),
+        ({}, dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. does that too"),
+        ({}, TorchDDP, "Blocks is wrapped by torch's DDP already"),
+        ({}, dp_compile.DistributedDataParallel, "Blocks is wrapped by dp_compile.DistributedDataParallel already"),
     ]
 
 
 @pytest.mark.usefixtures("fake_group")
-def test_arguments_that_would_have_no_effect() -> None:
-    for given, message in refused_arguments():
-        with pytest.raises(dp_compile.ConfigError, match=message):
-            make(given, Blocks())
-
-
-@pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize(
-    ("wrap", "message"),
-    [
-        (dp_compile.replicate, "Blocks is replicated already, and Accelerator.prepare.. does that too"),
-        (TorchDDP, "Blocks is wrapped by torch's DDP already"),
-        (dp_compile.DistributedDataParallel, "Blocks is wrapped by dp_compile.DistributedDataParallel already"),
-    ],
-)
-def test_models_that_are_reduced_already(wrap: Any, message: str) -> None:
-    model = wrap(Blocks())
-    for given in (model, torch.compile(model, backend="aot_eager")):
-        with pytest.raises(dp_compile.ModuleError, match=message):
-            make({}, given)
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_compiler_that_accelerate_would_drop() -> None:
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from dp_compile.integrations.accelerate import Accelerator
 
-    with as_launched(), accelerator(True):
+    for given, wrap, message in refusals():
+        model = wrap(Blocks())
+        for each in (model, torch.compile(model, backend="aot_eager")):
+            with pytest.raises(dp_compile.DPCompileError, match=message):
+                make(given, each)
+    with as_launched(), accelerator(True):  # whose compiler accelerate would keep
         with pytest.raises(dp_compile.ConfigError, match=r"dynamo_backend 'inductor' would have no effect: .*'no'"):
             Accelerator(dynamo_backend="inductor")
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_other_kinds_of_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(dp_compile.ConfigError, match="ACCELERATE_USE_FSDP asks for another kind"):
         make({})

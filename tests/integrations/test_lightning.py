@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from launched import as_launched
+from launched import as_launched, assert_same_steps
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
@@ -34,8 +33,7 @@ QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": 
 def quickly() -> Iterator[list[str]]:
     """Started by a launcher, without code generation; what integrations say in the log."""
     defaults = dp_compile.ReplicateConfig.__init__.__kwdefaults__
-    with as_launched() as lines, warnings.catch_warnings(), mock.patch.dict(defaults, backend="aot_eager"):
-        warnings.simplefilter("ignore")
+    with as_launched() as lines, mock.patch.dict(defaults, backend="aot_eager"):
         yield lines
 
 
@@ -96,7 +94,7 @@ def strategy_of(package: str, ours: bool, case: str) -> Any:
     return Hooked() if case == "accumulated" else "ddp"
 
 
-def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], list[float], set[str]]:
+def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], list[float]]:
     pl = import_module("lightning.pytorch" if package == "lightning" else package)
     boring = import_module(f"{pl.__name__}.demos.boring_classes")
     torch._dynamo.reset()
@@ -121,7 +119,10 @@ def fit(package: str, ours: bool, case: str, folder: str) -> tuple[list[float], 
         dp_compile.report(module)
     assert not module._forward_pre_hooks
     assert not any(each._post_accumulate_grad_hooks for each in module.parameters())
-    return module.losses, nn.utils.parameters_to_vector(module.parameters()).tolist(), module.told
+    also = {"captured without sync", "fp16_compress_hook"} if accumulation else set()
+    assert module.told == ({"captured", *also} if ours else set())
+    assert len(module.losses) == STEPS
+    return module.losses, nn.utils.parameters_to_vector(module.parameters()).tolist()
 
 
 def fit_side_by_side(package: str, case: str, folder: str) -> tuple[Any, Any, list[str]]:
@@ -129,34 +130,20 @@ def fit_side_by_side(package: str, case: str, folder: str) -> tuple[Any, Any, li
         return fit(package, True, case, folder), fit(package, False, case, folder), lines
 
 
-NIGHTLY = pytest.mark.nightly
-
-
 @pytest.mark.parametrize(
     ("package", "case"),
-    [
-        ("lightning", "accumulated"),
-        pytest.param("pytorch_lightning", "compiled", marks=NIGHTLY),
-    ],
+    [("lightning", "accumulated"), pytest.param("pytorch_lightning", "compiled", marks=pytest.mark.nightly)],
 )
 def test_every_step_as_ddp(ranks2: Ranks, package: str, case: str, tmp_path: Path) -> None:
     if find_spec(package) is None:
         pytest.skip(f"{package} is not installed: pip install {package}")
-    for rank, (ours, theirs, lines) in enumerate(ranks2.run(fit_side_by_side, package, case, str(tmp_path))):
-        assert len(ours[0]) == STEPS
-        for mine, other in zip(ours[:2], theirs[:2], strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
-        expected = {"captured"}
-        if case == "accumulated":
-            expected |= {"captured without sync", "fp16_compress_hook"}
-        assert ours[2] == expected
-        assert len([line for line in lines if line.startswith("lightning: backwards are")]) == (rank == 0)
+    assert_same_steps(ranks2.run(fit_side_by_side, package, case, str(tmp_path)), "lightning: backwards are")
 
 
 # --- Fabric -----------------------------------------------------------------------------------------------------
 
 
-def by_fabric(strategy: str, folder: str) -> tuple[list[float], list[float], set[str]]:
+def by_fabric(strategy: str, folder: str) -> tuple[list[float], list[float]]:
     """Accumulation, clipping, a checkpoint halfway."""
     from lightning.fabric import Fabric
 
@@ -186,22 +173,18 @@ def by_fabric(strategy: str, folder: str) -> tuple[list[float], list[float], set
                 next(model.parameters()).zero_()
             fabric.barrier()
             fabric.load(f"{folder}/{strategy}.ckpt", state)
-    values = nn.utils.parameters_to_vector(plain.parameters()).tolist()
-    return losses, values, set(dp_compile.report(plain).backwards) if strategy == "dp_compile" else set()
+    if strategy == "dp_compile":
+        assert set(dp_compile.report(plain).backwards) == {"captured", "captured without sync"}
+    return losses, nn.utils.parameters_to_vector(plain.parameters()).tolist()
 
 
 def fabric_side_by_side(folder: str) -> tuple[Any, Any, list[str]]:
     with quickly() as lines:
-        both = [by_fabric(strategy, folder) for strategy in ("dp_compile", "ddp")]
-        return *both, lines
+        return by_fabric("dp_compile", folder), by_fabric("ddp", folder), lines
 
 
 def test_every_step_as_fabrics_ddp(ranks2: Ranks, tmp_path: Path) -> None:
-    for rank, (ours, theirs, lines) in enumerate(ranks2.run(fabric_side_by_side, str(tmp_path))):
-        for mine, other in zip(ours[:2], theirs[:2], strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(other), rtol=1e-5, atol=1e-5)
-        assert ours[2] == {"captured", "captured without sync"}
-        assert len([line for line in lines if line.startswith("lightning fabric: backwards are")]) == (rank == 0)
+    assert_same_steps(ranks2.run(fabric_side_by_side, str(tmp_path)), "lightning fabric: backwards are")
 
 
 # --- the page, and what is refused ------------------------------------------------------------------------------
@@ -213,12 +196,10 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], list[float]]:
     torch.manual_seed(dist.get_rank())
     loader = torch.utils.data.DataLoader(boring_classes.RandomDataset(32, 48), batch_size=6)
     names: dict[str, Any] = {"module": module_of(boring_classes), "loader": loader}
-    quick = {"default_root_dir": folder, **QUIET}
+    names["quick"] = {"default_root_dir": folder, **QUIET}
+    code = code.replace("max_epochs=1", "max_epochs=1, **quick").replace("(module)", "(module, backend='aot_eager')")
     with quickly() as lines:
-        exec(
-            code.replace("max_epochs=1", "max_epochs=1, **quick").replace("(module)", "(module, backend='aot_eager')"),
-            names | {"quick": quick},
-        )
+        exec(code, names)
         return lines, nn.utils.parameters_to_vector(names["module"].parameters()).tolist()
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +15,7 @@ import titan_jobs
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from launched import as_launched
+from launched import as_launched, assert_same_steps
 from torch import nn
 
 import dp_compile
@@ -37,13 +35,6 @@ def titan_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2, "forkserver")
     yield ranks
     ranks.stop()
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[list[str]]:
-    with as_launched() as lines, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield lines
 
 
 def with_ours(config: Any) -> Any:
@@ -66,30 +57,27 @@ def changes_of(case: str) -> dict[str, Any]:
     return {"compile__enable": True, **given[case]}
 
 
-def side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str], set[str]]:
-    with quietly() as lines:
+def side_by_side(case: str, folder: str) -> tuple[Any, Any, list[str]]:
+    with as_launched() as lines:
         changes = changes_of(case)
         *ours, trainer = titan_jobs.run(with_ours(titan_jobs.job(**changes)), folder)
         (model,) = trainer.model_parts
-        ways = set(dp_compile.report(model).backwards)
+        expected = {"eager hooks" if case == "plain" else "captured"}
+        expected |= {"captured without sync"} if case == "accumulated" else set()
+        assert set(dp_compile.report(model).backwards) == expected
+        assert len(ours[0]) == titan_jobs.STEPS
         # With torchtitan's other kinds of SPMD its FSDP wants a later torch than 2.13.
         *theirs, _ = titan_jobs.run(titan_jobs.job(parallelism__spmd_backend="partial_dtensor", **changes), folder)
-        return ours, theirs, lines, ways
+        return ours, theirs, lines
 
 
 @pytest.mark.parametrize("case", ["compiled", "plain", "accumulated", "bfloat16"])
 def test_every_step_as_torchtitans(titan_ranks: Ranks, case: str, tmp_path: Path) -> None:
-    for rank, (ours, theirs, lines, ways) in enumerate(titan_ranks.run(side_by_side, case, str(tmp_path))):
-        assert len(ours[0]) == titan_jobs.STEPS
-        for mine, other in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
-        expected = {"eager hooks" if case == "plain" else "captured"}
-        assert ways == expected | ({"captured without sync"} if case == "accumulated" else set())
-        assert len([line for line in lines if line.startswith("torchtitan: backwards are")]) == (rank == 0)
+    assert_same_steps(titan_ranks.run(side_by_side, case, str(tmp_path)), "torchtitan: backwards are")
 
 
 def run_the_page(code: str, folder: str) -> tuple[list[str], np.ndarray[Any, Any], set[str]]:
-    with quietly() as lines:
+    with as_launched() as lines:
         titan_jobs.load()
         names: dict[str, Any] = {}
         exec(code, names)
@@ -168,7 +156,7 @@ def refusals(folder: str) -> dict[str, Callable[[], object]]:
 
 def refused(folder: str) -> dict[str, str]:
     """What is said, by what is expected."""
-    with quietly():
+    with as_launched():
         titan_jobs.load()
         texts = {}
         for expected, wrong in refusals(folder).items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from docs_scripts import python_of
-from launched import as_launched
+from launched import as_launched, assert_same_steps
+from on_ranks import on_ranks
 from torch import nn
 
 import dp_compile
@@ -99,50 +99,35 @@ def outcome(trainer: Any) -> tuple[list[float], list[float], list[float]]:
     return [entry["loss"] for entry in steps], norms, parameters
 
 
-def fine_tune(case: str, folder: str) -> dict[str, Any]:
-    """Both trainers; then ours goes on from where the other one was halfway."""
+def fine_tune(case: str, folder: str) -> tuple[Any, Any, list[str]]:
+    """Both trainers; or ours goes on from where the other one was halfway."""
     from accelerate.state import AcceleratorState
 
-    with as_launched() as lines, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with as_launched() as lines:
         theirs = trainer_of(False, case, f"{folder}/theirs")
         theirs.train()
         AcceleratorState._reset_state(reset_partial_state=True)
         ours = trainer_of(True, case, f"{folder}/ours")
-        ways = ways_of(ours)
-        ours.train()
-        told = {"ours": outcome(ours), "theirs": outcome(theirs), "lines": list(lines)}
-        told["class"] = type(ours.model).__name__
-        saved = json.loads(Path(folder, "ours", f"checkpoint-{STEPS}", "config.json").read_text())
-        told["architectures"] = saved["architectures"]
+        ways, halfway = ways_of(ours), None
         if case == "resumed":
-            AcceleratorState._reset_state(reset_partial_state=True)
-            resumed = trainer_of(True, case, f"{folder}/resumed")
-            ways_then = ways_of(resumed)
-            resumed.evaluate(texts()[:8])  # transformers would not wrap its model any more
-            resumed.train(resume_from_checkpoint=f"{folder}/theirs/checkpoint-{STEPS // 2}")
-            told["resumed"] = outcome(resumed)
-            ways |= ways_then
+            ours.evaluate(texts()[:8])  # transformers would not wrap its model any more
+            halfway = f"{folder}/theirs/checkpoint-{STEPS // 2}"
+        ours.train(resume_from_checkpoint=halfway)
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.barrier()
-        return told | {"ways": ways}
+        saved = json.loads(Path(folder, "ours", f"checkpoint-{STEPS}", "config.json").read_text())
+        assert (type(ours.model).__name__, saved["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
+        assert ways - {"captured without sync"} == {"eager hooks" if case == "plain" else "captured"}
+        assert len(outcome(ours)[0]) == STEPS
+        return outcome(ours), outcome(theirs), lines
 
 
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == "compiled" else [pytest.mark.nightly]) for case in CASES]
 )
 def test_every_step_as_transformers(ranks2: Ranks, case: str, tmp_path: Path) -> None:
-    for rank, told in enumerate(ranks2.run(fine_tune, case, str(tmp_path))):
-        assert len(told["ours"][0]) == STEPS
-        for ours, theirs in zip(told["ours"], told["theirs"], strict=True):
-            torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
-        if "resumed" in told:
-            for ours, theirs in zip(told["resumed"], told["theirs"], strict=True):
-                torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-5)
-        assert told["ways"] - {"captured without sync"} == {"eager hooks" if case == "plain" else "captured"}
-        assert (told["class"], told["architectures"]) == ("GPT2LMHeadModel", ["GPT2LMHeadModel"])
-        said = [line for line in told["lines"] if "after the first step parameters are equal on 2 ranks" in line]
-        assert len(said) == (rank == 0)
+    outcomes = ranks2.run(fine_tune, case, str(tmp_path))
+    assert_same_steps(outcomes, "after the first step parameters are equal on 2 ranks")
 
 
 def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[str]]:
@@ -154,8 +139,7 @@ def run_the_page(code: str, folder: str) -> tuple[list[str], list[float], list[s
     rows = [{"input_ids": row, "labels": row} for row in torch.tensor(list(TEXT[: 16 * 6])).view(6, 16)]
     names: dict[str, Any] = {"model": made.model, "dataset": rows}
     quick = "torch_compile=True, torch_compile_backend='aot_eager', use_cpu=True, report_to=[], max_steps=2"
-    with as_launched() as lines, warnings.catch_warnings(), contextlib.chdir(folder):
-        warnings.simplefilter("ignore")
+    with as_launched() as lines, contextlib.chdir(folder):
         exec(code.replace("torch_compile=True, max_steps=20", quick), names)
         AcceleratorState._reset_state(reset_partial_state=True)
         dist.barrier()
@@ -174,13 +158,9 @@ def test_the_page(ranks2: Ranks, tmp_path: Path) -> None:
 # --- what is refused --------------------------------------------------------------------------------------------
 
 
-def refused_models(folder: str) -> list[str]:
-    from transformers import Trainer
-
+@on_ranks("ranks2")
+def test_models_that_would_not_be_reduced(tmp_path: Path) -> None:
     from dp_compile.integrations import transformers as ours
-
-    def of_shards(self: Any) -> None:
-        self.is_distributed_loading_by_transformers = True
 
     class Alone(ours.DPCompileMixin):
         pass
@@ -192,26 +172,14 @@ def refused_models(folder: str) -> list[str]:
             prepared = super()._prepare_for_training(*args)
             return self.accelerator.unwrap_model(prepared[0]), *prepared[1:]
 
-    texts_of_errors = []
+    def refused(text: str) -> Any:
+        return pytest.raises(dp_compile.DPCompileError, match=f"^{text}")
 
-    def keep(of: Any, *args: Any, **kwargs: Any) -> None:
-        try:
-            of(*args, **kwargs)
-        except dp_compile.DPCompileError as error:
-            texts_of_errors.append(str(error))
-
-    with as_launched(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        made = trainer_of(True, "plain", folder)
-        keep(Alone)
-        keep(Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train)
-        keep(type(made), model=dp_compile.replicate(made.model), args=made.args)
-        assert issubclass(type(made), Trainer)
-    return texts_of_errors
-
-
-def test_models_that_would_not_be_reduced(ranks2: Ranks, tmp_path: Path) -> None:
-    for alone, shards, replicated in ranks2.run(refused_models, str(tmp_path)):
-        assert alone.startswith("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both")
-        assert shards.startswith("GPT2LMHeadModel was not wrapped by dp_compile")
-        assert replicated.startswith("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too")
+    with as_launched():
+        made = trainer_of(True, "plain", str(tmp_path))
+        with refused("Alone has DPCompileMixin but is no transformers.Trainer. Derive it from both"):
+            Alone()
+        with refused("GPT2LMHeadModel was not wrapped by dp_compile"):
+            Shards(model=made.model, args=made.args, train_dataset=texts(), data_collator=padded).train()
+        with refused("GPT2LMHeadModel is replicated already, and DPCompileTrainer does that too"):
+            type(made)(model=dp_compile.replicate(made.model), args=made.args)

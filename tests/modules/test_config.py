@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
+import pydoc
 from typing import Any
 
 import pytest
@@ -54,12 +52,8 @@ def test_which_setting_of_the_hook_wins(option: bool | None, environ: dict[str, 
         ReplicateConfig().uses_python_hook({HOOK_VARIABLE: "maybe"})
 
 
-def test_the_environment_is_not_in_the_documentation() -> None:
-    source = "import dp_compile, pydoc; print(pydoc.render_doc(dp_compile.ReplicateConfig))"
-    environ = dict(os.environ) | {"A_TOKEN": "secret"}
-    text = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, check=True, env=environ
-    ).stdout
+def test_the_environment_is_not_in_the_documentation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_TOKEN", "secret")
+    text = pydoc.render_doc(ReplicateConfig)
     assert "secret" not in text
-    for field in dataclasses.fields(ReplicateConfig):
-        assert f"{field.name}: `" in text, field.name
+    assert all(f"{field.name}: `" in text for field in dataclasses.fields(ReplicateConfig))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,8 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def train_side_by_side() -> tuple[list[str], list[str]]:
+@on_ranks("ranks2")
+def test_trains_as_torch_ddp() -> None:
     torch._dynamo.reset()
     ours = DistributedDataParallel(
         build(), gradient_as_bucket_view=True, config=dp_compile.ReplicateConfig(backend="aot_eager")
@@ -47,12 +49,7 @@ def train_side_by_side() -> tuple[list[str], list[str]]:
         for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}")
     assert set(dp_compile.report(ours).backwards) == {"captured", "captured without sync"}
-    return list(ours.state_dict()), list(theirs.state_dict())
-
-
-def test_trains_as_torch_ddp(ranks2: Ranks) -> None:
-    for ours, theirs in ranks2.run(train_side_by_side):
-        assert ours == theirs
+    assert list(ours.state_dict()) == list(theirs.state_dict())
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -153,12 +150,25 @@ def copied(ours: nn.Module, how: str) -> nn.Module:
     return loaded
 
 
-def train_a_copy(how: str, compiled: bool) -> None:
+@pytest.mark.parametrize(
+    ("how", "compiled"),
+    [("deepcopy", "never"), ("pickle", "afterwards"), ("pickle", "in place"), ("deepcopy", "in place, inside")],
+)
+@on_ranks("ranks2")
+def test_copies_reduce(how: str, compiled: str) -> None:
     """Gradients of a copy against those of a copy of torch's wrapper; one rank evaluates the copy alone before."""
     torch._dynamo.reset()
     ours = DistributedDataParallel(build(), config=AOT)
-    theirs = copied(TorchDDP(build()), how)
-    twin = copied(ours, how)
+    if compiled.startswith("in place"):
+        (ours.module if compiled == "in place, inside" else ours).compile(backend="aot_eager")
+        ours(torch.ones(2, 4)).sum().backward()
+        ours.zero_grad()
+    with torch.no_grad():
+        for each in ours.parameters():
+            each.mul_(2)
+    theirs = TorchDDP(build())
+    theirs.load_state_dict(ours.state_dict())
+    theirs, twin = copied(theirs, how), copied(ours, how)
     assert type(twin) is DistributedDataParallel
     assert type(twin.module) is nn.Sequential
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -167,7 +177,7 @@ def train_a_copy(how: str, compiled: bool) -> None:
             copied(twin.eval(), how)(torch.ones(2, 4))
         twin.train()
     for _ in range(2):
-        call = torch.compile(twin, backend="aot_eager") if compiled else twin
+        call = torch.compile(twin, backend="aot_eager") if compiled == "afterwards" else twin
         x = torch.randn(6, 4, generator=generator)
         for run in (call, theirs):
             run.zero_grad()
@@ -176,15 +186,10 @@ def train_a_copy(how: str, compiled: bool) -> None:
             torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, n=name: f"{n}: {text}")
     assert dp_compile.report(twin).backwards
     assert all(parameter.grad is None for parameter in ours.parameters())
-    assert type(twin.module) is nn.Sequential
 
 
-@pytest.mark.parametrize(("how", "compiled"), [("deepcopy", False), ("pickle", True)])
-def test_copies_reduce(ranks2: Ranks, how: str, compiled: bool) -> None:
-    ranks2.run(train_a_copy, how, compiled)
-
-
-def exchange_checkpoints() -> None:
+@on_ranks("ranks2")
+def test_checkpoints_of_torch_ddp_and_of_the_wrapper() -> None:
     """Both ways, by `state_dict` and by torch.distributed.checkpoint, which takes the prefix off."""
     for wrap, other_wrap in ((DistributedDataParallel, TorchDDP), (TorchDDP, DistributedDataParallel)):
         saved = wrap(build())
@@ -200,11 +205,9 @@ def exchange_checkpoints() -> None:
         assert bool((loaded.module[0].weight == 3).all())
 
 
-def test_checkpoints_of_torch_ddp_and_of_the_wrapper(ranks2: Ranks) -> None:
-    ranks2.run(exchange_checkpoints)
-
-
-def wrapped_by_both(how: str) -> str:
+@pytest.mark.parametrize("how", ["not compiled", "compiled", "compiled inside"])
+@on_ranks("ranks2")
+def test_torch_ddp_around_a_replicated_module(how: str) -> None:
     torch._dynamo.reset()
     model = dp_compile.replicate(build(), config=AOT)
     if how == "compiled inside":
@@ -212,37 +215,23 @@ def wrapped_by_both(how: str) -> str:
     else:
         call = TorchDDP(model)
         call = torch.compile(call, backend="aot_eager") if how == "compiled" else call
-    try:
+    text = "^Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_compile."
+    with pytest.raises(dp_compile.ModuleError, match=text):
         call(torch.ones(2, 4)).sum().backward()
-    except dp_compile.ModuleError as error:
-        return str(error)
-    return "no error"
 
 
-@pytest.mark.parametrize("how", ["not compiled", "compiled", "compiled inside"])
-def test_torch_ddp_around_a_replicated_module(ranks2: Ranks, how: str) -> None:
-    for text in ranks2.run(wrapped_by_both, how):
-        assert text.startswith("Sequential is wrapped by torch's DistributedDataParallel and replicated by dp_compile.")
-
-
-def beside_torch_ddp() -> dict[str, bool]:
+@on_ranks("ranks2")
+def test_torch_ddp_beside_a_replicated_part() -> None:
     """torch's DDP around a module whose other part we reduce: no gradient is reduced twice, nothing to refuse."""
     model = build()
     dp_compile.replicate(model[3], config=AOT)
     TorchDDP._set_params_and_buffers_to_ignore_for_model(model, ["3.weight", "3.bias"])
     call = TorchDDP(model)
     call(torch.randn(6, 4, generator=torch.Generator().manual_seed(dist.get_rank()))).square().mean().backward()
-    same = {}
     for name, parameter in model.named_parameters():
         grads = [torch.empty_like(parameter) for _ in range(dist.get_world_size())]
         dist.all_gather(grads, parameter.grad)
-        same[name] = torch.equal(grads[0], grads[1])
-    return same
-
-
-def test_torch_ddp_beside_a_replicated_part(ranks2: Ranks) -> None:
-    for same in ranks2.run(beside_torch_ddp):
-        assert all(same.values())
+        assert torch.equal(grads[0], grads[1]), name
 
 
 # --- torch's meaning of torch's words ----------------------------------------------------------------------------
@@ -323,25 +312,3 @@ def test_a_buffer_that_cannot_be_copied() -> None:
             with pytest.raises(dp_compile.ModuleError, match=r"adjacency is torch.sparse.*broadcast_buffers=False"):
                 wrap(model)
         DistributedDataParallel(model, broadcast_buffers=False)
-
-
-def copied_after_compile(how: str, inside: bool) -> None:
-    torch._dynamo.reset()
-    ours = DistributedDataParallel(build(), config=AOT)
-    (ours.module if inside else ours).compile(backend="aot_eager")
-    ours(torch.ones(2, 4)).sum().backward()
-    ours.zero_grad()
-    twin = copied(ours, how)
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.zero_()
-    out = twin(torch.ones(2, 4))
-    out.sum().backward()
-    assert not out.any()
-    assert all(parameter.grad is not None for parameter in twin.parameters())
-    assert all(parameter.grad is None for parameter in ours.parameters())
-
-
-@pytest.mark.parametrize(("how", "inside"), [("pickle", False), ("deepcopy", True)])
-def test_copies_of_what_is_compiled_in_place(ranks2: Ranks, how: str, inside: bool) -> None:
-    ranks2.run(copied_after_compile, how, inside)

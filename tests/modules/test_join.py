@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -89,12 +90,17 @@ def same_on_all_ranks(module: nn.Module) -> None:
         assert torch.equal(first, tensor), name
 
 
-def run_uneven(counts: Sequence[int], compiled: bool, settings: dict[str, Any], options: dict[str, Any]) -> int:
+def run_uneven(counts: Sequence[int], compiled: bool, settings: dict[str, Any], options: dict[str, Any]) -> Any:
+    """How many backwards torch's reducer had; or what is raised, if ranks stop with the first one."""
     ours, run, theirs = twins(compiled=compiled, **options)
     count = counts[dist.get_rank()]
     steps = train(ours, run, count, branches=bool(options), **settings)
     assert steps == train(theirs, theirs, count, branches=bool(options), **settings)
-    assert steps == (count, "")
+    if steps[1]:
+        assert steps[0] == min(counts)
+        torch.testing.assert_close(list(ours.parameters()), list(theirs.parameters()))
+        return steps[1]
+    assert steps[0] == count
     same_state(ours, theirs)
     same_on_all_ranks(ours)
     # And what follows is ordinary training again.
@@ -105,15 +111,7 @@ def run_uneven(counts: Sequence[int], compiled: bool, settings: dict[str, Any], 
     return sum(number for way, number in backwards.items() if "torch" in way)
 
 
-@pytest.mark.parametrize(
-    ("counts", "divide"),
-    [
-        ((2, 5), True),
-        ((2, 5), False),
-        ((0, 3), True),
-        ((3, 3), False),
-    ],
-)
+@pytest.mark.parametrize(("counts", "divide"), [((2, 5), True), ((2, 5), False), ((0, 3), True), ((3, 3), False)])
 def test_two_ranks(ranks2: Ranks, counts: tuple[int, int], divide: bool) -> None:
     ranks2.run(run_uneven, counts, True, {"divide_by_initial_world_size": divide}, {})
 
@@ -127,25 +125,15 @@ def test_unused_parameters_of_a_forward_that_is_not_compiled(ranks2: Ranks) -> N
     assert ranks2.run(run_uneven, (2, 5), False, {}, {"find_unused_parameters": True}) == [0, 0]
 
 
-def run_throw(counts: Sequence[int]) -> tuple[str, str]:
-    ours, run, theirs = twins()
-    count = counts[dist.get_rank()]
-    mine = train(ours, run, count, throw_on_early_termination=True)
-    other = train(theirs, theirs, count, throw_on_early_termination=True)
-    assert mine == other
-    assert mine[0] == min(counts)
-    for (name, one), two in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(one, two, msg=lambda text, n=name: f"{n}: {text}")
-    return mine[1], other[1]
-
-
 def test_throw_on_early_termination(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_throw, (2, 4))
-    assert "Rank 0 exhausted all inputs" in first[0]
-    assert "Detected at least one rank that exhausted inputs" in second[0]
+    first, second = ranks2.run(run_uneven, (2, 4), True, {"throw_on_early_termination": True}, {})
+    assert "Rank 0 exhausted all inputs" in first
+    assert "Detected at least one rank that exhausted inputs" in second
 
 
-def run_two_in_one_backward(eager_rank: int) -> None:
+@pytest.mark.parametrize("eager_rank", [-1, 0])
+@on_ranks("ranks2")
+def test_two_modules_in_one_backward(eager_rank: int) -> None:
     """torch's DDP cannot shadow this: its buckets of two modules come in whatever order gradients arrive."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -168,12 +156,8 @@ def run_two_in_one_backward(eager_rank: int) -> None:
         same_on_all_ranks(model)
 
 
-@pytest.mark.parametrize("eager_rank", [-1, 0])
-def test_two_modules_in_one_backward(ranks2: Ranks, eager_rank: int) -> None:
-    ranks2.run(run_two_in_one_backward, eager_rank)
-
-
-def run_with_zero_redundancy() -> None:
+@on_ranks("ranks2")
+def test_beside_a_joinable_of_torch() -> None:
     """Beside a joinable of torch's own: an optimizer whose ranks each hold a part of the state."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # importing it warns of something torch deprecates
 
@@ -186,10 +170,6 @@ def run_with_zero_redundancy() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
     same_state(ours, theirs)
-
-
-def test_beside_a_joinable_of_torch(ranks2: Ranks) -> None:
-    ranks2.run(run_with_zero_redundancy)
 
 
 def run_replan(options: dict[str, Any]) -> tuple[Any, int]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, Block, batch, compile_whole, mlp, not_compiled
+from on_ranks import on_ranks
 from torch import nn
-from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -23,7 +23,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dp_compile
-from dp_compile.testing.ranks import Ranks
 
 FP16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -66,7 +65,20 @@ WAYS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    ("way", "policy"),
+    [
+        ("captured", MixedPrecisionPolicy(BF16)),
+        ("captured", MixedPrecisionPolicy(BF16, F32)),
+        pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
+        ("in parts", MixedPrecisionPolicy(BF16)),
+        ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
+        ("not compiled", MixedPrecisionPolicy(BF16, F32)),
+    ],
+)
+@on_ranks("ranks")
+def test_as_fsdp(way: str, policy: MixedPrecisionPolicy) -> None:
     """Three steps with an accumulation each; gradients and parameters are compared after each."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -102,54 +114,24 @@ def run_beside_fsdp(way: str, policy: MixedPrecisionPolicy) -> dict[str, int]:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    found = dict(dp_compile.report(model).backwards)
+    expected = {"eager hooks": "eager hooks", "not compiled": "eager hooks"}.get(way, "captured")
+    assert dp_compile.report(model).backwards[expected] == 3
     dp_compile.unreplicate(model)
-    return found
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize(
-    ("way", "policy"),
-    [
-        ("captured", MixedPrecisionPolicy(BF16)),
-        ("captured", MixedPrecisionPolicy(BF16, F32)),
-        pytest.param("inductor", MixedPrecisionPolicy(BF16, F32), marks=pytest.mark.nightly),
-        ("in parts", MixedPrecisionPolicy(BF16)),
-        ("eager hooks", MixedPrecisionPolicy(BF16, F32, F32)),
-        ("not compiled", MixedPrecisionPolicy(BF16, F32)),
-    ],
-)
-def test_as_fsdp(ranks: Ranks, way: str, policy: MixedPrecisionPolicy) -> None:
-    for backwards in ranks.run(run_beside_fsdp, way, policy):
-        expected = {"eager hooks": "eager hooks", "not compiled": "eager hooks"}.get(way, "captured")
-        assert backwards[expected] == 3
-
-
-def run_with_a_hook() -> dict[str, int]:
+@on_ranks("ranks2")
+def test_a_hook_says_how_what_was_computed_so_travels() -> None:
     """With the gradients that a forward with cast parameters gives, averaged as the hook does."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = mlp()
-    alone = copy.deepcopy(model)
-    dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(BF16))
+    alone = mlp()
+    model: Any = replicated(copy.deepcopy(alone))
     model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    for run, module in ((compile_whole(model), model), (functools.partial(reference, alone), alone)):
-        module.zero_grad()
-        run(batch(0)).float().square().mean().backward()
+    compile_whole(model)(batch(0)).float().square().mean().backward()
+    reference(alone, batch(0)).float().square().mean().backward()
     for (name, one), other in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        sent = (other.grad / 2).to(FP16)
+        sent = (other.grad / 2).to(FP16)  # type: ignore[operator]
         dist.all_reduce(sent)
         assert torch.equal(one.grad, sent.to(F32)), name
-    found = dict(dp_compile.report(model).backwards)
-    dp_compile.unreplicate(model)
-    return found
-
-
-def test_a_hook_says_how_what_was_computed_so_travels(ranks2: Ranks) -> None:
-    for backwards in ranks2.run(run_with_a_hook):
-        assert backwards == {"captured": 1}
+    assert dp_compile.report(model).backwards == {"captured": 1}
 
 
 # --- one module in this process: a fake group of two ranks, in which the sum is this rank's half
@@ -270,12 +252,8 @@ class TestForward:
 
         model = Mixed()
         given, half = model.low, []
-        dp_compile.replicate(
-            model,
-            ignored_modules=[model.ignored],
-            config=AOT,
-            mp_policy=MixedPrecisionPolicy(BF16),
-        )
+        policy = MixedPrecisionPolicy(BF16)
+        dp_compile.replicate(model, ignored_modules=[model.ignored], config=AOT, mp_policy=policy)
         model.layer.register_forward_hook(lambda *_: half.append(model.low is given))
         kept: list[Any] = []
         backward(model(torch.tensor([0, 3]), turn=torch.tensor(1j), kept=kept))
@@ -317,7 +295,7 @@ class Twice(nn.Module):
     def __init__(self, twice: bool) -> None:
         super().__init__()
         self.first, self.block, self.norm = nn.Linear(6, 6), Block(), nn.LayerNorm(6)
-        self.how: Callable[..., Any] = plainly
+        self.how: Callable[..., Any] = lambda block, x: block(x)
         self.twice = twice
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -326,19 +304,8 @@ class Twice(nn.Module):
         return result
 
 
-def plainly(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = block(x)
-    return result
-
-
-def checkpointed(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(block, x, use_reentrant=False)
-    return result
-
-
-def reentrantly(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = checkpoint(block, x, use_reentrant=True)
-    return result
+checkpointed = functools.partial(checkpoint, use_reentrant=False)
+reentrantly = functools.partial(checkpoint, use_reentrant=True)
 
 
 def with_compiled_block(model: nn.Module) -> nn.Module:
@@ -356,7 +323,7 @@ class TestModules:
             (with_compiled_block, reentrantly),
             (compile_whole, checkpointed),
         ],
-        ids=lambda each: each.__name__,
+        ids=["reentrant", "block", "reentrant block", "whole"],
     )
     def test_recomputation(self, how: Callable[..., Any], prepare: Callable[[nn.Module], Any]) -> None:
         torch.manual_seed(0)
@@ -370,9 +337,7 @@ class TestModules:
         for _ in range(2):
             model.zero_grad()
             if (how, prepare) == (reentrantly, with_compiled_block):
-                with pytest.raises(
-                    dp_compile.ReductionError, match=r"gradients would be lost. Use .*use_reentrant=Fal"
-                ):
+                with pytest.raises(dp_compile.ReductionError, match=r"would be lost. Use .*use_reentrant=False"):
                     backward(run(X))
                 continue
             backward(run(X))
@@ -387,9 +352,8 @@ class TestModules:
             lambda: nn.Sequential(torch.nn.utils.weight_norm(nn.Linear(6, 6))),
             lambda: torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
             lambda: nn.LSTM(6, 6),
-            lambda: nn.TransformerEncoderLayer(6, 2, 6, dropout=0.0),
         ],
-        ids=["weight_norm", "parametrized", "lstm", "attention"],
+        ids=["weight_norm", "parametrized", "lstm"],
     )
     def test_modules_that_look_at_their_parameters(self, build: Callable[[], nn.Module]) -> None:
         torch.manual_seed(0)
@@ -529,72 +493,3 @@ class TestRefused:
             assert all(isinstance(each, nn.Parameter) for each in model.parameters())
         assert [each.dtype for each in found] == 3 * [BF16]
         dp_compile.unreplicate(model)
-
-
-# --- on real ranks
-
-
-def run_with_a_scaler() -> tuple[float, list[Any]]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model, found = mlp(), []
-    dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(FP16))
-    run, scaler = compile_whole(model), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        before = model[0].weight.detach().clone()
-        x = batch(step) * (1e6 if step == 1 and dist.get_rank() == 1 else 1.0)
-        scaler.scale(run(x).float().square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        found.append((scaler.get_scale(), torch.equal(before, model[0].weight)))
-    return float(model[0].weight.detach().double().sum()), found
-
-
-def test_a_scaler_skips_a_step_on_all_ranks(ranks: Ranks) -> None:
-    results = ranks.run(run_with_a_scaler)
-    assert len({value for value, _ in results}) == 1
-    assert all(found == [(1024.0, False), (512.0, True), (512.0, False)] for _, found in results)
-
-
-class Turn(nn.Module):
-    """Nothing that floats."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64))
-
-
-def run_nothing_to_cast() -> str:
-    model = mlp() if dist.get_rank() == 0 else Turn()
-    with pytest.raises(dp_compile.DPCompileError) as error:
-        dp_compile.replicate(model, config=AOT, mp_policy=MixedPrecisionPolicy(BF16))
-    assert type(model) in (nn.Sequential, Turn)
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def test_a_policy_with_nothing_to_cast_is_an_error_on_every_rank(ranks2: Ranks) -> None:
-    first, second = ranks2.run(run_nothing_to_cast, timeout_s=60.0)
-    message = "Turn has no floating parameter that param_dtype=torch.bfloat16 could cast"
-    assert second.startswith(f"ModuleError: {message}")
-    assert first.startswith("DesyncError: ")
-    assert message in first
-
-
-# --- in the generated code
-
-
-@pytest.mark.usefixtures("fake_group")
-def test_a_product_is_written_into_its_bucket() -> None:
-    """Weights' gradients are bfloat16 products, and the wire is bfloat16: nobody writes them in float32."""
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 32))
-    dp_compile.replicate(model, mp_policy=MixedPrecisionPolicy(BF16, BF16))
-    result = torch.compile(model)(torch.randn(16, 64)).float().square().mean()
-    with inductor_config.patch(fx_graph_cache=False):  # the record is made with the code
-        result.backward()
-    text = str(dp_compile.report(model))
-    assert "computed in their buckets: 100.0%" in text
-    assert "does not round to another dtype" not in text
-    dp_compile.unreplicate(model)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
-from dp_compile.testing.ranks import Ranks
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
@@ -42,13 +42,9 @@ class Refusing(type):
         return super().__new__(cls, name, bases, body, **kwargs)
 
 
-class OfRefusing(nn.Module, metaclass=Refusing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
+class OfRefusing(Plain, metaclass=Refusing):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
+        return super().forward(x)
 
 
 class StoresElsewhere(Plain):
@@ -90,15 +86,14 @@ def script_module() -> nn.Module:
     return torch.jit.script(nn.Linear(4, 4))
 
 
-REFUSED: dict[str, Any] = {"metaclass": OfRefusing}
-SWAPPED: dict[str, Any] = {
+KINDS: dict[str, Any] = {
+    "metaclass": OfRefusing,
     "mixin": MixinFirst,
     "stores": StoresElsewhere,
     "names": OurNames,
     "graph": graph_module,
     "script": script_module,
 }
-KINDS = {**REFUSED, **SWAPPED}
 
 
 def gradients(make: Callable[[], Any], wrap: Callable[[nn.Module], nn.Module]) -> dict[str, torch.Tensor]:
@@ -117,48 +112,26 @@ def gradients(make: Callable[[], Any], wrap: Callable[[nn.Module], nn.Module]) -
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def ours(module: nn.Module) -> nn.Module:
-    kind = type(module)
-    wrapper = dp_compile.DistributedDataParallel(module, config=AOT)
-    assert type(module) is kind
-    return wrapper
+@pytest.mark.parametrize(
+    ("kind", "swapped"), [(kind, False) for kind in KINDS] + [(kind, True) for kind in [*KINDS][1:]]
+)
+@on_ranks("ranks2")
+def test_every_class_trains(kind: str, swapped: bool) -> None:
+    """The wrapper takes all, `replicate` swaps the class."""
 
+    def wrap(module: nn.Module) -> nn.Module:
+        own = type(module)
+        model = (dp_compile.replicate if swapped else dp_compile.DistributedDataParallel)(module, config=AOT)
+        assert (type(module) is not own) is swapped
+        assert issubclass(type(module), own)
+        return model
 
-def replicated(module: nn.Module) -> nn.Module:
-    kind = type(module)
-    dp_compile.replicate(module, config=AOT)
-    assert type(module) is not kind
-    assert issubclass(type(module), kind)
-    return module
-
-
-def compare(kind: str, wrap: Callable[[nn.Module], nn.Module]) -> None:
-    expected, found = gradients(KINDS[kind], TorchDDP), gradients(KINDS[kind], wrap)
-    torch.testing.assert_close(found, expected)
-
-
-def wrapped_trains(kind: str) -> None:
-    compare(kind, ours)
-
-
-def replicated_trains(kind: str) -> None:
-    compare(kind, replicated)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_wrapper_takes_every_class(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(wrapped_trains, kind)
-
-
-@pytest.mark.parametrize("kind", SWAPPED)
-def test_replicate_swaps_the_class(ranks2: Ranks, kind: str) -> None:
-    ranks2.run(replicated_trains, kind)
+    torch.testing.assert_close(gradients(KINDS[kind], wrap), gradients(KINDS[kind], TorchDDP))
 
 
 @pytest.mark.usefixtures("fake_group")
-@pytest.mark.parametrize("kind", REFUSED)
-def test_replicate_names_the_wrapper(kind: str) -> None:
-    module = KINDS[kind]()
+def test_replicate_names_the_wrapper() -> None:
+    module = OfRefusing()
     with pytest.raises(dp_compile.ModuleError, match=r"Use dp_compile.DistributedDataParallel\(module\)"):
         dp_compile.replicate(module)
     dp_compile.DistributedDataParallel(module)  # nothing of the attempt is left

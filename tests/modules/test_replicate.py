@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import re
 import time
 import weakref
 from datetime import timedelta
@@ -13,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dp_compile
@@ -69,18 +71,6 @@ class TestLocal:
         model.body.requires_grad_(False).to("meta")
         with pytest.raises(dp_compile.ModuleError, match=r"body\.0\.weight is on the meta device"):
             dp_compile.replicate(model)(torch.ones(1, 4))
-
-    def test_argument_wins_over_environment_and_config(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
-        by_variable, by_config, by_argument = Net(), Net(), Net()
-        dp_compile.replicate(by_variable)
-        dp_compile.replicate(by_config, config=dp_compile.ReplicateConfig(ddp_python_hook=True))
-        dp_compile.replicate(by_argument, ddp_python_hook=True)
-        chosen = [replica_of(model).config.uses_python_hook() for model in (by_variable, by_config, by_argument)]
-        assert chosen == [False, True, True]
-        monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "maybe")
-        with pytest.raises(dp_compile.ConfigError, match="DP_COMPILE_DDP_PYTHON_HOOK"):
-            dp_compile.replicate(Net())
 
     # --- bad input
 
@@ -135,11 +125,6 @@ class TestLocal:
         ):
             assert replica.names == ("body.0.bias", "head.weight", "head.bias")
             assert replica.buffers == ()
-
-    def test_options_that_torch_s_replicate_takes(self) -> None:
-        for wish in (None, True, False):
-            model = dp_compile.replicate(Net(), gradient_as_bucket_view=wish, static_graph=True)
-            assert replica_of(model).plan.keeps_memory is wish
 
     def test_passes_that_ranks_could_not_compare(self) -> None:
         class Mine:
@@ -238,31 +223,38 @@ def test_first_rank_is_copied(ranks: Ranks) -> None:
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
 
 
+def fails(name: str, module: nn.Module) -> bool:
+    raise ZeroDivisionError("a bug")
+
+
 def disagree(how: str) -> tuple[str, float]:
+    """An error, and how long it took; later calls of all ranks still match."""
     second = dist.get_rank() == 1
     options: dict[str, Any] = {}
-    model = Net(width=6 if second and how == "shape" else 4)
+    model: nn.Module = Net(width=6 if second and how == "shape" else 4)
     if second and how == "frozen":
         model.head.bias.requires_grad_(False)
     if second and how == "cap":
         options["bucket_cap_mb"] = 3
     if second and how == "error":
         model.requires_grad_(False)
+    if second and how == "bug":
+        options["bucket_policy"] = fails
+    if how == "nothing to cast":
+        options["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16)
+        model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))]) if second else model
     start = time.monotonic()
     try:
         dp_compile.replicate(model, **options)
-    except dp_compile.DPCompileError as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+    except (dp_compile.DPCompileError, ZeroDivisionError) as error:
+        said, seconds = f"{type(error).__name__}: {error}", time.monotonic() - start
+        dp_compile.replicate(Net())
+        return said, seconds
     return "no error", 0.0
 
 
 @pytest.mark.parametrize(
-    ("how", "difference"),
-    [
-        ("shape", "body.0.weight"),
-        ("frozen", "head.bias"),
-        ("cap", "bucket_cap_mb is 3"),
-    ],
+    ("how", "difference"), [("shape", "body.0.weight"), ("frozen", "head.bias"), ("cap", "bucket_cap_mb is 3")]
 )
 def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> None:
     for text, seconds in ranks.run(disagree, how):
@@ -272,32 +264,18 @@ def test_ranks_with_other_models(ranks: Ranks, how: str, difference: str) -> Non
         assert seconds < 30
 
 
-def test_error_on_one_rank_reaches_the_other(ranks: Ranks) -> None:
-    (first, _), (second, _), *_ = ranks.run(disagree, "error")
-    assert "rank 1 cannot go on: Net has no parameter that requires a gradient" in first
-    assert second.startswith("ModuleError")
-
-
-def fail_with_a_bug(how: str) -> list[str]:
-    """Rank 1 raises something that is no error of this package; then all go on."""
-    said = []
-
-    def policy(name: str, module: nn.Module) -> bool:
-        raise ZeroDivisionError("a bug")
-
-    second = dist.get_rank() == 1
-    for options in ({"bucket_policy": policy} if second else {"bucket_policy": {nn.Linear}}, {}):
-        try:
-            dp_compile.replicate(Net(), **options)  # type: ignore[arg-type]
-        except (dp_compile.DesyncError, ZeroDivisionError) as error:
-            said.append(str(error))
-    return said
-
-
-def test_a_bug_on_one_rank_reaches_the_others_and_they_stay_in_step(ranks: Ranks) -> None:
-    (first, second, *_) = ranks.run(fail_with_a_bug, "policy")
-    assert first == ["replicate(): rank 1 cannot go on: ZeroDivisionError: a bug"]
-    assert second == ["a bug"]
+@pytest.mark.parametrize(
+    ("how", "kind", "message"),
+    [
+        ("error", "ModuleError: ", "Net has no parameter that requires a gradient"),
+        ("bug", "", "ZeroDivisionError: a bug"),
+        ("nothing to cast", "ModuleError: ", "ParameterList has no floating parameter that param_dtype=torch.bfl"),
+    ],
+)
+def test_error_on_one_rank_reaches_the_other(ranks: Ranks, how: str, kind: str, message: str) -> None:
+    (first, _), (second, _), *_ = ranks.run(disagree, how)
+    assert f"rank 1 cannot go on: {message}" in first
+    assert second.startswith(kind + message)
 
 
 def one_rank_only(call: str) -> str:
@@ -318,9 +296,9 @@ def test_a_call_that_another_rank_does_not_make(own_ranks: Ranks, call: str) -> 
     assert own_ranks.run(one_rank_only, call)[0] == f"{call}(): {missing} not called {call}() after 2 s"
 
 
-def step_without_a_group(compiled: bool) -> list[str]:
-    """Backwards after the end of a group, and after the start of another one of the same name."""
-    said = []
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks("ranks")
+def test_a_step_after_the_end_of_the_group(compiled: bool) -> None:
     config = dp_compile.ReplicateConfig(backend="aot_eager")
     group = dist.new_group(list(range(dist.get_world_size())), group_desc="short-lived")
     model = dp_compile.replicate(Net(), process_group=group, config=config)
@@ -329,18 +307,9 @@ def step_without_a_group(compiled: bool) -> list[str]:
     dist.destroy_process_group(group)
     with torch.no_grad():
         call(torch.ones(1, 4))
-    try:
+    text = r"the gradients of body\.0\.weight and others are reduced was destroyed"
+    with pytest.raises(dp_compile.CommunicationError, match=text):
         call(torch.ones(1, 4)).sum().backward()
-    except dp_compile.CommunicationError as error:
-        said.append(str(error))
-    return said
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_step_after_the_end_of_the_group(ranks: Ranks, compiled: bool) -> None:
-    for said in ranks.run(step_without_a_group, compiled):
-        assert len(said) == 1
-        assert "the gradients of body.0.weight and others are reduced was destroyed" in said[0]
 
 
 def buffers_follow() -> list[int]:
@@ -362,42 +331,10 @@ def test_buffers_of_the_first_rank_are_copied_after_each_synchronised_backward(r
     assert ranks2.run(buffers_follow) == [[1, 2, 3], [1, 2, 4]]
 
 
-def two_groups() -> list[float]:
-    """Two models with different groups and settings in one process and one backward, on four ranks."""
-    rank = dist.get_rank()
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    torch.manual_seed(0)
-    outer, inner = nn.Linear(3, 3), nn.Linear(3, 3)
-    config = dp_compile.ReplicateConfig(backend="aot_eager")
-    dp_compile.replicate(outer, config=config)
-    dp_compile.replicate(inner, process_group=pairs[rank // 2], bucket_cap_mb=1e-6, config=config)
-    run = torch.compile(nn.Sequential(inner, outer), backend="aot_eager")
-    run(torch.full((1, 3), float(rank))).sum().backward()
-    reference_outer, reference_inner = nn.Linear(3, 3), nn.Linear(3, 3)
-    reference_outer.load_state_dict(outer.state_dict())
-    reference_inner.load_state_dict(inner.state_dict())
-    results = []
-    for model, reference, members in (
-        (outer, reference_outer, range(4)),
-        (inner, reference_inner, [rank // 2 * 2, rank // 2 * 2 + 1]),
-    ):
-        total = torch.zeros_like(model.weight)
-        for member in members:
-            for each in (reference_outer, reference_inner):
-                each.zero_grad()
-            reference_outer(reference_inner(torch.full((1, 3), float(member)))).sum().backward()
-            total += reference.weight.grad
-        results.append(float((model.weight.grad - total / len(members)).abs().max()))
-    return results
-
-
-def test_two_groups_in_one_backward(ranks4: Ranks) -> None:
-    for differences in ranks4.run(two_groups):
-        assert max(differences) < 1e-6
-
-
-def beside_fully_shard(compiled: bool) -> tuple[dict[str, int], float]:
-    """Part of a model sharded by torch, the rest replicated. Returns the way and the largest error of a gradient."""
+@pytest.mark.parametrize("compiled", [False, True])
+@on_ranks("ranks2")
+def test_beside_fully_shard(compiled: bool) -> None:
+    """Part of a model is sharded by torch, the rest replicated."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Net()
@@ -412,17 +349,19 @@ def beside_fully_shard(compiled: bool) -> tuple[dict[str, int], float]:
     for mine, reference in zip(model.parameters(), alone.parameters(), strict=True):
         grad = mine.grad.full_tensor() if isinstance(mine.grad, DTensor) else mine.grad
         worst = max(worst, float((grad - reference.grad).abs().max()))
-    return dict(dp_compile.report(model).backwards), worst
+    assert dp_compile.report(model).backwards == {"eager hooks": 1}
+    assert worst < 1e-6
 
 
-def test_beside_fully_shard(ranks2: Ranks) -> None:
-    for compiled, way in ((False, "eager hooks"), (True, "eager hooks")):
-        for backwards, worst in ranks2.run(beside_fully_shard, compiled):
-            assert backwards == {way: 1}
-            assert worst < 1e-6
-
-
-def refused_backward(how: str) -> str:
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("tied later", "No longer in the module, where others took their places after replicate(): head.weight."),
+        ("beside fully_shard", "reaches a module that fully_shard manages"),
+    ],
+)
+@on_ranks("ranks")
+def test_a_backward_that_cannot_be_reduced(how: str, message: str) -> None:
     torch._dynamo.reset()
     model = Net()
     model.head = nn.Linear(4, 4)
@@ -433,18 +372,5 @@ def refused_backward(how: str) -> str:
     else:
         fully_shard(model.body)
         dp_compile.replicate(model.head, config=config)
-    with pytest.raises(dp_compile.ReductionError) as error:
+    with pytest.raises(dp_compile.ReductionError, match=re.escape(message)):
         torch.compile(model, backend="aot_eager")(torch.ones(1, 4)).sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("tied later", "No longer in the module, where others took their places after replicate(): head.weight."),
-        ("beside fully_shard", "reaches a module that fully_shard manages"),
-    ],
-)
-def test_a_backward_that_cannot_be_reduced(ranks: Ranks, how: str, message: str) -> None:
-    for text in ranks.run(refused_backward, how):
-        assert message in text

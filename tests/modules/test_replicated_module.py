@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import subprocess
 import sys
-import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from on_ranks import on_ranks
 from torch import nn
 from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dp_compile
 from dp_compile.modules.forward_hooks import InputMover
@@ -38,15 +38,13 @@ class Net(nn.Module):
         return self.head(self.body(x))
 
 
-class Around(nn.Module):
-    """Calls a module between two operations."""
+class OwnCopy(nn.Linear):
+    """Says itself how it is copied, by class and attributes."""
 
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x * 2) + 1
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnCopy:
+        twin = type(self)(self.in_features, self.out_features)
+        twin.load_state_dict(self.state_dict())
+        return twin
 
 
 # --- the class --------------------------------------------------------------------------------------------------
@@ -54,16 +52,13 @@ class Around(nn.Module):
 
 @pytest.mark.usefixtures("fake_group")
 class TestClass:
-    def test_is_a_subclass_of_both(self) -> None:
+    def test_is_a_subclass_of_both_and_gets_its_class_back(self) -> None:
         model = dp_compile.replicate(Net())
         assert type(model).__name__ == "DDPNet"
         assert isinstance(model, Net)
         assert isinstance(model, dp_compile.ReplicatedModule)
         assert repr(model).startswith("DDPNet(")
         assert type(model) is type(dp_compile.replicate(Net()))
-
-    def test_unreplicate_gives_the_class_back(self) -> None:
-        model = dp_compile.replicate(Net())
         assert type(dp_compile.unreplicate(model)) is Net
         assert not model._forward_pre_hooks
         assert type(dp_compile.replicate(model)).__name__ == "DDPNet"
@@ -119,15 +114,29 @@ class TestClass:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "Sequential"
 
-    def test_a_module_goes_when_nobody_holds_it(self) -> None:
-        class Passing(Net):
-            pass
+    @pytest.mark.parametrize("wrap", [dp_compile.replicate, dp_compile.DistributedDataParallel])
+    def test_an_average_over_steps(self, wrap: Any) -> None:
+        model = wrap(Net(), config=AOT)
+        run, optimizer = torch.compile(model, backend="aot_eager"), torch.optim.Adam(model.parameters(), lr=0.05)
+        average, expected = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8)), list[torch.Tensor]()
+        for step in range(3):
+            run(torch.ones(1, 4) + step).square().sum().backward()
+            optimizer.step()
+            average.update_parameters(model)
+            now = [each.detach().clone() for each in model.parameters()]
+            expected = [0.8 * one + 0.2 * other for one, other in zip(expected, now, strict=True)] if step else now
+        torch.testing.assert_close([each.detach() for each in average.module.parameters()], expected)
 
-        model = dp_compile.replicate(Passing())
-        seen = weakref.ref(model)
-        del model
-        gc.collect()
-        assert seen() is None
+    def test_classes_that_say_how_they_are_copied(self) -> None:
+        for plain in (OwnCopy(2, 3), torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3)))):
+            kind, model = type(plain), dp_compile.replicate(plain, config=AOT)
+            twin = AveragedModel(model).module
+            assert isinstance(twin, OwnCopy if kind is OwnCopy else torch.fx.GraphModule)
+            assert not isinstance(twin, dp_compile.ReplicatedModule)
+            assert not twin._forward_pre_hooks
+            for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(mine, other)
+                assert mine is not other
 
     def test_compiled_before_and_after(self) -> None:
         before, after = Net(), Net()
@@ -149,14 +158,6 @@ def hook_of_the_user(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 @pytest.mark.usefixtures("fake_group")
 class TestMethods:
-    def test_requires_gradient_sync(self) -> None:
-        model = dp_compile.replicate(Net(), config=AOT)
-        compiled = torch.compile(model, backend="aot_eager")
-        for on in (False, True, True):
-            model.set_requires_gradient_sync(on)
-            compiled(torch.ones(1, 4)).sum().backward()
-        assert dp_compile.report(model).backwards == {"captured without sync": 1, "captured": 2}
-
     def test_no_sync_returns_to_what_was_before(self) -> None:
         model = dp_compile.replicate(Net())
         model.set_requires_gradient_sync(False)
@@ -202,6 +203,7 @@ class TestPending:
         for _ in range(2):
             compiled(torch.ones(1, 4)).sum().backward()
         assert dp_compile.report(model).backwards == {"captured": 2}
+        torch.compile(nn.Sequential(model), backend="aot_eager", fullgraph=True)(torch.ones(1, 4))  # nothing is left
         assert [len(each._forward_pre_hooks) for each in model.modules()] == [1, 0, 0, 0, 0]
 
     def test_lazy(self) -> None:
@@ -238,26 +240,6 @@ class TestPending:
         model.to_empty(device="cpu").body(torch.ones(1, 4))
         assert replica_of(model).names[0] == "body.0.weight"
 
-    def test_inside_a_compiled_module(self) -> None:
-        """What was compiled up to the start is not used afterwards: one graph, without a break."""
-        torch._dynamo.reset()
-        graphs = []
-
-        def backend(graph_module: torch.fx.GraphModule, _: Any) -> Any:
-            graphs.append(graph_module)
-            return graph_module.forward
-
-        with torch.device("meta"):
-            model = nn.Linear(4, 2)
-        dp_compile.replicate(model, config=AOT).to_empty(device="cpu")
-        compiled = torch.compile(Around(model), backend=backend)
-        compiled(torch.ones(1, 4))
-        assert replica_of(model).names == ("weight", "bias")
-        graphs.clear()
-        for _ in range(2):
-            compiled(torch.ones(1, 4))
-        assert len(graphs) == 1
-
 
 def start_beside_torch(compiled: bool) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
     """Ranks draw different initial values and see different inputs; the first forward is one without a reduction."""
@@ -290,24 +272,6 @@ def test_starts_as_torchs_replicate(ranks: Ranks, compiled: bool) -> None:
     (first, ways), (second, _), *_ = ranks.run(start_beside_torch, compiled)
     assert sum(ways.values()) == 4
     assert not compiled or ways == {"captured": 2, "captured without sync": 2}
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
-
-
-def meta_on_one_rank() -> dict[str, torch.Tensor]:
-    """The first rank has the values, the other one only the shapes until shortly before the forward."""
-    torch.manual_seed(3)
-    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
-        model = Net()
-    dp_compile.replicate(model, config=AOT)
-    if dist.get_rank() == 1:
-        model.to_empty(device="cpu")
-        model(torch.ones(1, 4))
-    return model.state_dict()
-
-
-def test_values_on_one_rank_only(ranks2: Ranks) -> None:
-    first, second = ranks2.run(meta_on_one_rank)
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, rtol=0, atol=0)
 
@@ -376,7 +340,7 @@ class TestCommHooks:
         model = dp_compile.replicate(Net(), config=AOT)
         model.register_comm_hook(*given[hook])
         assert dp_compile.report(model).why_not_captured.startswith(
-            f"comm hook {given[hook][1].__name__} is called by torch's C++ reducer: {why}"
+            f"comm hook {given[hook][1].__name__} is called with each bucket: {why}"
         )
         assert f"reducer: {why}" in str(dp_compile.report(model)).split("\n")[1]
         dp_compile.unreplicate(model)
@@ -388,7 +352,7 @@ class TestCommHooks:
         dp_compile.replicate(model, config=AOT).to_empty(device="cpu").register_comm_hook(calls, local_hook)
         model(torch.ones(3, 4)).sum().backward()
         assert len(calls) > 0
-        assert dp_compile.report(model).mode == "torch's C++ reducer with comm hook local_hook"
+        assert dp_compile.report(model).mode == "python hooks, comm hook local_hook"
 
 
 def local_hook(state: list[int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -409,7 +373,9 @@ def counting_hook(state, bucket):  # type: ignore[no-untyped-def]  # torch's DDP
 HOOKS = {"ours": counting_hook, "fp16": default_hooks.fp16_compress_hook}
 
 
-def train_with_comm_hook(how: str, name: str) -> dict[str, int]:
+@pytest.mark.parametrize(("how", "name"), [("eager", "ours"), ("compiled", "fp16"), ("wrapper", "ours")])
+@on_ranks("ranks")
+def test_comm_hook_as_torch_ddp(how: str, name: str) -> None:
     """Compare with torch's DDP with the same hook; with accumulation, compiled, over a few steps."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -435,56 +401,33 @@ def train_with_comm_hook(how: str, name: str) -> dict[str, int]:
             mine.grad = other.grad = None
     assert states[0] == states[1]
     assert (len(states[0]) > 0) is (name == "ours")
-    return dict(dp_compile.report(ours).backwards)
+    known = {"captured without sync": 3, "captured": 3}  # what it does
+    assert dp_compile.report(ours).backwards == (known if name == "fp16" else {"without sync": 3, "eager hooks": 3})
 
 
-@pytest.mark.parametrize(("how", "name"), [("eager", "ours"), ("compiled", "fp16"), ("wrapper", "ours")])
-def test_comm_hook_as_torch_ddp(ranks: Ranks, how: str, name: str) -> None:
-    for ways in ranks.run(train_with_comm_hook, how, name):
-        if name == "fp16":  # what it does is known
-            assert ways == {"captured without sync": 3, "captured": 3}
-        else:
-            assert ways == {"without sync": 3, "eager hooks": 3}
-
-
-def another_hook_on_the_second_rank() -> str:
-    model = dp_compile.replicate(Net(), config=AOT)
-    try:
-        model.register_comm_hook([], default_hooks.allreduce_hook if dist.get_rank() == 0 else counting_hook)
-    except dp_compile.DesyncError as error:
-        return str(error)
-    return "no error"
-
-
-def refused_on_the_second_rank() -> list[tuple[str, str]]:
-    """What each rank is told, and what kind of error that is."""
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-
+def other_calls() -> list[str]:
+    """What each rank is told of hooks that differ, and of what is refused on rank 1 alone."""
     told, second = [], dist.get_rank() == 1
     for attempt in (
+        lambda module: module.register_comm_hook([], counting_hook if second else default_hooks.allreduce_hook),
         lambda module: module.register_comm_hook(None, 3 if second else default_hooks.allreduce_hook),
         lambda module: module.set_gradient_divide_factor(0.0 if second else 2.0),
     ):
         module = dp_compile.replicate(nn.Linear(2, 2))
-        try:
+        with pytest.raises(dp_compile.DPCompileError) as error:
             attempt(module)
-        except dp_compile.DPCompileError as error:
-            told.append((type(error).__name__, str(error)))
+        told.append(f"{type(error.value).__name__}: {error.value}")
         dp_compile.unreplicate(module)
     return told
 
 
-def test_what_one_rank_is_refused_the_others_hear_at_once(ranks2: Ranks) -> None:
-    """They waited for it, as long as their group waits."""
-    first, second = ranks2.run(refused_on_the_second_rank, timeout_s=60.0)
-    assert [kind for kind, _ in first] == ["DesyncError"] * 2
-    assert [kind for kind, _ in second] == ["ConfigError"] * 2
-    for (_, told), (_, own), call in zip(first, second, ("register_comm_hook()", "set_gradient_divide_f"), strict=True):
-        assert told.startswith(call)
-        assert own in told
-
-
-def test_ranks_with_other_comm_hooks(ranks: Ranks) -> None:
-    for text in ranks.run(another_hook_on_the_second_rank):
-        assert text.startswith("register_comm_hook(): rank 1 differs from rank 0")
+def test_ranks_with_other_comm_hooks(ranks2: Ranks) -> None:
+    """All ranks hear at once; they waited for it, as long as their group waits."""
+    first, second = ranks2.run(other_calls, timeout_s=60.0)
+    for text in (first[0], second[0]):
+        assert text.startswith("DesyncError: register_comm_hook(): rank 1 differs from rank 0")
         assert 'comm hook is "counting_hook" there, "allreduce_hook" on rank 0' in text
+    for told, own, call in zip(first[1:], second[1:], ("register_comm_hook()", "set_gradient_divide_f"), strict=True):
+        assert told.startswith(f"DesyncError: {call}")
+        assert own.startswith("ConfigError: ")
+        assert own.removeprefix("ConfigError: ") in told

@@ -41,21 +41,17 @@ class Model(nn.Module):
         self.head.weight = self.embedding.weight
 
 
-class Wrapped(nn.Module):
-    """Stands for FSDP: notes what it was put around."""
-
-    def __init__(self, module: nn.Module, noted: set[nn.Module]) -> None:
-        super().__init__()
-        noted.add(module)
-        self.inner = module
-
-
 def wrapped_by_torch(policy: Any, ignored: set[nn.Module], model: nn.Module) -> frozenset[str]:
     names = {each: name for name, each in model.named_modules()}
-    noted: set[nn.Module] = set()
+    noted: set[str] = set()
+
+    def note(module: nn.Module) -> nn.Module:
+        noted.add(names[module])
+        return module
+
     parameters = {parameter for each in ignored for parameter in each.parameters()}
-    _recursive_wrap(model, policy, partial(Wrapped, noted=noted), ignored, parameters)
-    return frozenset(names[each] for each in noted)
+    _recursive_wrap(model, policy, note, ignored, parameters)
+    return frozenset(noted)
 
 
 @pytest.mark.parametrize("ignores", [False, True])
@@ -84,11 +80,8 @@ def test_units_are_what_fsdp_wraps(policy: Any, ignores: bool) -> None:
 
 def test_a_custom_policy() -> None:
     model = Model()
-    assert units_of(model, CustomPolicy(lambda module: isinstance(module, Block))) == {
-        "blocks.0",
-        "blocks.1",
-        "blocks.2",
-    }
+    found = units_of(model, CustomPolicy(lambda module: isinstance(module, Block)))
+    assert found == {"blocks.0", "blocks.1", "blocks.2"}
     with pytest.raises(dp_compile.ConfigError, match=r"bucket_policy gives options to head: it can say True or False"):
         units_of(model, CustomPolicy(lambda module: {"bucket_cap_mb": 4} if module is model.head else False))
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from beside import batch
+from on_ranks import on_ranks
 from poison import poisoned
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -38,7 +39,21 @@ def one_group(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-def generated(max_norm: float | None, wish: bool | None) -> int:
+Attempts = list[tuple[str, Callable[[], object]]]
+
+
+def refuse(attempts: Attempts) -> None:
+    for text, attempt in attempts:
+        with pytest.raises(dp_compile.DPCompileError, match=text):
+            attempt()
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "wish"),
+    [(0.05, None), *(pytest.param(None, wish, marks=pytest.mark.nightly) for wish in (None, False))],
+)
+@on_ranks("ranks")
+def test_generated_code(max_norm: float | None, wish: bool | None) -> None:
     """Through Inductor, in its own memory, or in that of the step before."""
     config = dp_compile.ReplicateConfig(bucket_cap_mb=1e-4, gradient_as_bucket_view=wish)
     both = sharded(make=ADAMW, config=config, max_norm=max_norm)
@@ -55,19 +70,11 @@ def generated(max_norm: float | None, wish: bool | None) -> int:
     for key in where[-1]:  # a thread of gloo's may have it for longer now and then
         addresses = [each[key] for each in where]
         assert any(one == other for one, other in itertools.pairwise(addresses)), (key, addresses)
-    return both.updated
+    assert both.updated == 10
 
 
-@pytest.mark.parametrize(
-    ("max_norm", "wish"),
-    [(0.05, None), *(pytest.param(None, wish, marks=pytest.mark.nightly) for wish in (None, False))],
-)
-def test_generated_code(ranks: Ranks, max_norm: float | None, wish: bool | None) -> None:
-    """Each bucket's gradients, what comes in while they are sent, and its parameters on their way: the same memory."""
-    assert set(ranks.run(generated, max_norm, wish)) == {10}
-
-
-def no_nan_is_sent() -> int:
+@on_ranks("ranks2")
+def test_no_gap_is_sent_where_somebody_looks_for_nan() -> None:
     """What lies in gaps is whatever was there; where NCCL looks for NaN in all that it sends, zeros."""
     launched: list[torch.Tensor] = []
     launch = sharded_optimizer.launch_gather
@@ -88,11 +95,7 @@ def no_nan_is_sent() -> int:
         both.train(0)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     assert all(each.view(ranks, -1)[rank].isfinite().all() for each in launched)
-    return len(launched)
-
-
-def test_no_gap_is_sent_where_somebody_looks_for_nan(ranks2: Ranks) -> None:
-    assert min(ranks2.run(no_nan_is_sent)) > 1
+    assert len(launched) > 1
 
 
 def one_small_part() -> None:
@@ -126,13 +129,14 @@ def test_a_module_smaller_than_its_padding_and_one_of_two_dtypes(ranks2: Ranks, 
     ranks2.run(scenario)
 
 
-def hands_off() -> None:
+@on_ranks("ranks")
+def test_what_is_not_there_is_said() -> None:
     """Never a norm of 0, a state without its other parts, a step of a rank's own."""
     both = sharded(make=ADAMW)
     both.train(0)
     both.backward(1)
     parameters = [*both.ours.parameters()]
-    attempts: list[tuple[str, Callable[[], object]]] = [
+    attempts: Attempts = [
         ("max_norm=", lambda: torch.nn.utils.clip_grad_norm_(parameters, 1.0)),
         ("max_norm=", lambda: torch.nn.utils.clip_grad_value_(parameters, 1.0)),
         ("max_norm=", lambda: [each.grad.norm() for each in parameters if each.grad is not None]),
@@ -141,9 +145,7 @@ def hands_off() -> None:
         ("full_state_dict", lambda: pickle.dumps(both.mine)),
         (r"before optimizer.step\(\)", lambda: both.backward(2)),
     ]
-    for text, attempt in attempts:
-        with pytest.raises(dp_compile.ReductionError, match=text):
-            attempt()
+    refuse(attempts)
     for keep in (True, False):
         both.mine.zero_grad(set_to_none=keep is False)
     both.mine.step()
@@ -157,11 +159,9 @@ def hands_off() -> None:
     both.train(2)
 
 
-def test_what_is_not_there_is_said(ranks: Ranks) -> None:
-    ranks.run(hands_off)
-
-
-def planned_anew(way: str, max_norm: float | None = None) -> None:
+@pytest.mark.parametrize(("way", "max_norm"), [("sharded", None), ("sharded", 0.05), ("next forward", None)])
+@on_ranks("ranks")
+def test_a_plan_that_is_made_anew(way: str, max_norm: float | None) -> None:
     """The state goes with its elements."""
     config = dp_compile.ReplicateConfig(backend="aot_eager", replan_after=2)
     both = made(way, make=ADAMW, config=config, max_norm=max_norm)
@@ -177,12 +177,9 @@ def planned_anew(way: str, max_norm: float | None = None) -> None:
         assert_same(full_state_dict(both.mine), full_state_dict(other.mine))
 
 
-@pytest.mark.parametrize(("way", "max_norm"), [("sharded", None), ("sharded", 0.05), ("next forward", None)])
-def test_a_plan_that_is_made_anew(ranks: Ranks, way: str, max_norm: float | None) -> None:
-    ranks.run(planned_anew, way, max_norm)
-
-
-def late_rounds(way: str) -> None:
+@pytest.mark.parametrize("way", ["sharded", "next forward"])
+@on_ranks("ranks")
+def test_parameters_are_waited_for(way: str) -> None:
     """The other ranks are there long before the last one sends what it has updated."""
     gather = Sharded._gather
 
@@ -201,15 +198,11 @@ def late_rounds(way: str) -> None:
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("way", ["sharded", "next forward"])
-def test_parameters_are_waited_for(ranks: Ranks, way: str) -> None:
-    ranks.run(late_rounds, way)
-
-
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def whole_states() -> None:
+@on_ranks("ranks")
+def test_a_state_of_a_plain_optimizer_and_back() -> None:
     both = sharded(make=ADAMW)
     both.train(0, 1)
     assert_same(full_state_dict(both.mine), both.other.state_dict())
@@ -232,10 +225,6 @@ def whole_states() -> None:
         both.mine.load_state_dict(state)
 
 
-def test_a_state_of_a_plain_optimizer_and_back(ranks: Ranks) -> None:
-    ranks.run(whole_states)
-
-
 STATES: dict[str, tuple[Callable[[], nn.Module], Make]] = {
     "adamw": (Net, ADAMW),
     "channels last": (Last, ADAMW),
@@ -243,7 +232,9 @@ STATES: dict[str, tuple[Callable[[], nn.Module], Make]] = {
 }
 
 
-def saved(directory: str, name: str) -> None:
+@pytest.mark.parametrize("name", [*list(STATES)[:-1], pytest.param("sgd", marks=pytest.mark.nightly)])
+@on_ranks("ranks4")
+def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(tmp_path: Path, name: str) -> None:
     """On all ranks, then gone on from by fewer of them, whose buckets are others."""
     torch.manual_seed(1)
     one_bucket = dp_compile.ReplicateConfig(backend="aot_eager")
@@ -251,7 +242,7 @@ def saved(directory: str, name: str) -> None:
     both = sharded(build, make)
     both.train(0, 1)
     state = full_state_dict(both.mine)
-    dcp.save({"model": both.ours.state_dict(), "optimizer": sharded_state_dict(both.mine)}, checkpoint_id=directory)
+    dcp.save({"model": both.ours.state_dict(), "optimizer": sharded_state_dict(both.mine)}, checkpoint_id=str(tmp_path))
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
     for group in groups:
         if dist.get_rank() not in dist.get_process_group_ranks(group):
@@ -267,16 +258,11 @@ def saved(directory: str, name: str) -> None:
             if way == "whole":
                 optimizer.load_state_dict(state)
             else:
-                load_sharded_state_dict(optimizer, directory)
+                load_sharded_state_dict(optimizer, str(tmp_path))
             assert_same(full_state_dict(optimizer), state)
             model(batch(0)).square().mean().backward()  # another plan: the state moves
             optimizer.step()
             assert len(full_state_dict(optimizer)["state"]) == len(state["state"])
-
-
-@pytest.mark.parametrize("name", [*list(STATES)[:-1], pytest.param("sgd", marks=pytest.mark.nightly)])
-def test_saved_on_four_ranks_and_loaded_on_two_and_on_one(ranks4: Ranks, name: str, tmp_path: Path) -> None:
-    ranks4.run(saved, str(tmp_path), name)
 
 
 def wrong_checkpoint(directory: str) -> None:
@@ -285,7 +271,7 @@ def wrong_checkpoint(directory: str) -> None:
     dcp.save({"optimizer": sharded_state_dict(both.mine)}, checkpoint_id=directory)
     before = full_state_dict(both.mine)
     others = [sharded(build, make).mine for build, make in ((lambda: nn.Linear(6, 6), ADAMW), (Net, one_group))]
-    attempts: list[tuple[str, Callable[[], object]]] = [
+    attempts: Attempts = [
         ("which this optimizer does not have", lambda: load_sharded_state_dict(others[0], directory)),
         ("parameter groups", lambda: load_sharded_state_dict(others[1], directory)),
         ("no sharded optimizer under 'other'", lambda: load_sharded_state_dict(both.mine, directory, key="other")),
@@ -294,9 +280,7 @@ def wrong_checkpoint(directory: str) -> None:
         ("must be a rank", lambda: full_state_dict(both.mine, to=9)),
         ("full_state_dict", lambda: [sum(each.values()) for each in sharded_state_dict(both.mine)["state"].values()]),
     ]
-    for text, attempt in attempts:
-        with pytest.raises(dp_compile.DPCompileError, match=text):
-            attempt()
+    refuse(attempts)
     assert_same(full_state_dict(both.mine), before)
 
 
@@ -316,7 +300,7 @@ def another_order(directory: str) -> None:
     shares = Net()
     shares.layers[3].weight.data = shares.layers[0].weight.data
     dp_compile.replicate(shares, config=SMALL)
-    attempts: list[tuple[str, Callable[[], object]]] = [
+    attempts: Attempts = [
         ("stem.weight has strides", lambda: both.backward(1)),
         ("in another order", lambda: load_sharded_state_dict(other.mine, directory)),
         (
@@ -325,9 +309,7 @@ def another_order(directory: str) -> None:
         ),
         ("shares its memory", lambda: dp_compile.optim.in_backward(shares, one_group(shares.parameters()), shard=True)),
     ]
-    for text, attempt in attempts:
-        with pytest.raises(dp_compile.DPCompileError, match=text):
-            attempt()
+    refuse(attempts)
     turn(both.ours)
     both.other.zero_grad()
     both.train(1)
@@ -347,7 +329,8 @@ class Complex(Net):
         self.factor = nn.Parameter(torch.ones(2, dtype=torch.complex64))
 
 
-def refused() -> None:
+@on_ranks("ranks2")
+def test_what_is_refused() -> None:
     def ready(build: Callable[[], nn.Module] = Net, **options: Any) -> Any:
         return dp_compile.replicate(build(), **{"config": SMALL} | options)
 
@@ -364,7 +347,7 @@ def refused() -> None:
     parameters = [*twice.parameters()]
     dp_compile.optim.in_backward(twice, torch.optim.SGD(parameters[:4], lr=0.1), shard=True)
     shard(joined)
-    attempts: list[tuple[str, Callable[[], object]]] = [
+    attempts: Attempts = [
         ("none that makes buckets", lambda: shard(ready(passes=()))),
         ("check_nan", lambda: shard(ready(config=dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)))),
         ("comm hook", lambda: shard(hooked)),
@@ -382,10 +365,4 @@ def refused() -> None:
             lambda: shard(ready(), torch.optim.SGD if dist.get_rank() else torch.optim.Adam),
         ),
     ]
-    for text, attempt in attempts:
-        with pytest.raises(dp_compile.DPCompileError, match=text):
-            attempt()
-
-
-def test_what_is_refused(ranks2: Ranks) -> None:
-    ranks2.run(refused)
+    refuse(attempts)

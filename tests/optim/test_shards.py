@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dp_compile.optim.shards import layout_of, numel_of_part, pieces_of, pieces_of_others
-from dp_compile.plan.backends import GLOO, NCCL, Backend
+from dp_compile.optim.shards import numel_of_part, pieces_of, pieces_of_others
+from dp_compile.plan.backends import GLOO, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
-from dp_compile.plan.reduction import ALL_REDUCE, EXCHANGE, REDUCE_SCATTER, Averaging
+from dp_compile.plan.reduction import Averaging
 
 
 def plan_of(numels: list[int], ranks: int, alignment_bytes: int, backend: Backend = GLOO) -> BucketPlan:
@@ -55,18 +54,3 @@ def test_every_element_is_one_rank_s(numels: list[int], ranks: int, alignment_by
         for number in {each.bucket for each in pieces_of(plan, rank)}:
             _check_others(plan, number, rank)
     assert met == Counter((index, element) for index, numel in enumerate(numels) for element in range(numel))
-
-
-@pytest.mark.parametrize(("backend", "op"), [(GLOO, EXCHANGE), (NCCL, REDUCE_SCATTER)])
-def test_flags_go_to_all_ranks(backend: Backend, op: str) -> None:
-    plan = plan_of([100, 7], 2, 16, backend)
-    assert {bucket.key.reduction.stages[0].op for bucket in plan.buckets[:-1]} == {op}
-    assert [stage.op for stage in plan.flags.key.reduction.stages] == [ALL_REDUCE]
-    assert "cut over 2 ranks" in str(plan.buckets[0].key)
-    assert BucketPlan.from_dict(plan.to_dict()).buckets[0].key.reduction.is_scattered
-
-
-def test_equal_layouts() -> None:
-    assert layout_of(plan_of([100, 7], 2, 16)) == layout_of(plan_of([100, 7], 2, 16))
-    assert layout_of(plan_of([100, 7], 2, 16)) != layout_of(plan_of([100, 7], 3, 16))
-    assert layout_of(plan_of([100, 7], 2, 16)) != layout_of(plan_of([50, 57], 2, 1))

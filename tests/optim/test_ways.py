@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from beside import Block, Untraceable, batch, compile_blocks, compile_whole, not_compiled
+from on_ranks import on_ranks
 from poison import poisoned
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 from twins import ADAMW, GIVEN, SGD, Last, Make, Net, assert_same, id_of, made, two_groups
@@ -26,7 +26,6 @@ from dp_compile.testing.ranks import Ranks
 OPTIMIZERS: dict[str, Make] = {
     "sgd": SGD,
     "adamw": ADAMW,
-    "adamw_foreach": two_groups(torch.optim.AdamW, lr=0.01, foreach=True),
     "adamw_fused": two_groups(torch.optim.AdamW, lr=torch.tensor(0.01), fused=True),
     "adafactor": two_groups(torch.optim.Adafactor, lr=0.01),
     "rmsprop": two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5),
@@ -72,7 +71,6 @@ def train(way: str, name: str, max_norm: float | None, compile_model: Callable[[
         ("sharded", "adamw", 0.05),
         *at_night(
             ("whole", "sgd", 0.05),
-            ("whole", "adamw_foreach", None),
             ("whole", "rmsprop", 0.05),
             ("sharded", "rmsprop", None),
             ("sharded", "adagrad", 0.05),
@@ -89,7 +87,8 @@ def test_the_same_parameters_if_nothing_is_compiled(ranks: Ranks, way: str, max_
     assert set(ranks.run(train, way, "adamw", max_norm, not_compiled)) == {(0, 0)}
 
 
-def bit_for_bit() -> None:
+@on_ranks("ranks2")
+def test_sgd_is_ddp_s_bit_for_bit() -> None:
     """One layer, so that torch's gradients are computed as ours are."""
     make = two_groups(torch.optim.SGD, lr=0.1, momentum=0.9)
     both = made("whole", lambda: nn.Linear(6, 6), make, beside_ddp=True)
@@ -98,29 +97,6 @@ def bit_for_bit() -> None:
         both.step()
         assert all(map(torch.equal, both.ours.parameters(), both.theirs.parameters()))
     assert both.updated == 2
-
-
-def test_sgd_is_ddp_s_bit_for_bit(ranks2: Ranks) -> None:
-    ranks2.run(bit_for_bit)
-
-
-def as_zero() -> None:
-    """torch's ZeroRedundancyOptimizer: all-reduces, and updates in `step()`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # loading it uses what torch itself deprecates
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-    both = made("sharded", make=lambda parameters: torch.optim.AdamW(parameters, lr=0.01), beside_ddp=True)
-    zero = ZeroRedundancyOptimizer(both.theirs.parameters(), torch.optim.AdamW, lr=0.01)
-    both.other = zero
-    both.train(0, 1, 2)
-    zero.consolidate_state_dict(to=0)
-    mine = full_state_dict(both.mine, to=0)
-    if dist.get_rank() == 0:
-        torch.testing.assert_close(mine["state"], zero.state_dict()["state"], rtol=1e-4, atol=1e-7)
-
-
-def test_torch_s_own_sharded_optimizer(ranks: Ranks) -> None:
-    ranks.run(as_zero)
 
 
 # --- each of these in several ways ------------------------------------------------------------------------------------
@@ -164,42 +140,19 @@ FEATURES: dict[tuple[str, str], tuple[dict[str, Any], int]] = {
     ("whole", "reentrant checkpoint"): ({"build": Reentrant, "compile_theirs": True}, 10),
     ("sharded", "optimal buckets"): ({"config": dp_compile.ReplicateConfig(backend="aot_eager")}, 10),
     ("sharded", "not one graph"): ({"build": Broken}, 0),
-    ("whole", "tied weights, at night"): ({"build": lambda: Net(tied=True)}, 9),
-    ("whole", "no passes, at night"): ({"passes": ()}, 10),
-    ("whole", "a casting hook, at night"): (
-        {"prepare": lambda model: model.register_comm_hook(None, default_hooks.bf16_compress_hook)},
-        10,
-    ),
-    ("whole", "check_nan, at night"): ({"config": dp_compile.ReplicateConfig(backend="aot_eager", check_nan=True)}, 0),
-    ("sharded", "tied weights, at night"): ({"build": lambda: Net(tied=True)}, 9),
-    ("sharded", "channels last, at night"): (
-        {"build": Last, "make": lambda parameters: torch.optim.AdamW(parameters, lr=0.01)},
-        5,
-    ),
-    ("sharded", "reduced in bfloat16, at night"): (
-        {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)},
-        10,
-    ),
-    ("sharded", "divided by 3, at night"): (
-        {"config": dp_compile.ReplicateConfig(backend="aot_eager", gradient_divide_factor=3.0)},
-        10,
-    ),
+    ("sharded", "tied weights"): ({"build": lambda: Net(tied=True)}, 9),
+    ("sharded", "channels last"): ({"build": Last, "make": partial(torch.optim.AdamW, lr=0.01)}, 5),
 }
 """With how many parameters compiled backwards update."""
 
 
-def feature(way: str, name: str) -> int:
-    both = made(way, **FEATURES[way, name][0])
+@pytest.mark.parametrize(("way", "name"), FEATURES)
+@on_ranks("ranks")
+def test_features(way: str, name: str) -> None:
+    options, updated = FEATURES[way, name]
+    both = made(way, **options)
     both.train(*range(4))
-    return both.updated
-
-
-@pytest.mark.parametrize(
-    ("way", "name"),
-    [pytest.param(*each, marks=pytest.mark.nightly if "at night" in each[1] else ()) for each in FEATURES],
-)
-def test_features(ranks: Ranks, way: str, name: str) -> None:
-    assert set(ranks.run(feature, way, name)) == {FEATURES[way, name][1]}
+    assert both.updated == updated
 
 
 def accumulated(way: str, max_norm: float | None) -> None:
@@ -393,6 +346,7 @@ def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
         (unused, "next forward", (None,)),
         (frozen, "whole", ()),
         (frozen, "sharded", ()),
+        (frozen, "next forward", ()),
         (scaled, "whole", (0.05, True)),
         (scaled, "sharded", (None, True)),
         (scaled, "next forward", (None, True)),
@@ -407,15 +361,9 @@ def in_way(scenario: Callable[..., Any], way: str, args: Sequence[Any]) -> None:
         (fails_between, "sharded", ()),
         (fails_between, "next forward", ()),
         *at_night(
-            (one_rank_falls_back, "whole", (0.05,)),
             (one_rank_falls_back, "sharded", (0.05,)),
-            (accumulated, "whole", (0.05,)),
             (accumulated, "next forward", (0.05,)),
-            (unused, "whole", (None,)),
             (unused, "next forward", (0.05, False)),
-            (frozen, "whole", (0.05,)),
-            (frozen, "next forward", ()),
-            (scaled, "sharded", (0.05, False)),
             (several_modules, "sharded", ()),
             (several_modules, "next forward", ()),
             (another_optimizer, "next forward", ()),
@@ -429,41 +377,5 @@ def test_ways(ranks2: Ranks, scenario: Callable[..., Any], way: str, args: tuple
     ranks2.run(in_way, scenario, way, args)
 
 
-# --- fifty steps ------------------------------------------------------------------------------------------------------
-
-LONG: dict[str, Make] = {
-    "sgd": SGD,
-    "adamw": two_groups(torch.optim.AdamW, lr=0.01, eps=1e-3),
-    "rmsprop": two_groups(torch.optim.RMSprop, lr=0.01, momentum=0.5, eps=1e-3),
-}
 """torch's own DDP on 2 ranks, with weights that differ by one ulp at the beginning, has others after 50 steps by 5e-3
 with AdamW's usual eps and 0.4 with RMSprop's (a gradient is divided by one as small), by 1e-6 with these."""
-
-
-def fifty(way: str, name: str, compiled: bool) -> int:
-    options = {} if compiled else {"compile_model": not_compiled}
-    max_norm = None if way == "overlapping" else 0.05
-    with poisoned():
-        both = made(way, make=LONG[name], beside_ddp=True, max_norm=max_norm, **options)
-        schedulers = [torch.optim.lr_scheduler.StepLR(each, 10, gamma=0.7) for each in (both.mine, both.other)]
-        for number in range(50):
-            both.backward(number)
-            both.step()
-            for scheduler in schedulers:
-                scheduler.step()
-        exact = (way, name, dist.get_world_size()) == ("overlapping", "sgd", 2)
-        bounds = {"rtol": 0.0, "atol": 0.0} if exact else {"rtol": 1e-4, "atol": 1e-5}
-        for mine, other in zip(both.ours.parameters(), both.theirs.parameters(), strict=True):
-            torch.testing.assert_close(mine, other, **bounds)
-    return sum(record.updated for record in dp_compile.report(both.ours).captures)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("compiled", [True, False], ids=["captured", "eager"])
-@pytest.mark.parametrize("name", LONG)
-@pytest.mark.parametrize("way", GIVEN)
-@pytest.mark.parametrize("size", [2, 4])
-def test_fifty_steps(ranks2: Ranks, ranks4: Ranks, size: int, way: str, name: str, compiled: bool) -> None:
-    """Two groups and a scheduler; SGD with updates in the next forward bit by bit on two ranks."""
-    updated = set({2: ranks2, 4: ranks4}[size].run(fifty, way, name, compiled))
-    assert updated == ({10} if compiled else {0})

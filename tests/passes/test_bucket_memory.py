@@ -133,16 +133,6 @@ def test_what_another_process_may_look_at_is_not_used_again() -> None:
     assert not memory.take(0, 8, torch.float32, CPU).is_shared()
 
 
-def test_a_bucket_of_another_size_has_other_memory() -> None:
-    memory = BucketMemory()
-    assert memory.take(0, 8, torch.float32, CPU).shape == (8,)
-    assert memory.take(0, 12, torch.float32, CPU).shape == (12,)
-    halves = memory.take(0, 24, torch.bfloat16, CPU)  # the same bytes
-    assert halves.dtype == torch.bfloat16
-    assert halves.shape == (24,)
-    assert memory.nbytes == 32 + 48 + 48
-
-
 def test_this_torch_shows_who_has_a_part_of_memory() -> None:
     """If not, no memory is used again, and nothing else changes."""
     storages.shows_holders.cache_clear()

@@ -6,17 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from graphs import bucket_key, trace
 from torch import fx
 
-from dp_compile._torch import distributed
 from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, emit, match
 from dp_compile.passes.result import Refusal
 from dp_compile.passes.running import Running
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, plan_single
-from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -86,15 +83,3 @@ def test_the_promised_layout_is_the_real_one(layout: tuple[int, int]) -> None:
 def test_nothing_is_reduced_without_a_plan() -> None:
     with pytest.raises(InvalidGraphError, match="gradient 0 of module 0 is reduced outside a backward"):
         emit(torch.ones(3), *GOOD)
-
-
-def _reduce_here() -> torch.Tensor:
-    grad = torch.full((3,), float(dist.get_rank() + 1))
-    assert dist.group.WORLD is not None
-    with Running([plan_of(grad, distributed.group_name(dist.group.WORLD))]):
-        return emit(grad, *GOOD)
-
-
-def test_it_really_reduces(ranks2: Ranks) -> None:
-    for result in ranks2.run(_reduce_here):
-        assert result.tolist() == [1.5, 1.5, 1.5]

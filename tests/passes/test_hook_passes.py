@@ -8,13 +8,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from expecttest import assert_expected_inline
 from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
-from dp_compile.fx.printer import short
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
 from dp_compile.plan.backends import GLOO
@@ -75,41 +73,6 @@ def traced() -> fx.GraphModule:
     return trace(backward, *(grad.values() for grad in GRADS), torch.zeros(()), torch.zeros(()))
 
 
-def test_what_a_bucket_becomes() -> None:
-    text = short(run_passes(traced(), plan()).graph)
-    for name, word in ((KEY, "Twice"), ("wait_tensor_default", "sum"), ("hook_step_default", "step")):
-        text = text.replace(name, word)
-    assert_expected_inline(
-        text,
-        """\
-arg0_1: float32[4]
-arg1_1: float32[2, 3]
-arg2_1: float32[]
-arg3_1: float32[]
-sin = aten.sin(arg0_1)
-sin_1 = aten.sin(arg1_1)
-step = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [], [error, error], Twice, 0, 0.0)
-getitem_2 = getitem(step, 0)
-all_reduce_default = _c10d_functional.all_reduce(getitem_2, sum, 0)
-sum = _c10d_functional.wait_tensor(all_reduce_default)
-step_1 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum], [error, error], Twice, 0, 0.0)
-getitem_3 = getitem(step_1, 0)
-all_reduce_default_1 = _c10d_functional.all_reduce(getitem_3, sum, 0)
-sum_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
-step_2 = dp_compile.hook_step([sin, sin_1], [arg2_1, arg3_1], [sum, sum_1], [error, error], Twice, 0, 0.0)
-getitem_6 = getitem(step_2, 2)
-copy_ = aten.copy_(arg2_1, getitem_6)
-getitem_7 = getitem(step_2, 3)
-copy__1 = aten.copy_(arg3_1, getitem_7)
-getitem_4 = getitem(step_2, 0)
-getitem_5 = getitem(step_2, 1)
-flat_bucket_default = dp_compile.flat_bucket([getitem_4, getitem_5], [1.0, 1.0], [1, 3, 1], [0, 4], 10)
-as_strided_default = aten.as_strided(flat_bucket_default, [4], [1], 0)
-as_strided_default_1 = aten.as_strided(flat_bucket_default, [2, 3], [3, 1], 4)
-return [as_strided_default, as_strided_default_1]""",
-    )
-
-
 def steps(graph: fx.Graph) -> list[fx.Node]:
     return graph.find_nodes(op="call_function", target=HOOK_STEP)
 
@@ -153,26 +116,6 @@ WRONG: Mapping[str, Callable[[fx.Graph], None]] = {
 def test_what_is_changed_is_found(what: str) -> None:
     with pytest.raises(InvalidGraphError, match="pass 'users-pass'"):
         run_passes(traced(), plan(), passes=(*DEFAULT_PASSES, Changed(WRONG[what])))
-
-
-def test_what_a_bucket_becomes_whose_parts_are_exchanged() -> None:
-    text = short(run_passes(traced_without_state(), plan(SHARED_KEY, SHARED)).graph).replace(SHARED_KEY, "Shared")
-    assert_expected_inline(
-        text.partition("\nhook_step_default_2")[0],
-        """\
-arg0_1: float32[4]
-arg1_1: float32[2, 3]
-sin = aten.sin(arg0_1)
-sin_1 = aten.sin(arg1_1)
-hook_step_default = dp_compile.hook_step([sin, sin_1], [], [], [, ], Shared, 0, 0.0)
-getitem = getitem(hook_step_default, 0)
-all_to_all_single_default = _c10d_functional.all_to_all_single(getitem, [5, 5], [5, 5], 0)
-wait_tensor_default = _c10d_functional.wait_tensor(all_to_all_single_default)
-hook_step_default_1 = dp_compile.hook_step([sin, sin_1], [], [wait_tensor_default], [, ], Shared, 0, 0.0)
-getitem_1 = getitem(hook_step_default_1, 0)
-all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor(getitem_1, 2, 0)
-wait_tensor_default_1 = _c10d_functional.wait_tensor(all_gather_into_tensor_default)""",
-    )
 
 
 def traced_without_state() -> fx.GraphModule:

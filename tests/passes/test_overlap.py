@@ -63,32 +63,6 @@ def compute_before_launches(graph: fx.Graph) -> list[int]:
 # --- where compute goes -----------------------------------------------------------------------------------------------
 
 
-def test_a_gradient_of_a_later_bucket_waits_for_the_launch_before_it() -> None:
-    grads, module = layers(3)
-    graph, result = run(module, plan_for([grads[1], grads[2], grads[0]], cap=1), *MOVING)
-    assert_expected_inline(
-        "\n".join(line for line in short(graph).splitlines() if "mm" in line or "all_reduce" in line),
-        """\
-mm_1 = aten.mm(arg0_1, arg3_1)
-select_int = aten.select.int(mm_1, 0, 0)
-mm_2 = aten.addmm(select_int, t_1, mm_1, beta=0, alpha=0.5)
-flat_bucket_default = dp_compile.flat_bucket([mm_2], [1.0], [16, 1], [0], 256)
-all_reduce_default = _c10d_functional.all_reduce(flat_bucket_default, sum, 0)
-mm = aten.addmm(select_int_1, t, arg0_1, beta=0, alpha=0.5)
-flat_bucket_default_1 = dp_compile.flat_bucket([mm], [1.0], [16, 1], [0], 256)
-all_reduce_default_1 = _c10d_functional.all_reduce(flat_bucket_default_1, sum, 0)
-mm_3 = aten.mm(mm_1, arg2_1)
-select_int_2 = aten.select.int(mm_3, 0, 0)
-mm_4 = aten.addmm(select_int_2, t_2, mm_3, beta=0, alpha=0.5)
-flat_bucket_default_2 = dp_compile.flat_bucket([mm_4], [1.0], [16, 1], [0], 256)
-all_reduce_default_2 = _c10d_functional.all_reduce(flat_bucket_default_2, sum, 0)
-wait_tensor_default_1 = _c10d_functional.wait_tensor(all_reduce_default_1)
-wait_tensor_default = _c10d_functional.wait_tensor(all_reduce_default)
-wait_tensor_default_2 = _c10d_functional.wait_tensor(all_reduce_default_2)""",
-    )
-    assert result.refusals == ()
-
-
 def test_compute_stays_if_the_bound_is_too_small_and_collectives_still_move() -> None:
     grads, module = layers(3)
     plan = plan_for([grads[1], grads[2], grads[0]], cap=1)

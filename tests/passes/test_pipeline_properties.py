@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from backwards import RandomBackward, random_backwards
 from graphs import Grad, launches, plan_for, trace
-from hypothesis import Phase, assume, given, settings
+from hypothesis import given, settings
 from torch import fx
 
 from dp_compile._torch import distributed
@@ -172,29 +172,8 @@ def first(graph: fx.Graph, target: Any) -> fx.Node:
     return graph.find_nodes(op="call_function", target=target)[0]
 
 
-def insert_before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
-    return edit.insert_call(node.graph, node, target, args, edit.Provenance("broken", "9.9"))
-
-
-def replace_output(graph: fx.Graph, target: Any, *args: Any) -> None:
-    """Return something else in place of the first reduced gradient."""
-    end = graph.output_node()
-    reduced, *others = end.args[0]
-    end.args = ([insert_before(end, target, reduced, *args), *others],)
-
-
 def lose_a_wait(graph: fx.Graph) -> None:
     edit.replace(first(graph, WAIT), first(graph, ALL_REDUCE))
-
-
-def wait_twice(graph: fx.Graph) -> None:
-    insert_before(graph.output_node(), WAIT, first(graph, ALL_REDUCE))
-
-
-def lose_a_collective(graph: fx.Graph) -> None:
-    launch = first(graph, ALL_REDUCE)
-    edit.replace(first(graph, WAIT), launch.all_input_nodes[0])
-    graph.erase_node(launch)
 
 
 def swap_members(graph: fx.Graph) -> None:
@@ -207,19 +186,6 @@ def change_group(graph: fx.Graph) -> None:
     launch.args = (*launch.args[:2], last.args[2])
 
 
-def change_factor(graph: fx.Graph) -> None:
-    replace_output(graph, torch.ops.aten.mul.Tensor, 2.0)
-
-
-def change_strides(graph: fx.Graph) -> None:
-    replace_output(graph, torch.ops.aten.as_strided.default, [2, 3], [1, 2])
-
-
-def break_a_promise(graph: fx.Graph) -> None:
-    node = first(graph, WAIT)
-    node.meta["val"] = node.meta["val"].new_empty(7)
-
-
 def read_late(graph: fx.Graph) -> None:
     """What only the order keeps in front of a store: it reads the place that is written."""
     end = graph.output_node()
@@ -229,16 +195,11 @@ def read_late(graph: fx.Graph) -> None:
 
 
 def grow_each_time(graph: fx.Graph) -> None:
-    replace_output(graph, torch.ops.aten.clone.default)
-
-
-runs = itertools.count()
-
-
-def differ_each_time(graph: fx.Graph) -> None:
-    """As a pass does that goes through a set of nodes in the order of their addresses."""
-    if next(runs) % 2:
-        replace_output(graph, torch.ops.aten.clone.default)
+    """Return a copy of the first reduced gradient."""
+    end = graph.output_node()
+    reduced, *others = end.args[0]
+    copied = edit.insert_call(graph, end, torch.ops.aten.clone.default, (reduced,), edit.Provenance("broken", "9.9"))
+    end.args = ([copied, *others],)
 
 
 def broken_by(fault: Callable[[fx.Graph], None]) -> RunPasses:
@@ -256,16 +217,10 @@ def broken_by(fault: Callable[[fx.Graph], None]) -> RunPasses:
     ("fault", "text"),
     [
         (lose_a_wait, "never waited for"),
-        (wait_twice, "not under way"),
-        (lose_a_collective, "not the plan's launches"),
         (swap_members, "other numbers"),
         (change_group, "other numbers"),
-        (change_factor, "other numbers"),
-        (change_strides, "other strides"),
-        (break_a_promise, "breaks its promise"),
         (read_late, "other numbers"),
         (grow_each_time, "a second run changed something"),
-        (differ_each_time, "became another one"),
     ],
 )
 def test_a_fault_is_found(
@@ -273,19 +228,3 @@ def test_a_fault_is_found(
 ) -> None:
     with pytest.raises((AssertionError, RuntimeError), match=text):
         check(fixed_case, groups, broken_by(fault))
-
-
-def test_the_fixed_case_holds_without_a_fault(fixed_case: RandomBackward, groups: tuple[str, ...]) -> None:
-    check(fixed_case, groups, broken_by(lambda graph: None))
-
-
-@pytest.mark.parametrize("fault", [swap_members, change_group])
-def test_random_graphs_find_faults_too(groups: tuple[str, ...], fault: Callable[[fx.Graph], None]) -> None:
-    @settings(max_examples=EXAMPLES // 8, phases=[Phase.generate])
-    @given(random_backwards(groups))
-    def holds(case: RandomBackward) -> None:
-        assume(len(case.grads) > 1)
-        check(case, groups, broken_by(fault))
-
-    with pytest.raises(AssertionError):
-        holds()

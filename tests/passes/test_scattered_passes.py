@@ -65,11 +65,6 @@ def test_an_update_is_given_the_part_of_its_bucket(backend: Backend, wire: str |
         assert part.meta["val"].dtype == torch.float32
 
 
-def test_updates_stand_at_the_end() -> None:
-    marks = "".join("L" if is_collective(node) else "U" if node.target is UPDATE else "" for node in run().nodes)
-    assert marks == "LLUU"
-
-
 def another_bucket_s_part(graph: fx.Graph) -> None:
     first, second = calls(graph, UPDATE_LATER)
     first.args = (first.args[0], second.args[1], *first.args[2:])

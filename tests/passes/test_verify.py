@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
-from dp_compile.passes.reduction import emit
-from dp_compile.plan.buckets import Layout, plan_buckets
+from dp_compile.plan.buckets import Layout
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -145,40 +143,3 @@ def test_members_of_two_tensors_that_are_exchanged_are_found() -> None:
 
     with pytest.raises(InvalidGraphError, match="changed what is reduced: the gradient of p0"):
         run(exchange, apart=True)
-
-
-# --- factors that are given when the code runs ----------------------------------------------------------------------
-
-
-def given_factors(*values: torch.Tensor) -> torch.Tensor:
-    gradient, *factors = values
-    return emit(gradient.sin(), 0, 0, None, *factors[:2])
-
-
-def run_given(change: Callable[[list[Any], list[fx.Node]], None]) -> None:
-    spec = GRADS[0].spec
-    reduction = replace(spec.key.reduction, scale=1.0, wire="bfloat16", given=2)
-    plan = plan_buckets(
-        [replace(spec, key=spec.key._replace(reduction=reduction))], bucket_cap_mb=1.0, first_bucket_cap_mb=1.0
-    )
-    numbers = [torch.tensor(number, dtype=torch.float64) for number in (0.5, 0.25, 3.0)]
-
-    def edited(graph: fx.Graph) -> None:
-        bucket, product = first(graph, FLAT_BUCKET), first(graph, aten.mul.Tensor)
-        inputs = graph.find_nodes(op="placeholder")[1:]
-        for node in (bucket, product):
-            arguments = list(node.args)
-            change(arguments, inputs)
-            node.args = tuple(arguments)
-
-    run_passes(trace(given_factors, GRADS[0].values(), *numbers), plan, passes=(*DEFAULT_PASSES, Changed(edited)))
-
-
-def factors_swapped(arguments: list[Any], inputs: list[fx.Node]) -> None:
-    arguments[-1] = inputs[1 if arguments[-1] is inputs[0] else 0]
-
-
-def test_a_factor_that_is_given_is_followed() -> None:
-    run_given(lambda arguments, inputs: None)
-    with pytest.raises(InvalidGraphError, match="changed what is reduced: the gradient of p0: "):
-        run_given(factors_swapped)

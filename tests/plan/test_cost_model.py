@@ -36,6 +36,8 @@ def test_wrong_costs_and_links(wrong: float) -> None:
         AllReduceCost(wrong, 1e-11)
     with pytest.raises(ConfigError, match="beta_s_per_byte"):
         AllReduceCost(1e-5, wrong)
+    with pytest.raises(ConfigError, match="n_ranks"):
+        link("nvlink4").cost(wrong)
     if wrong is not True:
         with pytest.raises(ConfigError, match="busbw_gb_s"):
             Link("mine", 1.0, wrong)
@@ -50,12 +52,6 @@ def test_presets() -> None:
     assert link("nvlink4").cost(1).beta_s_per_byte == 0
     with pytest.raises(ConfigError, match="nvlink4, infiniband-ndr"):
         link("avian")
-
-
-@pytest.mark.parametrize("wrong", [0, -1, 2.5, True])
-def test_wrong_number_of_ranks(wrong: int) -> None:
-    with pytest.raises(ConfigError, match="n_ranks"):
-        link("nvlink4").cost(wrong)
 
 
 # --- the fit --------------------------------------------------------------------------------------------------------

@@ -35,30 +35,6 @@ def indices(plan: BucketPlan) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("numels", "cap", "first_cap", "expected"),
-    [
-        ([1, 1, 1, 1, 1], 8, 8, [[0, 1], [2, 3], [4]]),
-        ([1, 1, 1, 1, 1], 8, 4, [[0], [1, 2], [3, 4]]),
-        ([9, 1, 1, 1], 8, 8, [[0], [1, 2], [3]]),
-        ([1, 1, 1], math.inf, math.inf, [[0, 1, 2]]),
-        ([0, 0, 1], 4, 4, [[0, 1, 2]]),
-    ],
-)
-def test_buckets_are_filled_in_order(
-    numels: list[int], cap: float, first_cap: float, expected: list[list[int]]
-) -> None:
-    plan = plan_of([gradient(index, numel) for index, numel in enumerate(numels)], cap, first_cap)
-    assert indices(plan) == expected
-
-
-def test_keys_are_not_mixed_and_each_has_a_first_bucket() -> None:
-    keys = [FLOAT32, BFLOAT16, FLOAT32, BFLOAT16, BFLOAT16, FLOAT32]
-    plan = plan_of([gradient(index, 2, key) for index, key in enumerate(keys)], cap=16, first_cap=8)
-    assert indices(plan) == [[0], [1, 3], [4], [2, 5]]
-    assert [bucket.key for bucket in plan.buckets] == [FLOAT32, BFLOAT16, BFLOAT16, FLOAT32]
-
-
-@pytest.mark.parametrize(
     ("numels", "alignment", "offsets", "padding"),
     [
         ([3, 20, 1, 16], 1, [0, 3, 23, 24], 0),

@@ -73,24 +73,12 @@ def test_measured_times_are_possible(
     assert first <= second
 
 
-def captured(
-    function: Callable[..., Any], *shapes: tuple[int, ...], adds: bool = False
-) -> dict[tuple[int, int], float]:
-    """What a graph of aten ops says of its reductions, by replica and index."""
-    places: list[tuple[int, int]] = []
-    shares = captured_times(function, *shapes, adds=adds, places=places)
-    return dict(zip(places, shares.gradients, strict=True))
-
-
-def captured_times(
-    function: Callable[..., Any], *shapes: tuple[int, ...], adds: bool = False, places: list[Any] | None = None
-) -> Estimates:
+def captured(function: Callable[..., Any], *shapes: tuple[int, ...]) -> tuple[list[Any], Estimates]:
+    """The reductions of a graph of aten ops, by replica and index, and what the graph says of them."""
     graph = fx.experimental.proxy_tensor.make_fx(function, tracing_mode="fake")(*map(torch.randn, shapes)).graph
     nodes = graph.find_nodes(op="call_function", target=REDUCE_GRAD)
-    if places is not None:
-        places += [(node.args[2], node.args[1]) for node in nodes]
-    return ready_shares(
-        [Accumulation(node, node.args[0], adds) for node in nodes],
+    return [(node.args[2], node.args[1]) for node in nodes], ready_shares(
+        [Accumulation(node, node.args[0], False) for node in nodes],
         {node: node.meta["val"] for node in graph.nodes if "val" in node.meta},
     )
 
@@ -103,10 +91,11 @@ def test_shares_of_a_graph() -> None:
         second = grads[1].reduce((y.t() @ x).t())  # a view costs nothing
         return [first, second, grads[2].reduce(x.t() @ x + y.t() @ y)]
 
-    shares = captured(backward, (64, 64), (64, 64))
+    places, found = captured(backward, (64, 64), (64, 64))
     product, addition = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0), 3 * 64 * 64 * 4
     total = 4 * product + addition
-    assert shares == pytest.approx({(0, 0): product / total, (0, 1): 2 * product / total, (1, 2): 1.0})
+    expected = {(0, 0): product / total, (0, 1): 2 * product / total, (1, 2): 1.0}
+    assert dict(zip(places, found.gradients, strict=True)) == pytest.approx(expected)
 
 
 @pytest.mark.usefixtures("fake_group")
@@ -121,7 +110,7 @@ def test_collectives_of_the_model_take_their_time() -> None:
 
     assert dist.group.WORLD is not None
     GROUP = distributed.group_name(dist.group.WORLD)
-    found = captured_times(backward, (64, 64), (64, 64))
+    _, found = captured(backward, (64, 64), (64, 64))
     product = max(3 * 64 * 64 * 4, 2 * 64**3 / 8.0)
     sent = nominal_cost(GLOO, dist.get_world_size()).seconds(64 * 64 * 4) * 10e9  # of one core's memory, in bytes
     total = 2 * product + sent

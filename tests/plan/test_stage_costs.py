@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.certificate import robust_partition
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.links import Link, with_levels
 from dp_compile.plan.network import (
-    Buckets,
     Job,
     Leg,
     ReadyGradient,
     finish_time,
-    jobs_of,
     launches,
     legs_of,
     release_time_bound,
 )
-from dp_compile.plan.partition import optimal_partition
 from dp_compile.plan.reduction import (
     BETWEEN,
     INSIDE,
     WHOLE,
     Averaging,
     Levels,
-    Load,
 )
 
 LEVELS = Levels("in", "out", ((0, 1), (2, 3)))
@@ -62,10 +55,6 @@ def test_two_levels_cost_their_three_stages() -> None:
 
 def two_level(nbytes: int, ready_s: float, key: object = None) -> ReadyGradient:
     return ReadyGradient(nbytes, ready_s, key, loads=TWO.loads(nbytes))
-
-
-def by_hooks(nbytes: int, ready_s: float, key: object = None) -> ReadyGradient:
-    return ReadyGradient(nbytes, ready_s, key, loads=(Load(WHOLE, 2, nbytes // 4), Load(WHOLE, 2, nbytes // 8)))
 
 
 def test_the_two_links_carry_stages_beside_each_other() -> None:
@@ -109,50 +98,10 @@ def test_who_launches_a_stage_waits_for_the_one_before_and_compute_with_it() -> 
 # --- partitions and the bound ---------------------------------------------------------------------------------------
 
 
-def all_partitions(count: int) -> Iterator[Buckets]:
-    for where in itertools.product((False, True), repeat=count - 1):
-        edges = [0, *(place for place, cut in enumerate(where, start=1) if cut), count]
-        yield tuple(tuple(range(start, stop)) for start, stop in itertools.pairwise(edges))
-
-
-def end_of(gradients: Sequence[ReadyGradient], buckets: Buckets, cost: AllReduceCost) -> float:
-    backward_s = gradients[-1].ready_s
-    return max(backward_s, finish_time(jobs_of(gradients, buckets, cost), backward_s=backward_s))
-
-
-def earliest(gradients: Sequence[ReadyGradient], cost: AllReduceCost) -> float:
-    return min(end_of(gradients, buckets, cost) for buckets in all_partitions(len(gradients)))
-
-
-costs = st.builds(
-    AllReduceCost,
-    st.floats(0, 3.0),
-    st.floats(0.001, 0.3),
-    st.builds(AllReduceCost, st.floats(0, 2.0), st.floats(0.001, 0.1)),
-    st.builds(AllReduceCost, st.floats(0, 3.0), st.floats(0.001, 0.3)),
-)
-sizes = st.lists(st.tuples(st.integers(0, 100), st.floats(0, 5.0)), min_size=1, max_size=7)
-kinds = st.sampled_from([two_level, by_hooks])
-
-
 def gradients_of(kind: object, given_sizes: list[tuple[int, float]]) -> list[ReadyGradient]:
     assert callable(kind)
     ready = itertools.accumulate(step for _, step in given_sizes)
     return [kind(nbytes, at_s) for (nbytes, _), at_s in zip(given_sizes, ready, strict=True)]
-
-
-@given(kinds, sizes, costs)
-@settings(max_examples=60)
-def test_several_stages_stay_near_brute_force(
-    kind: object, given_sizes: list[tuple[int, float]], cost: AllReduceCost
-) -> None:
-    """Cases that were looked for to be bad; the next test has how often it is the best."""
-    gradients = gradients_of(kind, given_sizes)
-    buckets = optimal_partition(gradients, cost=cost, backward_s=gradients[-1].ready_s)
-    ours, best = end_of(gradients, buckets, cost), earliest(gradients, cost)
-    bound = release_time_bound(gradients, cost=cost, backward_s=gradients[-1].ready_s)
-    assert bound * (1 - CLOSE) <= best * (1 + CLOSE)
-    assert best * (1 - CLOSE) <= ours <= best * 1.5
 
 
 def test_certificates_say_what_is_proven() -> None:

@@ -126,21 +126,6 @@ def test_two_ranks_train_and_end_where_torch_does(tmp_path: Path) -> None:
     assert step.measured is not None
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("arguments", "found"),
-    [
-        (("--check", "--comm-hook", "int8"), "QuantizedHook(dtype=torch.int8"),
-        (("--mp", "bf16"), "bfloat16 cpu sum"),
-    ],
-)
-def test_other_dtypes_end_where_torch_does(arguments: tuple[str, ...], found: str) -> None:
-    out = train("--steps", "8", *arguments)
-    assert "backwards: 8 captured" in out
-    assert found in out
-    assert ("check passed" in out) == ("--check" in arguments)
-
-
 def children(parent: int) -> list[int]:
     """The rank processes, in the order in which they were started."""
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
