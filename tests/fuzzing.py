@@ -93,7 +93,6 @@ class FuzzCase:
     dynamic: bool | None = None
     buckets: str = "optimal"
     wrapper: bool = False
-    python_hook: bool = True
     find_unused: bool = False
     broadcast_buffers: bool = True
     check_reductions: bool = True
@@ -668,7 +667,6 @@ class Run:
         case = self.case
         config = dp_compile.ReplicateConfig(
             backend="aot_eager",
-            ddp_python_hook=case.python_hook,
             find_unused_parameters=case.find_unused,
             broadcast_buffers=case.broadcast_buffers,
             init_sync_buffers=True,

@@ -112,7 +112,7 @@ def is_capture_in_the_way(error: NotImplementedError) -> bool:
 
 
 def is_reducer_in_the_way(error: RuntimeError) -> bool:
-    """Whether a capture met hooks of torch's C++ reducer, ours or of another DDP; nothing has run by then."""
+    """Whether a capture met hooks of torch's C++ reducer, of a DDP; nothing has run by then."""
     return "not compatible with C++ DDP Reducer" in str(error)
 
 

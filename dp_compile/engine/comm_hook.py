@@ -63,7 +63,7 @@ class CalledBucket:
     Args:
         number: of the bucket, in the order in which buckets are launched.
         is_final: it is the last one of the backward.
-        flat: the local gradients, not divided, one after the other; gaps between them are zeros.
+        flat: the local gradients, not divided, one after the other.
         parts: the gradients in it, each shaped as its parameter.
         of: their parameters.
     """

@@ -113,7 +113,7 @@ def explanation_of(step: Step) -> Explanation:
             f"the plan has {len(step.plan.buckets)} buckets, {len(step.measured.buckets)} were measured. Measure under "
             "the plan that is to be explained."
         )
-    no_timeline = why_no_timeline(step)
+    no_timeline = "there is one rank, and nothing to communicate" if step.world_size == 1 else None
     forward_s = step.forward_s if step.has_two_halves else 0.0
     if step.world_size == 1:
         bound_by = ONE_RANK
@@ -131,13 +131,6 @@ def explanation_of(step: Step) -> Explanation:
         () if no_timeline else advice_for(step),
         tuple(_notes(step, no_timeline)),
     )
-
-
-def why_no_timeline(step: Step) -> str | None:
-    """Why the plan does not say when its buckets are reduced; `None` if it does."""
-    if not step.mode.startswith("python hooks"):
-        return f"what reduces is not known ({step.mode})"
-    return "there is one rank, and nothing to communicate" if step.world_size == 1 else None
 
 
 def _explained(step: Step, has_timeline: bool) -> Iterator[ExplainedBucket]:

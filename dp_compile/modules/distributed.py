@@ -98,8 +98,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         config = given.get("config") or ReplicateConfig()
         if not given or not isinstance(config, ReplicateConfig):  # a copy, a pickle; or __init__ says what is wrong
             return super().__new__(cls)
-        config = dataclasses.replace(config, **{name: given[name] for name in own & given.keys() - {"config"}})
-        if config.uses_python_hook():
+        try:
+            config = dataclasses.replace(config, **{name: given[name] for name in own & given.keys() - {"config"}})
+            by_hooks = config.uses_python_hook()
+        except ConfigError:  # __init__ raises it too, and in the other ranks
+            by_hooks = True
+        if by_hooks:
             return super().__new__(cls)
         meeting = Meeting.of_this_call(resolve_group(given.get("process_group"), given.get("device_mesh")))
         return distributed.wrapped_by_torch(

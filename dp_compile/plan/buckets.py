@@ -250,7 +250,8 @@ class Layout:
 
     A member starts at a multiple of `alignment_bytes`; one that is smaller than that, at a multiple of its own size
     rounded up to a power of two, so that small gradients are not mostly padding. Gradients named in `apart` keep
-    memory of their own, unless ranks keep parts of their bucket or a Python hook is given the whole of it.
+    memory of their own, unless ranks keep parts of their bucket or a Python hook is given the whole of it. Such a
+    hook finds no padding: hooks of torch's DDP cut the buffer by the sizes of its gradients.
     """
 
     alignment_bytes: int
@@ -273,8 +274,9 @@ class Layout:
         end = 0
         for gradient in gradients:
             member = Member(gradient, None)
-            if gradient.name not in self.apart or key.reduction.is_scattered or key.reduction.hook == CALLED:
-                step = self._step(member)
+            is_called = key.reduction.hook == CALLED
+            if gradient.name not in self.apart or key.reduction.is_scattered or is_called:
+                step = 1 if is_called else self._step(member)
                 member = replace(member, offset=-(-end // step) * step)
                 end = -(-end // step) * step + member.numel
             members.append(member)

@@ -166,8 +166,7 @@ def updates(draw: st.DrawFn, buckets: str, blocks: Sequence[BlockSpec], part: st
     update = draw(st.sampled_from(["", "", "in_backward", "shard"][: 4 if can_shard else 3]))
     if update:
         return {"adamw": adamw, "update": update, "max_norm": draw(st.sampled_from([None, 0.05]))}
-    # torch's DDP knows neither hooks of ours nor levels.
-    return {"adamw": adamw, "part": part, "python_hook": levels or draw(st.sampled_from([True] * 9 + [False]))}
+    return {"adamw": adamw, "part": part}
 
 
 @st.composite
@@ -195,8 +194,7 @@ def cases(draw: st.DrawFn, world_size: int = 2) -> FuzzCase:
         deep="recomputed" not in kinds,  # torch's DDP knows one inner backward of each parameter
         edits=not in_backward,
         fails=fuzzing.FAILS[3:] if late_buffers else fuzzing.FAILS,
-        # torch's reducer leaves the other ranks waiting; updates in a backward that is void later need a checkpoint.
-        voids=compiled not in ("nothing", "late") and reduction.get("python_hook", True) and not in_backward,
+        voids=not in_backward,  # updates in a backward that is void later need a checkpoint
         # An inner backward accumulates gradients in `torch.autograd.grad` too, which two of the transforms call.
         transforms=[] if late_buffers else [*fuzzing.TRANSFORMS][: 2 if "recomputed" in kinds else 4],
     )

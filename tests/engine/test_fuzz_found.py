@@ -24,13 +24,6 @@ def assert_equal(ranks: Ranks, case: FuzzCase) -> None:
         assert outcome.difference == ""
 
 
-def test_one_bucket_with_torchs_reducer(ranks: Ranks) -> None:
-    """`bucket_cap_mb=math.inf` ended in an OverflowError of torch's DDP as soon as its reducer was needed."""
-    assert_equal(
-        ranks, FuzzCase(blocks=(BlockSpec("linear"),), width=2, steps=(SAME,), compiled="nothing", buckets="one")
-    )
-
-
 def test_layout_of_a_gradient_that_only_another_rank_produced(ranks: Ranks) -> None:
     """It was contiguous, whatever the parameter's memory order."""
     case = FuzzCase(
@@ -61,12 +54,10 @@ def run_accumulation_that_ends_uncompiled() -> None:
 
 
 def test_accumulation_that_ends_uncompiled_on_one_rank(ranks: Ranks) -> None:
-    """Rank 1 went over to torch's reducer in its first synchronised backward, rank 0 stayed with the hooks."""
     ranks.run(run_accumulation_that_ends_uncompiled)
 
 
-def test_hooks_return_in_the_middle_of_an_accumulation(ranks: Ranks) -> None:
-    """What was used inside `no_sync()` while torch's reducer was at work counted as unused by every rank."""
+def test_a_forward_is_compiled_late_in_an_accumulation(ranks: Ranks) -> None:
     case = FuzzCase(
         blocks=(BlockSpec("linear"), BlockSpec("linear")),
         width=4,
@@ -90,19 +81,6 @@ def test_memory_order_without_passes(ranks: Ranks) -> None:
         ways=((), (0,)),
         compiled="head",
         buckets="no passes",
-        find_unused=True,
-    )
-    assert_equal(ranks, case)
-
-
-def test_torch_reducer_comes_in_the_middle_of_an_accumulation(ranks: Ranks) -> None:
-    """What hooks had seen used inside `no_sync()` was unknown to the reducer that was made for the reduction."""
-    case = FuzzCase(
-        blocks=(BlockSpec("linear"),),
-        width=4,
-        steps=(Step((Micro((4, 4), way=(0, 1)), Micro((4, 4), way=(1, 1)))), Step((Micro((4, 4), way=(0, 1)),))),
-        ways=((), (0,)),
-        compiled="nothing",
         find_unused=True,
     )
     assert_equal(ranks, case)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from beside import (
     AOT,
     Block,
     Side,
     Step,
     anomaly,
+    batch,
     beside,
     compile_blocks,
     compile_whole,
@@ -23,6 +25,7 @@ from beside import (
     plain,
 )
 from fuzzing import RecomputedFunction
+from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -63,6 +66,23 @@ def run_inner(way: str, everything: bool, reentrant: bool) -> None:
 @pytest.mark.parametrize("way", WAYS)
 def test_inner_backwards_are_parts_of_the_outermost(ranks: Ranks, way: str, everything: bool, reentrant: bool) -> None:
     ranks.run(run_inner, way, everything, reentrant)
+
+
+@on_ranks("ranks")
+def test_what_inner_backwards_use_is_not_taken_for_unused() -> None:
+    """torch's DDP takes it for that."""
+    torch.manual_seed(0)
+    model = Model(everything=False)
+    alone = copy.deepcopy(model)
+    dp_compile.replicate(model, config=AOT, find_unused_parameters=True)
+    for number in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+            each(batch(number)).square().mean().backward()
+        for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+            dist.all_reduce(other.grad)
+            torch.testing.assert_close(mine.grad, other.grad / dist.get_world_size())
+    dp_compile.unreplicate(model)
 
 
 # --- started in C++, and past torch.autograd --------------------------------------------------------------------------

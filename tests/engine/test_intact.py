@@ -121,7 +121,7 @@ def test_a_change_between_two_backwards(
 
 
 def run_change(change: Callable[[Net], None]) -> str:
-    """Two steps that torch's reducer reduces, a change, and the error of the third."""
+    """Two steps without compilation, a change, and the error of the third."""
     model = dp_compile.replicate(Net(), config=AOT)
     for number in range(3):
         model.zero_grad()
@@ -141,16 +141,13 @@ def test_a_change_after_replicate_is_named(ranks: Ranks, change: Callable[[Net],
 
 
 def run_there_and_back(compile_model: Callable[[nn.Module], Any]) -> str:
-    """Two steps, the second after another dtype; the error of that one, or whether gradients are the same."""
+    """Two steps, the second after another dtype; whether gradients are the same."""
     torch._dynamo.reset()
     model, found = dp_compile.replicate(Net(), config=AOT), []
     run = compile_model(model)
     for _ in range(2):
         model.zero_grad()
-        try:
-            run(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
-        except dp_compile.ReductionError as error:
-            return str(error)
+        run(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
         found.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
         model.double().float()
     return "the same" if all(map(torch.equal, *found)) else "other gradients"
@@ -158,10 +155,8 @@ def run_there_and_back(compile_model: Callable[[nn.Module], Any]) -> str:
 
 @pytest.mark.parametrize("compile_model", [compile_whole, not_compiled])
 def test_another_dtype_for_a_while(ranks: Ranks, compile_model: Callable[[nn.Module], Any]) -> None:
-    """torch's DDP, and its reducer, lose all parameters without a word."""
-    captured = compile_model is compile_whole
-    expected = "the same" if captured else "first.weight and 2 more had another dtype after replicate()"
-    assert all(text.startswith(expected) for text in ranks.run(run_there_and_back, compile_model))
+    """torch's DDP loses all parameters without a word."""
+    assert set(ranks.run(run_there_and_back, compile_model)) == {"the same"}
 
 
 @pytest.mark.parametrize("way", [pytest.param(nullcontext, marks=GUARDED), anomalies])

@@ -199,8 +199,7 @@ def run_formula(way: str, alone: bool) -> list[dict[str, int]]:
             WAYS[way][0](model)(numbers_of(dist.get_rank(), dtype)[None]).sum().backward()
 
         wire, divisor = options.get("reduce_dtype", dtype), options.get("gradient_divide_factor", float(ranks))
-        as_ddp = way == "not compiled" and not options
-        before = before_the_sum(divisor) if wire == FP16 and not as_ddp else divisor
+        before = before_the_sum(divisor) if wire == FP16 else divisor
         sent = torch.stack([(each.double() / before).to(wire).double() for each in numbers])
         expected = (sent.sum(0).to(wire).double() * before / divisor).to(dtype).double()
         # Whose numbers are added first is the backend's affair, and each sum rounds. Smallest units are exact.

@@ -18,6 +18,7 @@ from beside import (
     Fuse,
     Side,
     Step,
+    Twin,
     batch,
     beside,
     compile_blocks,
@@ -117,7 +118,7 @@ def local_then_synced_through_one_graph(side: Side, number: int) -> None:
 
 
 def freeze_later(side: Side, number: int) -> None:
-    """Frozen at first, when torch's reducer is made, and in a backward that is called without grad mode."""
+    """Frozen at first, and in a backward that is called without grad mode."""
     side.module.get_parameter("0.bias").requires_grad_(number in (1, 4))
     loss = side.loss(number)
     with torch.no_grad() if number == 0 else nullcontext():
@@ -559,12 +560,14 @@ def test_some_parameters_as_inputs() -> None:
 
 @pytest.mark.usefixtures("fake_group")
 def test_torchs_own_capture_of_a_forward_that_was_not_compiled() -> None:
-    """torch advises python_reducer, which is refused here: the error names what to use instead."""
-    model = dp_compile.replicate(mlp(), config=AOT)
-    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        with pytest.raises(dp_compile.ReductionError, match=r"dp_compile\.compiled_backward\(\)"):
-            model(torch.ones(2, 6)).sum().backward()
-    dp_compile.unreplicate(model)
+    """torch's DDP raises, and advises python_reducer."""
+    both = Twin(mlp())
+    both.run = both.model
+    for _ in range(2):
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            both.step(torch.ones(2, 6))
+    assert both.report.backwards == {"eager hooks": 2}
+    dp_compile.unreplicate(both.model)
 
 
 # --- ranks that were started differently ------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def run_bad(what: str) -> str:
         options["device_mesh"] = turned
     if what == "one level":
         options["device_mesh"] = None if dist.get_rank() == 2 else mesh
-    if what == "reducer":
+    if what == "no hooks":
         options["ddp_python_hook"] = False
     try:
         model = dp_compile.replicate(mlp(), **options)
@@ -193,8 +193,8 @@ def run_bad(what: str) -> str:
         ("dimensions", "device_mesh must have one dimension, or two .*, got 3 \\(a, b, c\\)"),
         ("other nodes", "device_mesh"),
         ("one level", "rank 2 differs from rank 0"),
-        ("reducer", "device_mesh with two dimensions needs dp_compile's hooks, but ddp_python_hook is False"),
-        ("hook", "comm hook .* is called by torch's C\\+\\+ reducer, which knows one level of network"),
+        ("no hooks", "ddp_python_hook=False asks for, does not have a device_mesh with two dimensions"),
+        ("hook", "comm hook .* reduces over one group, but the device_mesh of .* has two dimensions"),
         ("functional hook", "comm hook QuantizedHook reduces the buckets of .*the device_mesh has two dimensions"),
     ],
 )

@@ -562,7 +562,7 @@ _pair(
 )
 
 
-@_feature("torch's powerSGD_hook, in torch's reducer", ways=(EAGER,))
+@_feature("torch's powerSGD_hook", ways=(EAGER,))
 def power_sgd(place: Place) -> Difference:
     """Not compiled, as the reference: numbers are drawn by bucket, in the order of the first backward."""
     options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 3, "min_compression_rate": 1.5}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 import torch.distributed as dist
 from on_ranks import on_ranks
 from torch import nn
+from torch.distributed._composable import replicate as torch_replicate
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
@@ -50,6 +53,65 @@ def test_trains_as_torch_ddp() -> None:
             torch.testing.assert_close(mine, other, msg=lambda text, n=name: f"{n}: {text}")
     assert set(dp_compile.report(ours).backwards) == {"captured", "captured without sync"}
     assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+@pytest.mark.parametrize("how", ["replicate", "wrapper", "environment"])
+@on_ranks("ranks2")
+def test_without_hooks_torch_reduces(how: str) -> None:
+    options: dict[str, Any] = {"bucket_cap_mb": math.inf, "find_unused_parameters": True}
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "environment":
+            patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+        else:
+            options["ddp_python_hook"] = False
+        ours = (
+            dp_compile.replicate(build(), **options)
+            if how == "replicate"
+            else DistributedDataParallel(build(), **options)
+        )
+    theirs: nn.Module = build()
+    if how == "replicate":
+        torch_replicate(theirs, find_unused_parameters=True)
+    else:
+        theirs = TorchDDP(theirs, find_unused_parameters=True)
+        assert type(ours) is TorchDDP
+    for step in range(3):
+        x = torch.randn(6, 4, generator=torch.Generator().manual_seed(10 * dist.get_rank() + step))
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().mean().backward()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert mine.grad is not None
+            assert other.grad is not None
+            assert torch.equal(mine.grad, other.grad)
+    with pytest.raises(dp_compile.ModuleError, match="not replicated"):
+        dp_compile.report(ours)
+
+
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}, "mp_policy"),
+        ({"gradient_divide_factor": 2.0, "check_nan": True}, "gradient_divide_factor and check_nan"),
+    ],
+)
+def test_without_hooks_options_that_torch_does_not_have_are_refused(options: dict[str, Any], refused: str) -> None:
+    config = dp_compile.ReplicateConfig(ddp_python_hook=False, **options)
+    for make in (dp_compile.replicate, DistributedDataParallel):
+        with pytest.raises(dp_compile.ConfigError, match=f"does not have {refused}"):
+            make(build(), config=config)
+    with pytest.raises(dp_compile.ConfigError, match="does not have bucket_policy"):
+        dp_compile.replicate(build(), ddp_python_hook=False, bucket_policy={nn.Linear})
+
+
+@on_ranks("ranks2")
+def test_ranks_that_give_other_options() -> None:
+    second = dist.get_rank() == 1
+    with pytest.raises(dp_compile.DesyncError, match="DP_COMPILE_DDP_PYTHON_HOOK is false there, true on rank 0"):
+        DistributedDataParallel(build(), ddp_python_hook=False if second else None)
+    with pytest.raises(dp_compile.ConfigError if second else dp_compile.DesyncError, match="bucket_cap_mb"):
+        DistributedDataParallel(build(), bucket_cap_mb=-1.0 if second else None)
 
 
 @pytest.mark.usefixtures("fake_group")

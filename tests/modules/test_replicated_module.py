@@ -342,7 +342,7 @@ class TestCommHooks:
         assert dp_compile.report(model).why_not_captured.startswith(
             f"comm hook {given[hook][1].__name__} is called with each bucket: {why}"
         )
-        assert f"reducer: {why}" in str(dp_compile.report(model)).split("\n")[1]
+        assert f"each bucket: {why}" in str(dp_compile.report(model)).split("\n")[1]
         dp_compile.unreplicate(model)
 
     def test_before_the_start(self) -> None:

@@ -175,7 +175,7 @@ def twins(
         prepare(model)
     mine, other = make(models[0].parameters()), make(models[1].parameters())
     assert dp_compile.optim.in_backward(ours, mine, max_norm=max_norm, **(given or {})) is mine
-    # Not compiled it is cheaper, and torch's reducer adds up to the same bits. Inductor's kernels round otherwise.
+    # Not compiled it is cheaper, and eager hooks add up to the same bits. Inductor's kernels round otherwise.
     theirs_compiled = config.backend == "inductor" or compile_theirs
     run_theirs = compile_model(theirs) if theirs_compiled and not beside_ddp else theirs
     return Twins(ours, compile_model(ours), theirs, run_theirs, mine, other, max_norm)
