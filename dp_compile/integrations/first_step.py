@@ -14,7 +14,7 @@ from torch import nn
 
 from dp_compile.engine.drift import compare_first_step
 from dp_compile.engine.replica import Replica
-from dp_compile.modules.replicated_module import replica_of
+from dp_compile.modules.replicated_module import is_replicated, replica_of
 
 logger = logging.getLogger("dp_compile.integrations")
 
@@ -27,16 +27,18 @@ _WAYS = {
 def watch_first_step(module: nn.Module, framework: str) -> None:
     """Compare the parameters of a replicated module once, after its first step, and say how it went.
 
-    In the second synchronised backward: then every rank has ended the first step, whatever belongs to it.
+    In the second synchronised backward: then every rank has ended the first step, whatever belongs to it. Does nothing
+    if torch's own DDP reduces the module, as with `ddp_python_hook=False`.
 
     Args:
         module: a replicated module.
         framework: who wrapped it, for the log.
 
     Raises:
-        ModuleError: the module is not replicated, or waits for its first forward.
+        ModuleError: the module waits for its first forward.
     """
-    compare_first_step(replica_of(module), partial(_say, framework))
+    if is_replicated(module):
+        compare_first_step(replica_of(module), partial(_say, framework))
 
 
 def _say(framework: str, replica: Replica, compared: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import transformers
 from torch import nn
 
+from dp_compile._torch import distributed
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
@@ -94,9 +95,10 @@ class DPCompileMixin:
         return super().training_step(model, *args, **kwargs)  # type: ignore[misc]
 
     def _check_reduced(self, model: nn.Module) -> None:
-        inner = unwrap(model)
+        inner, by_hooks = unwrap(model), (self.replicate_config or ReplicateConfig()).uses_python_hook()
         trains = any(parameter.requires_grad for parameter in inner.parameters())
-        if _trainer(self).args.world_size > 1 and trains and not isinstance(inner, DistributedDataParallel):
+        is_wrapped = isinstance(inner, DistributedDataParallel) if by_hooks else distributed.is_torch_ddp(inner)
+        if _trainer(self).args.world_size > 1 and trains and not is_wrapped:
             raise ModuleError(
                 f"{class_name(inner)} was not wrapped by dp_compile: it was loaded in shards, or {type(self).__name__} "
                 "prepares models in a way of its own. Load it whole on each rank; or use a trainer without "

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dp_compile
 from dp_compile._torch import distributed
+from dp_compile.config import HOOK_VARIABLE
 from dp_compile.errors import ConfigError, DPCompileError
 from dp_compile.train.gpt import GPT, GPTConfig
 
@@ -75,7 +76,8 @@ def launch(options: argparse.Namespace) -> int:
         raise ConfigError(f"--mp does not go with {other}.")
     if options.save_step is not None and not Path(options.save_step).absolute().parent.is_dir():
         raise ConfigError(f"--save-step must be a file in a directory that exists, got {options.save_step!r}.")
-    replicate_config(options).uses_python_hook()  # its environment variable, before every rank complains
+    if not replicate_config(options).uses_python_hook():
+        raise ConfigError(f"{HOOK_VARIABLE} leaves the model to torch's DDP, of which there is no report. Unset it.")
     options.steps = options.steps or (25 if options.check else 300)
     if not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} <= os.environ.keys():
         options.ranks = options.ranks or max(2, torch.cuda.device_count())

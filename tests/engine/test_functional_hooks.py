@@ -207,15 +207,10 @@ class TestAlone:
             dp_compile.replicate(mlp(), config=AOT).register_comm_hook(state, Rounded())
         dp_compile.unreplicate(model)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"passes": ()}, "no pass makes buckets"),
-        ],
-    )
-    def test_options_that_say_otherwise(self, options: dict[str, Any], message: str) -> None:
-        model = dp_compile.replicate(mlp(), **{"config": AOT} | options)
-        with pytest.raises(dp_compile.ConfigError, match=f"comm hook Rounded reduces the buckets of a plan.*{message}"):
+    def test_options_that_say_otherwise(self) -> None:
+        model = dp_compile.replicate(mlp(), config=AOT, passes=())
+        message = "comm hook Rounded reduces the buckets of a plan.*no pass makes buckets"
+        with pytest.raises(dp_compile.ConfigError, match=message):
             model.register_comm_hook(dp_compile.HookState(), Rounded())
         with pytest.raises(dp_compile.ConfigError, match="needs a state that lasts, got NoneType"):
             model.register_comm_hook(None, Rounded())

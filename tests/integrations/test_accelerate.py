@@ -162,6 +162,16 @@ def test_sync_in_backward_and_uneven_inputs_of_a_compiled_model() -> None:
 
 
 @on_ranks("ranks2")
+def test_without_hooks_torchs_own_wrapper_reduces() -> None:
+    with pytest.MonkeyPatch.context() as patch, as_launched(), accelerator(True) as this:
+        patch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "0")
+        model = this.prepare(nn.Linear(2, 1, bias=False))
+        assert type(model) is nn.parallel.DistributedDataParallel
+        this.backward(model(torch.full((1, 2), float(dist.get_rank()))).sum())
+        assert model.module.weight.grad.tolist() == [[0.5, 0.5]]
+
+
+@on_ranks("ranks2")
 def test_never_silently() -> None:
     """accelerate itself gives a model that was prepared for evaluation before back as it is: not reduced."""
     with as_launched(), accelerator(True, dynamo_backend="aot_eager") as this:

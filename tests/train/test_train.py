@@ -85,9 +85,10 @@ def test_bad_options_say_so_in_one_line(
 def test_what_the_environment_says_is_checked_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", "maybe")
-    assert cli.main(["train"]) == 2
-    assert "DP_COMPILE_DDP_PYTHON_HOOK must be one of" in capsys.readouterr().err
+    for value, message in (("maybe", "must be one of"), ("0", "leaves the model to torch's DDP")):
+        monkeypatch.setenv("DP_COMPILE_DDP_PYTHON_HOOK", value)
+        assert cli.main(["train"]) == 2
+        assert f"DP_COMPILE_DDP_PYTHON_HOOK {message}" in capsys.readouterr().err
     monkeypatch.delenv("DP_COMPILE_DDP_PYTHON_HOOK")
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
