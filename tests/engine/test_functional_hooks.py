@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
-    batched_powerSGD_hook,
     powerSGD_hook,
 )
 from torch.nn import functional as F
@@ -286,9 +285,6 @@ def test_hooks_that_exchange_parts(ranks: Ranks, way: str) -> None:
         assert found == [{"captured": 3}] * ranks.world_size
 
 
-POWER_SGD = {"PowerSGD": powerSGD_hook, "batched PowerSGD": batched_powerSGD_hook}
-
-
 def torch_s_own(name: str) -> dict[str, int]:
     """PowerSGD draws numbers in the order of a bucket: of ready gradients in torch, of registration here."""
     torch._dynamo.reset()
@@ -298,9 +294,9 @@ def torch_s_own(name: str) -> dict[str, int]:
     dp_compile.replicate(ours, config=AOT)
     alone, _ = dist.new_subgroups(1)
     for model in (ours, theirs):
-        if name in POWER_SGD:
+        if name == "PowerSGD":
             options = {"matrix_approximation_rank": 1, "start_powerSGD_iter": 2, "min_compression_rate": 1.5}
-            model.register_comm_hook(PowerSGDState(None, **options), POWER_SGD[name])  # type: ignore[operator]
+            model.register_comm_hook(PowerSGDState(None, **options), powerSGD_hook)  # type: ignore[operator]
         else:
             model.register_comm_hook(PostLocalSGDState(None, alone, 2), post_localSGD_hook)  # type: ignore[operator]
     for step in range(5):
@@ -314,7 +310,7 @@ def torch_s_own(name: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", [*POWER_SGD, "post-local SGD"])
+@pytest.mark.parametrize("name", ["PowerSGD", "post-local SGD"])
 def test_torch_s_hooks_that_remember(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(torch_s_own, name) == [{"eager hooks": 5}] * 2
 
