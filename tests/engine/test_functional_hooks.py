@@ -15,10 +15,7 @@ from beside import AOT, batch, compile_whole, mlp, not_compiled, train_beside
 from comm_hooks import Rounded, as_torch_s
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
-    PowerSGDState,
-    powerSGD_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
