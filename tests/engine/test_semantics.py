@@ -581,10 +581,14 @@ class Ordered(nn.Module):
 
 
 def differ(how: str) -> str:
-    second, options, model = dist.get_rank() == 1, {}, Ordered(["a", "b"])
+    second, options = dist.get_rank() == 1, dict[str, Any]()
+    model: nn.Module = Ordered(["a", "b"])
     with pytest.MonkeyPatch.context() as patch:
         if how == "parameter order":
             model = Ordered(["b", "a"] if second else ["a", "b"])
+        if how == "buckets":
+            model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            options = {"bucket_policy": {nn.Linear}} if second else {}
         if second and how == "version of the package":
             patch.setitem(dp_compile.replicate.__globals__, "version", lambda name: "0.0.7")
         if second and how == "environment":
@@ -602,6 +606,7 @@ def differ(how: str) -> str:
         ("parameter order", 'trainable parameters[0] is "b: float32[2] strides [1]" there'),
         ("version of the package", 'dp_compile is "0.0.7" there'),
         ("environment", "DP_COMPILE_DDP_PYTHON_HOOK is false there, true on rank 0"),
+        ("buckets", "plan is "),
     ],
 )
 def test_ranks_that_were_started_differently(ranks: Ranks, how: str, difference: str) -> None:

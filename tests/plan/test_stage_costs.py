@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from dp_compile.plan.backends import NCCL
@@ -53,10 +51,6 @@ def test_two_levels_cost_their_three_stages() -> None:
 # --- several buckets ------------------------------------------------------------------------------------------------
 
 
-def two_level(nbytes: int, ready_s: float, key: object = None) -> ReadyGradient:
-    return ReadyGradient(nbytes, ready_s, key, loads=TWO.loads(nbytes))
-
-
 def test_the_two_links_carry_stages_beside_each_other() -> None:
     """By hand, with 1 s a leg: the second stage of a bucket goes beside the first one of the next.
 
@@ -98,15 +92,9 @@ def test_who_launches_a_stage_waits_for_the_one_before_and_compute_with_it() -> 
 # --- partitions and the bound ---------------------------------------------------------------------------------------
 
 
-def gradients_of(kind: object, given_sizes: list[tuple[int, float]]) -> list[ReadyGradient]:
-    assert callable(kind)
-    ready = itertools.accumulate(step for _, step in given_sizes)
-    return [kind(nbytes, at_s) for (nbytes, _), at_s in zip(given_sizes, ready, strict=True)]
-
-
 def test_certificates_say_what_is_proven() -> None:
     one = [ReadyGradient(50, float(place)) for place in range(4)]
-    several = gradients_of(two_level, [(50, 1.0)] * 4)
+    several = [ReadyGradient(50, place + 1.0, loads=TWO.loads(50)) for place in range(4)]
     proven, tried = (robust_partition(each, cost=COST, backward_s=4.0)[1] for each in (one, several))
     assert (proven.exact, tried.exact) == (True, False)
     assert "that was tried" not in proven.chosen

@@ -122,11 +122,17 @@ def print_nothing(module: nn.Module, *gradients: Any) -> None:
     print(end="")
 
 
-def hooked() -> nn.Module:
+class Hooked(nn.Module):
     """With a hook that only plain Python can run."""
-    model = Layers()
-    model.layers[2].register_full_backward_hook(print_nothing)
-    return model
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.second.register_full_backward_hook(print_nothing)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.second(self.first(x))
+        return out
 
 
 class Unused(Layers):
@@ -190,7 +196,7 @@ def test_copies_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "error", "message"),
     [
         ({"loss_fn": lambda model, x: model(x)}, dp_compile.ModuleError, "loss_fn must return a scalar"),
-        ({"make_model": hooked}, dp_compile.ModuleError, r"not captured but ran as eager hooks\. .* TORCH_LOGS=dp_com"),
+        ({"make_model": Hooked}, dp_compile.ModuleError, r"not captured but ran as eager hooks\. .* TORCH_LOGS=dp_com"),
         ({"make_model": NotCompiled}, dp_compile.ModuleError, r"the backward was not captured: was the forward comp"),
     ],
 )
