@@ -28,7 +28,6 @@ with named():
     from torch._inductor.lowering import lowerings as _lowerings
     from torch._inductor.lowering import register_lowering as register_lowering
     from torch._inductor.utils import fresh_cache as _fresh_cache
-    from torch._inductor.utils import run_and_get_code as _run_and_get_code
     from torch._inductor.virtualized import V as _state
 
 GraphPassFn = Callable[[fx.Graph], None]
@@ -207,11 +206,6 @@ def generated_anew() -> Iterator[None]:
     """
     with _config.patch(fx_graph_cache=False), _functorch_config.patch(enable_autograd_cache=False):
         yield
-
-
-def code_of(function: Callable[[], Any]) -> list[str]:
-    """The code that Inductor generates while `function` runs, a text for each graph."""
-    return [str(code) for code in _run_and_get_code(function)[1]]
 
 
 class ChainedPass(CustomGraphPass):

@@ -33,7 +33,6 @@ from dp_compile.plan.topologies import Topology
 from dp_compile.plan.topologies import topology as topology_of_name
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-NamedParameters = list[tuple[str, nn.Parameter]]
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]
 """From a list of names and parameters, as `torch.optim` takes it too, to an optimizer of them."""
 SchedulerFn = Callable[[torch.optim.Optimizer], LRScheduler]

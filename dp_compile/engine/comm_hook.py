@@ -96,7 +96,7 @@ class CalledBucket:
 def reduce_by_call(
     hook: CommHook, bucket: Bucket, ops: EagerOps, parameters: Sequence[torch.Tensor], plan: BucketPlan
 ) -> Generator[None, None, list[torch.Tensor]]:
-    """Reduce a bucket by a Python hook. As `reduce_bucket`: pauses when the hook has launched what it launches.
+    """Reduce a bucket by a Python hook. Pauses after the hook was called, as `reduce_bucket` does after a launch.
 
     Raises:
         ReductionError: the hook returns no future, or the future holds no tensor of the bucket's size.
@@ -123,8 +123,8 @@ def reduce_by_call(
             )
         ops.work, ops.launches = future, ops.launches + 1
         if flat.is_cpu:
-            # Callbacks that launch more, as powerSGD_hook's, run in a thread of the backend: in which order among the
-            # launches of this one, no two ranks would agree. On a GPU they run here, when they are added.
+            # On CPUs callbacks that launch more, as powerSGD_hook's, run in a thread of the backend. Among the launches
+            # of this thread their order would differ by rank. On a GPU they run here, when they are added.
             future.wait()
     yield
     if future is None:
@@ -137,7 +137,10 @@ def reduce_by_call(
         raise ReductionError(
             f"the future of comm hook {hook.name} holds {what}, not the {bucket.numel} elements of bucket {number}."
         )
-    return [flat if reduced is flat else reduced.detach().reshape(-1).to(flat.dtype)]
+    if reduced is not flat:
+        with torch.no_grad():
+            flat.copy_(reduced.reshape(-1))  # as torch's reducer does: the hook may keep its tensor and write to it
+    return [flat]
 
 
 def make_comm_hook(state: Any, function: HookFunction, group: dist.ProcessGroup, backend: Backend) -> CommHook:

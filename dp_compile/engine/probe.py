@@ -168,6 +168,7 @@ class _Trial:
             autograd.is_aot_backward(output.grad_fn),
             f"a compiled backward, CompiledFunctionBackward, is a {kind}",
         )
+        self._expect(autograd.has_aot_backwards(), "compiled forwards, CompiledFunction, are no subclass of Function")
         with window.Capturing(()) as backward:
             if backward is None:
                 return False

@@ -287,7 +287,7 @@ class Replica:
 
     @property
     def called_hook(self) -> CommHook | None:
-        """The comm hook that is called with each bucket, which nobody can capture."""
+        """The comm hook that is called with each bucket, and not captured."""
         return self.comm_hook if self.comm_hook is not None and self.comm_hook.is_called else None
 
     def state_of_hook(self, index: int) -> State:

@@ -381,6 +381,7 @@ def options_of_torch(
         "mp_policy": options.mp_policy is not None,
         "gradient_divide_factor": options.gradient_divide_factor is not None,
         "check_nan": options.check_nan,
+        "init_sync_buffers": options.init_sync_buffers is not None,
         "bucket_policy": bucket_policy is not None,
         "a device_mesh with two dimensions": meeting.group.levels is not None,
     }
@@ -397,7 +398,8 @@ def options_of_torch(
         "find_unused_parameters": options.may_be_unused and not options.static_graph,
         "static_graph": options.static_graph,
         "gradient_as_bucket_view": bool(options.gradient_as_bucket_view),
-        "broadcast_buffers": options.broadcast_buffers,
+        # Given, it warns on torch 2.13, where `forward_sync_buffers` takes its place.
+        "broadcast_buffers": None if options.broadcast_buffers else False,
     }
 
 

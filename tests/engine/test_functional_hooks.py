@@ -307,6 +307,29 @@ def torch_s_own(name: str) -> dict[str, int]:
     return found
 
 
+def keep(state, bucket):  # type: ignore[no-untyped-def]  # torch refuses annotations that are text
+    """Twice the gradients, in a tensor that the hook keeps from one backward to the next."""
+    state.setdefault(bucket.index(), torch.empty_like(bucket.buffer())).copy_(2 * bucket.buffer())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(state[bucket.index()])
+    return future
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_gradients_do_not_lie_in_a_tensor_that_a_hook_keeps() -> None:
+    model, state, alone = mlp(7), dict[int, torch.Tensor](), mlp(7)
+    alone.load_state_dict(model.state_dict())
+    dp_compile.replicate(model, config=replace(AOT, check_reductions=False)).register_comm_hook(state, keep)
+    for each in (model, alone):
+        each(batch(0)).square().mean().backward()
+    for kept in state.values():
+        kept.fill_(7.0)
+    assert len(state) > 0
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, 2 * other.grad)
+    dp_compile.unreplicate(model)
+
+
 @pytest.mark.parametrize("name", ["PowerSGD", "post-local SGD"])
 def test_torch_s_hooks_that_remember(ranks2: Ranks, name: str) -> None:
     assert ranks2.run(torch_s_own, name) == [{"eager hooks": 5}] * 2

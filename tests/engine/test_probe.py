@@ -67,6 +67,9 @@ def other_node(patch: pytest.MonkeyPatch) -> None:
 RENAMED: dict[str, Rename] = {
     "calls of hooks, of the type post_acc_grad_hook, are not found": other_hook_type,
     "a compiled backward, CompiledFunctionBackward, is a CompiledFunctionBackward": other_node,
+    "compiled forwards, CompiledFunction, are no subclass of Function": lambda patch: patch.setattr(
+        autograd, "has_aot_backwards", lambda: False
+    ),
     "not that it is 'within another compiled autograd call'": lambda patch: patch.setattr(
         compiler, "is_capture_in_the_way", lambda error: "another text" in str(error)
     ),
