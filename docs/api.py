@@ -27,8 +27,8 @@ ELSEWHERE: Final = (
     ("decentralized", "DecentralizedDataParallel"),
     ("decentralized", "decentralize"),
     ("insight.profile", "measured_step"),
-    ("modules.join", "joinable"),
-    ("modules.warmup", "WarmupRecord"),
+    ("replication.join", "joinable"),
+    ("replication.warmup", "WarmupRecord"),
 )
 
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from dp_compile.insight.observe import report as report
     from dp_compile.insight.observe import step_of as step_of
     from dp_compile.insight.predict import predict as predict
-    from dp_compile.modules.distributed import DistributedDataParallel as DistributedDataParallel
-    from dp_compile.modules.join import join as join
-    from dp_compile.modules.replicate import replicate as replicate
-    from dp_compile.modules.replicate import unreplicate as unreplicate
-    from dp_compile.modules.replicated_module import ReplicatedModule as ReplicatedModule
-    from dp_compile.modules.replicated_module import no_sync as no_sync
-    from dp_compile.modules.warmup import warmup as warmup
     from dp_compile.passes.functional_hook import FunctionalHook as FunctionalHook
     from dp_compile.passes.functional_hook import HookBucket as HookBucket
+    from dp_compile.replication.ddp import DistributedDataParallel as DistributedDataParallel
+    from dp_compile.replication.join import join as join
+    from dp_compile.replication.module import ReplicatedModule as ReplicatedModule
+    from dp_compile.replication.module import no_sync as no_sync
+    from dp_compile.replication.replicate import replicate as replicate
+    from dp_compile.replication.replicate import unreplicate as unreplicate
+    from dp_compile.replication.warmup import warmup as warmup
 
 # Where each name lives. A file is loaded when one of its names is first asked for: torch alone takes seconds to import,
 # its compilers as long again, and a process that only reads a step file needs neither.
@@ -39,7 +39,7 @@ _HOME = {
     "ConfigError": "errors",
     "DPCompileError": "errors",
     "DesyncError": "errors",
-    "DistributedDataParallel": "modules.distributed",
+    "DistributedDataParallel": "replication.ddp",
     "FunctionalHook": "passes.functional_hook",
     "HookBucket": "passes.functional_hook",
     "HookState": "engine.hook_state",
@@ -47,19 +47,19 @@ _HOME = {
     "QuantizedHook": "engine.quantized_hook",
     "ReductionError": "errors",
     "ReplicateConfig": "config",
-    "ReplicatedModule": "modules.replicated_module",
+    "ReplicatedModule": "replication.module",
     "calibrate": "engine.calibration",
     "compiled_backward": "engine.backward",
     "explain": "insight.observe",
-    "join": "modules.join",
+    "join": "replication.join",
     "measure": "insight.measure",
-    "no_sync": "modules.replicated_module",
+    "no_sync": "replication.module",
     "predict": "insight.predict",
-    "replicate": "modules.replicate",
+    "replicate": "replication.replicate",
     "report": "insight.observe",
     "step_of": "insight.observe",
-    "unreplicate": "modules.replicate",
-    "warmup": "modules.warmup",
+    "unreplicate": "replication.replicate",
+    "warmup": "replication.warmup",
 }
 __all__ = sorted([*_HOME, "optim"])
 

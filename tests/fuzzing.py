@@ -25,8 +25,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dp_compile
 from dp_compile.errors import VoidBackwardError
-from dp_compile.modules.replicated_module import set_gradient_divide_factor
 from dp_compile.plan.reduction import Averaging, Reduction, Stage
+from dp_compile.replication.module import set_gradient_divide_factor
 
 Batch = tuple[Tensor, Tensor, tuple[tuple[None, ...], ...]]
 VOCABULARY = 7

@@ -27,7 +27,7 @@ ROOMS = (
     ("averaging",),
     ("optim",),
     ("state",),
-    ("modules",),
+    ("replication",),
     ("engine",),
     ("passes",),
     ("config",),

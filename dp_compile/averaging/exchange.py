@@ -28,13 +28,13 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
-from dp_compile.modules.meeting import group_on
 from dp_compile.optim.crossing import Crossing, Left
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.functional_hook import FunctionalHook, State, register
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
 from dp_compile.plan.reduction import Averaging
+from dp_compile.replication.meeting import group_on
 
 BUCKET_MB: Final = 25.0
 """As large as those of torch's DDP; for each dtype and type of device its own."""

@@ -23,14 +23,14 @@ from dp_compile.decentralized.updates import CLIPS, MixingUpdates
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
-from dp_compile.modules.forward_hooks import Installed
-from dp_compile.modules.replicate import replicate, unreplicate
-from dp_compile.modules.replicated_module import behind, is_pending, parts_of, replica_of, unwrap
-from dp_compile.modules.tensor_parallel import refuse_dtensors
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.strategies import Planned
 from dp_compile.plan.topologies import Topology
 from dp_compile.plan.topologies import topology as topology_of_name
+from dp_compile.replication.forward_hooks import Installed
+from dp_compile.replication.module import behind, is_pending, parts_of, replica_of, unwrap
+from dp_compile.replication.replicate import replicate, unreplicate
+from dp_compile.replication.tensor_parallel import refuse_dtensors
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerFn = Callable[[Any], torch.optim.Optimizer]

@@ -11,8 +11,8 @@ from torch.amp import GradScaler
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.module import DecentralizedModule, OptimizerFn, SchedulerFn, decentralize
-from dp_compile.modules.replicated_module import no_sync, unwrap, wrap
 from dp_compile.plan.topologies import Topology
+from dp_compile.replication.module import no_sync, unwrap, wrap
 
 
 class DecentralizedDataParallel(DecentralizedModule):

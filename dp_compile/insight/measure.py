@@ -19,9 +19,9 @@ from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
 from dp_compile.insight.observe import measured
 from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, format_ms, typical_step
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import count
+from dp_compile.replication.module import replica_of
 
 logger = logging.getLogger("dp_compile.measuring")
 

@@ -28,8 +28,8 @@ from dp_compile.config import BACKENDS, ReplicateConfig
 from dp_compile.errors import ConfigError
 from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
 from dp_compile.integrations.first_step import watch_first_step
-from dp_compile.modules.distributed import DistributedDataParallel
-from dp_compile.modules.replicated_module import unwrap
+from dp_compile.replication.ddp import DistributedDataParallel
+from dp_compile.replication.module import unwrap
 
 refuse_other_versions("accelerate")
 

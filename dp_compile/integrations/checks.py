@@ -10,9 +10,9 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDDP
 
 from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.distributed import DistributedDataParallel
-from dp_compile.modules.replicate import release_abandoned
-from dp_compile.modules.replicated_module import is_replicated, unwrap
+from dp_compile.replication.ddp import DistributedDataParallel
+from dp_compile.replication.module import is_replicated, unwrap
+from dp_compile.replication.replicate import release_abandoned
 
 TESTED: Final = {
     "accelerate": ((1, 15), (2,)),

@@ -14,7 +14,7 @@ from torch import nn
 
 from dp_compile.engine.drift import compare_first_step
 from dp_compile.engine.replica import Replica
-from dp_compile.modules.replicated_module import is_replicated, replica_of
+from dp_compile.replication.module import is_replicated, replica_of
 
 logger = logging.getLogger("dp_compile.integrations")
 

@@ -15,9 +15,9 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError
 from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
 from dp_compile.integrations.first_step import watch_first_step
-from dp_compile.modules.distributed import DistributedDataParallel
-from dp_compile.modules.replicate import unreplicate
-from dp_compile.modules.replicated_module import is_replicated
+from dp_compile.replication.ddp import DistributedDataParallel
+from dp_compile.replication.module import is_replicated
+from dp_compile.replication.replicate import unreplicate
 
 NAME = "dp_compile"
 """What `strategy=` is given."""

@@ -16,9 +16,9 @@ from dp_compile.engine.module_names import class_name
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.integrations.accelerate import Accelerator
 from dp_compile.integrations.checks import refuse_managed, refuse_other_versions
-from dp_compile.modules.distributed import DistributedDataParallel
-from dp_compile.modules.replicate import unreplicate
-from dp_compile.modules.replicated_module import is_replicated, unwrap
+from dp_compile.replication.ddp import DistributedDataParallel
+from dp_compile.replication.module import is_replicated, unwrap
+from dp_compile.replication.replicate import unreplicate
 
 refuse_other_versions("transformers")
 

@@ -31,8 +31,6 @@ from dp_compile.engine.observers import UNTOLD, UPDATE, Told
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.engine.settling import agree_in_call
 from dp_compile.errors import ConfigError, ReductionError
-from dp_compile.modules.forward_hooks import Installed
-from dp_compile.modules.replicated_module import behind, replica_of
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
@@ -41,6 +39,8 @@ from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.strategies import Planned, nominal_cost
+from dp_compile.replication.forward_hooks import Installed
+from dp_compile.replication.module import behind, replica_of
 
 BACKEND: Final = "dp_compile"
 _lock = threading.RLock()

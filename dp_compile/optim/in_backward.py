@@ -20,10 +20,10 @@ from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerReco
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
-from dp_compile.modules.replicated_module import replica_of
-from dp_compile.modules.tensor_parallel import refuse_dtensors
 from dp_compile.optim.crossing import Crossing, plan_for, watch
 from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip, said_of, what_changed
+from dp_compile.replication.module import replica_of
+from dp_compile.replication.tensor_parallel import refuse_dtensors
 
 _known: weakref.WeakKeyDictionary[torch.optim.Optimizer, InBackward] = weakref.WeakKeyDictionary()
 

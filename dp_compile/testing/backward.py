@@ -21,7 +21,6 @@ from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.printer import last_name, type_text
 from dp_compile.insight.observe import report
-from dp_compile.modules.replicate import replicate_without_values, unreplicate
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
@@ -30,6 +29,7 @@ from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 from dp_compile.plan.cost import ring_or_tree
 from dp_compile.plan.links import link as link_of
 from dp_compile.plan.words import count, format_bytes
+from dp_compile.replication.replicate import replicate_without_values, unreplicate
 from dp_compile.testing.golden import assert_text
 from dp_compile.testing.training import Training
 

@@ -17,9 +17,9 @@ from dp_compile.config import BACKENDS
 from dp_compile.engine.module_names import fully_qualified
 from dp_compile.errors import ConfigError
 from dp_compile.insight.observe import report
-from dp_compile.modules.replicate import replicate, unreplicate
 from dp_compile.plan.cost import check_number
 from dp_compile.plan.words import count
+from dp_compile.replication.replicate import replicate, unreplicate
 from dp_compile.testing.backward import check_ranks, fresh_compiler
 from dp_compile.testing.ranks import Ranks
 from dp_compile.testing.training import Training

@@ -20,8 +20,8 @@ import dp_compile
 from dp_compile import averaging
 from dp_compile.averaging import exchange
 from dp_compile.config import CHECK_VARIABLE
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.crossing import in_flight
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")

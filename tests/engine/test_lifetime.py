@@ -21,7 +21,7 @@ import dp_compile
 from dp_compile.engine import monitor
 from dp_compile.engine.owners import owners
 from dp_compile.errors import ReductionError
-from dp_compile.modules.replicated_module import replica_of
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 WAYS: dict[str, Any] = {"compiled": compile_blocks, "not compiled": not_compiled}

@@ -20,9 +20,9 @@ import dp_compile
 from dp_compile.engine.agreement import Table, agree, collect, decide, exchange, first_difference
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.insight.report import Report
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 

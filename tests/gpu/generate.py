@@ -31,8 +31,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 
 import dp_compile
 from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.modules.replicate import replicate_without_values, unreplicate
 from dp_compile.plan.backends import CLASSES, FABRIC, Backend
+from dp_compile.replication.replicate import replicate_without_values, unreplicate
 from dp_compile.train.gpt import GPT, GPTConfig
 
 RANKS = 8

@@ -19,10 +19,10 @@ from torch import nn
 
 import dp_compile
 import dp_compile.plan.crossing
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.reduction import Averaging, Levels
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 BY_NAME = {feature.name: feature for feature in FEATURES}

@@ -25,9 +25,9 @@ from dp_compile.engine import compilation
 from dp_compile.errors import InvalidGraphError
 from dp_compile.insight import dumps
 from dp_compile.insight.dumps import captures_in
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan
+from dp_compile.replication.module import replica_of
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

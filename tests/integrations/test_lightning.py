@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import dp_compile
-from dp_compile.modules.replicated_module import state_of
+from dp_compile.replication.module import state_of
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.skipif(

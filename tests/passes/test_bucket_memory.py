@@ -16,10 +16,10 @@ from torch._inductor.utils import run_and_get_code
 
 import dp_compile
 from dp_compile._torch import inductor, storages
-from dp_compile.modules.replicated_module import replica_of
 from dp_compile.passes import bucket_memory
 from dp_compile.passes.bucket_memory import BucketMemory
 from dp_compile.plan.buckets import Bucket
+from dp_compile.replication.module import replica_of
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 300, 16

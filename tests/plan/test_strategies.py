@@ -13,11 +13,11 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.calibration import calibrate
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
-from dp_compile.modules.planning import PlanRequest, make_plan
 from dp_compile.plan.backends import FAKE, GLOO, NCCL, Backend
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
 from dp_compile.plan.cost import AllReduceCost, CostFit
 from dp_compile.plan.reduction import Averaging
+from dp_compile.replication.planning import PlanRequest, make_plan
 from dp_compile.testing.ranks import Ranks
 
 pytestmark = pytest.mark.usefixtures("fake_group")

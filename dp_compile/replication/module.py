@@ -30,10 +30,10 @@ from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call, meeting, table_in_backward, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.forward_hooks import Installed, Pending
-from dp_compile.modules.selection import refuse_sparse
-from dp_compile.modules.tensor_parallel import refuse_hook_of_dtensors
 from dp_compile.passes.functional_hook import FunctionalHook
+from dp_compile.replication.forward_hooks import Installed, Pending
+from dp_compile.replication.selection import refuse_sparse
+from dp_compile.replication.tensor_parallel import refuse_hook_of_dtensors
 
 logger = logging.getLogger("dp_compile.replicated_module")
 

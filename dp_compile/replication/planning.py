@@ -12,12 +12,12 @@ from torch import nn
 from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
-from dp_compile.modules.selection import Selection
-from dp_compile.modules.units import BucketPolicy, units_of
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_single
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
 from dp_compile.plan.strategies import Planned, nominal_cost, plan_fixed, plan_optimal, plan_per_module
+from dp_compile.replication.selection import Selection
+from dp_compile.replication.units import BucketPolicy, units_of
 
 CONVOLUTIONS: Final = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d

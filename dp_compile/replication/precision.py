@@ -11,7 +11,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.module_names import class_name, fully_qualified
 from dp_compile.engine.precision import ATTRIBUTE, CastSite, Precision
 from dp_compile.errors import ModuleError
-from dp_compile.modules.selection import Selection
+from dp_compile.replication.selection import Selection
 
 
 def make_precision(target: Selection, config: ReplicateConfig) -> Precision | None:

@@ -15,7 +15,7 @@ from torch import nn
 
 import dp_compile
 from dp_compile._torch import compiler
-from dp_compile.modules.replicated_module import replica_of
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 CONFIG = dp_compile.ReplicateConfig(backend="aot_eager")

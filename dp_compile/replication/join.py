@@ -32,7 +32,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ConfigError, DesyncError
-from dp_compile.modules.replicated_module import behind, parts_of, refuse_mixed, refuse_parts, replica_of
+from dp_compile.replication.module import behind, parts_of, refuse_mixed, refuse_parts, replica_of
 
 MOST_MODULES: Final = 16
 """How many modules one backward may reach in a join context."""

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dp_compile
-from dp_compile.modules.replicated_module import replica_of
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import dp_compile
 from dp_compile import DistributedDataParallel
-from dp_compile.modules.replicated_module import replica_of
+from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 
 

@@ -15,7 +15,7 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import fully_qualified
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.selection import Selection
+from dp_compile.replication.selection import Selection
 
 
 def check_dtensors(target: Selection, group: Group) -> None:

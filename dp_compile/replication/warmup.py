@@ -26,8 +26,8 @@ from dp_compile.engine.agreement import Statement, agree
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import ConfigError
-from dp_compile.modules.replicated_module import behind, no_sync, parts_of, replica_of, unwrap
 from dp_compile.plan.words import count
+from dp_compile.replication.module import behind, no_sync, parts_of, replica_of, unwrap
 
 logger = logging.getLogger("dp_compile.warmup")
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 import dp_compile
-from dp_compile.modules.replicated_module import replica_of
-from dp_compile.modules.units import units_of
+from dp_compile.replication.module import replica_of
+from dp_compile.replication.units import units_of
 
 SIZES = (1, 300, 10**6)
 

@@ -20,16 +20,11 @@ from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
 from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.forward_hooks import Pending, remove_forward_hooks
-from dp_compile.modules.join import join, join_hook, joinable
-from dp_compile.modules.meeting import Meeting, resolve_group
-from dp_compile.modules.precision import precision_of
-from dp_compile.modules.replicate import (
-    options_of_torch,
-    replicate_module,
-    replicate_with_gradients,
-)
-from dp_compile.modules.replicated_module import (
+from dp_compile.plan.words import BYTES_PER_MB
+from dp_compile.replication.forward_hooks import Pending, remove_forward_hooks
+from dp_compile.replication.join import join, join_hook, joinable
+from dp_compile.replication.meeting import Meeting, resolve_group
+from dp_compile.replication.module import (
     is_replicated,
     no_sync,
     parts_of,
@@ -39,8 +34,13 @@ from dp_compile.modules.replicated_module import (
     unwrap,
     wrap,
 )
-from dp_compile.modules.selection import device_of, is_waiting
-from dp_compile.plan.words import BYTES_PER_MB
+from dp_compile.replication.precision import precision_of
+from dp_compile.replication.replicate import (
+    options_of_torch,
+    replicate_module,
+    replicate_with_gradients,
+)
+from dp_compile.replication.selection import device_of, is_waiting
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -209,7 +209,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             yield
 
     def register_comm_hook(self, state: Any, hook: HookFunction) -> None:
-        """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.modules.replicated_module.register_comm_hook`.
+        """Let `hook(state, bucket)` reduce the buckets; see `dp_compile.replication.module.register_comm_hook`.
 
         Raises:
             ModuleError: there is a hook already, or a backward has run already.

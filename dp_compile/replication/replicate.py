@@ -37,17 +37,20 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica, Revision, Revisions
 from dp_compile.engine.settling import describe_plan
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.modules.forward_hooks import (
+from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.result import GraphPass
+from dp_compile.plan.buckets import BucketPlan, GradientSpec
+from dp_compile.plan.reduction import Averaging
+from dp_compile.plan.strategies import Planned
+from dp_compile.replication.forward_hooks import (
     ForwardCheck,
     InputMover,
     Pending,
     refuse_traced_backward,
     remove_forward_hooks,
 )
-from dp_compile.modules.meeting import Meeting, group_on, resolve_group
-from dp_compile.modules.planning import PlanRequest, make_plan
-from dp_compile.modules.precision import install_precision, make_precision, precision_of, take_precision_off
-from dp_compile.modules.replicated_module import (
+from dp_compile.replication.meeting import Meeting, group_on, resolve_group
+from dp_compile.replication.module import (
     behind,
     forget_state,
     give_class,
@@ -63,7 +66,9 @@ from dp_compile.modules.replicated_module import (
     state_of,
     unwrap,
 )
-from dp_compile.modules.selection import (
+from dp_compile.replication.planning import PlanRequest, make_plan
+from dp_compile.replication.precision import install_precision, make_precision, precision_of, take_precision_off
+from dp_compile.replication.selection import (
     Selection,
     check_copied,
     check_ignored,
@@ -77,13 +82,8 @@ from dp_compile.modules.selection import (
     select,
     sparse_parameters,
 )
-from dp_compile.modules.tensor_parallel import check_dtensors
-from dp_compile.modules.units import BucketPolicy
-from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.result import GraphPass
-from dp_compile.plan.buckets import BucketPlan, GradientSpec
-from dp_compile.plan.reduction import Averaging
-from dp_compile.plan.strategies import Planned
+from dp_compile.replication.tensor_parallel import check_dtensors
+from dp_compile.replication.units import BucketPolicy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
