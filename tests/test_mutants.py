@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import ast
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mutation_campaign import LISTS, ROOT, Campaign, Mutant, NotPlanted, load
 
 
-def test_every_mutant_can_be_planted_and_its_tests_exist() -> None:
+@pytest.mark.parametrize("lists", ["*.toml", "nightly/*.toml"])
+def test_every_mutant_can_be_planted_and_has_a_test_that_runs(lists: str) -> None:
+    """On every push, but for those in `mutants/nightly`."""
     problems = []
-    for mutant in load(sorted(LISTS.rglob("*.toml"))):
+    for mutant in load(sorted(LISTS.glob(lists))):
         try:
             mutant.planted((ROOT / mutant.file).read_text())
         except (NotPlanted, OSError) as problem:
             problems.append(str(problem))
-        for test in mutant.tests:
-            path, *names = test.split("[")[0].split("::")
-            nodes = ast.parse((ROOT / path).read_text()).body if (ROOT / path).exists() else None
-            for name in names:
-                nodes = next((each.body for each in nodes or () if getattr(each, "name", "") == name), None)  # type: ignore[attr-defined]
-            problems += [] if nodes else [f"{mutant.id}: there is no {test}"]
+        tests = [find(*test.split("[")[0].split("::")) for test in mutant.tests]
+        problems += [f"{mutant.id}: there is no {test}" for test, at in zip(mutant.tests, tests, strict=True) if not at]
+        if "nightly" not in lists and all(NIGHTLY in marks for marks in tests):
+            problems.append(f"{mutant.id}: all its tests are nightly")
     assert not problems, "\n".join(problems)
+
+
+NIGHTLY = "@pytest.mark.nightly"
+
+
+@cache
+def tree_of(path: str) -> ast.Module:
+    return ast.parse((ROOT / path).read_text() if (ROOT / path).exists() else "")
+
+
+def find(path: str, *names: str) -> list[str]:
+    """The decorators of a test and of its class, and the mark of its file; the path first. Empty if it is not there."""
+    node: Any = tree_of(path)
+    found = [path] * bool(node.body)
+    found += [NIGHTLY for each in node.body if ast.unparse(each) == "pytestmark = pytest.mark.nightly"]
+    for name in names:
+        node = next((each for each in node.body if getattr(each, "name", "") == name), None)
+        if node is None:
+            return []
+        found += [f"@{ast.unparse(each)}" for each in node.decorator_list]
+    return found
 
 
 SUMS = "def add(a, b):\n    return a + b\n"
