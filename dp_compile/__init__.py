@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 from dp_compile.engine import observers
 
 if TYPE_CHECKING:
+    from dp_compile.comm_hooks.functional import FunctionalHook as FunctionalHook
+    from dp_compile.comm_hooks.functional import HookBucket as HookBucket
+    from dp_compile.comm_hooks.quantized import QuantizedHook as QuantizedHook
+    from dp_compile.comm_hooks.state import HookState as HookState
     from dp_compile.config import ReplicateConfig as ReplicateConfig
     from dp_compile.engine.backward import compiled_backward as compiled_backward
     from dp_compile.engine.calibration import calibrate as calibrate
-    from dp_compile.engine.hook_state import HookState as HookState
-    from dp_compile.engine.quantized_hook import QuantizedHook as QuantizedHook
     from dp_compile.errors import CommunicationError as CommunicationError
     from dp_compile.errors import ConfigError as ConfigError
     from dp_compile.errors import DesyncError as DesyncError
@@ -22,8 +24,6 @@ if TYPE_CHECKING:
     from dp_compile.insight.observe import report as report
     from dp_compile.insight.observe import step_of as step_of
     from dp_compile.insight.predict import predict as predict
-    from dp_compile.passes.functional_hook import FunctionalHook as FunctionalHook
-    from dp_compile.passes.functional_hook import HookBucket as HookBucket
     from dp_compile.replication.ddp import DistributedDataParallel as DistributedDataParallel
     from dp_compile.replication.join import join as join
     from dp_compile.replication.module import ReplicatedModule as ReplicatedModule
@@ -40,11 +40,11 @@ _HOME = {
     "DPCompileError": "errors",
     "DesyncError": "errors",
     "DistributedDataParallel": "replication.ddp",
-    "FunctionalHook": "passes.functional_hook",
-    "HookBucket": "passes.functional_hook",
-    "HookState": "engine.hook_state",
+    "FunctionalHook": "comm_hooks.functional",
+    "HookBucket": "comm_hooks.functional",
+    "HookState": "comm_hooks.state",
     "ModuleError": "errors",
-    "QuantizedHook": "engine.quantized_hook",
+    "QuantizedHook": "comm_hooks.quantized",
     "ReductionError": "errors",
     "ReplicateConfig": "config",
     "ReplicatedModule": "replication.module",

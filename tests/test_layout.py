@@ -30,6 +30,7 @@ ROOMS = (
     ("replication",),
     ("engine",),
     ("passes",),
+    ("comm_hooks",),
     ("config",),
     ("fx",),
     ("_torch",),

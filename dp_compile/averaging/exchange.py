@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
+from dp_compile.comm_hooks.functional import FunctionalHook, State, register
 from dp_compile.engine.agreement import agree
 from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
 from dp_compile.engine.owners import owners
@@ -30,7 +31,6 @@ from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
 from dp_compile.optim.crossing import Crossing, Left
 from dp_compile.passes.crossing import in_flight
-from dp_compile.passes.functional_hook import FunctionalHook, State, register
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
 from dp_compile.plan.reduction import Averaging

@@ -26,13 +26,13 @@ from torch import nn
 
 from dp_compile._torch import autograd, distributed
 from dp_compile.averaging.exchange import Exchange
+from dp_compile.decentralized.topologies import Edge, Topology
 from dp_compile.engine.gradients import dense_strides
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, ConfigError, ReductionError
 from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, plan_buckets
 from dp_compile.plan.reduction import ALL_REDUCE, Reduction, Stage
-from dp_compile.plan.topologies import Edge, Topology
 
 logger = logging.getLogger("dp_compile.decentralized")
 

@@ -19,14 +19,14 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.mixing import Mixer, plan_of
+from dp_compile.decentralized.topologies import Topology
+from dp_compile.decentralized.topologies import topology as topology_of_name
 from dp_compile.decentralized.updates import CLIPS, MixingUpdates
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.strategies import Planned
-from dp_compile.plan.topologies import Topology
-from dp_compile.plan.topologies import topology as topology_of_name
 from dp_compile.replication.forward_hooks import Installed
 from dp_compile.replication.module import behind, is_pending, parts_of, replica_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate
@@ -72,7 +72,7 @@ def decentralize(
 
     Args:
         module: not replicated yet, compiled or not.
-        topology: a name, see `dp_compile.plan.topologies.topology`, or a `Topology` of as many ranks as the group.
+        topology: a name, as of `topologies.topology`, or a `Topology` of as many ranks as the group.
         optimizer: one over parameters of `module` only; or what makes one from a list of names and parameters. One
             that is not of `torch.optim` must be able to update some parameters without a look at the others. With a
             method `pre_average_hook(edge, weight)` it is told before a bucket is mixed, as by decent-dp.

@@ -13,11 +13,11 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import optim
 from dp_compile.decentralized.mixing import MixedBucket, Mixer
+from dp_compile.decentralized.topologies import Edge
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ReductionError
 from dp_compile.optim.partial_steps import PartialSteps, check_in_place, clip
-from dp_compile.plan.topologies import Edge
 
 CLIPS = ("bucket", "global")
 

@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 
 from dp_compile.config import ReplicateConfig
 from dp_compile.decentralized.module import DecentralizedModule, OptimizerFn, SchedulerFn, decentralize
-from dp_compile.plan.topologies import Topology
+from dp_compile.decentralized.topologies import Topology
 from dp_compile.replication.module import no_sync, unwrap, wrap
 
 

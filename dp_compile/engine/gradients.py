@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part, redistributed_as
+from dp_compile.comm_hooks.functional import sent_nbytes
 from dp_compile.engine.group import Group
-from dp_compile.passes.functional_hook import sent_nbytes
 from dp_compile.passes.reduction import dtype_of
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketKey, GradientSpec
 from dp_compile.plan.flags import MORE

@@ -21,16 +21,16 @@ from torch.utils.hooks import RemovableHandle
 
 from dp_compile._torch import autograd, pairs
 from dp_compile._torch.distributed import group_of_name
+from dp_compile.comm_hooks.functional import State
 from dp_compile.engine import observers
 from dp_compile.engine.agreement import is_of_other_ranks
-from dp_compile.engine.comm_hook import reduce_by_call
+from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
 from dp_compile.engine.intact import refuse_unreduced
 from dp_compile.engine.replica import Arrivals, Replica
 from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
-from dp_compile.passes.functional_hook import State
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import Bucket
 from dp_compile.plan.reduction import CALLED, is_handed_back_at_the_end, launch_order

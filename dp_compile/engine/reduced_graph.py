@@ -27,11 +27,11 @@ from torch import fx, nn
 
 from dp_compile._torch import dynamo
 from dp_compile._torch.dtensors import from_part, own_part, redistributed_as
+from dp_compile.comm_hooks.functional import HOOK_STATE
 from dp_compile.engine.binding import Binding, Place, Sites, position_of
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import InBackward
-from dp_compile.passes.functional_hook import HOOK_STATE
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.plan.flags import NUMBER_BITS

@@ -14,8 +14,9 @@ from torch import nn
 
 from dp_compile._torch import autograd, distributed
 from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part
+from dp_compile.comm_hooks.comm_hook import CommHook
+from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.comm_hook import CommHook
 from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
 from dp_compile.engine.group import Group
 from dp_compile.engine.local_gradients import LocalGradients
@@ -25,7 +26,6 @@ from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.passes.bucket_memory import BucketMemory
-from dp_compile.passes.functional_hook import State
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
 from dp_compile.plan.buckets import BucketPlan

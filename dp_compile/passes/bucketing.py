@@ -32,11 +32,11 @@ import torch
 from torch import fx
 
 from dp_compile._torch import pairs
+from dp_compile.comm_hooks.functional import HOOK_STEP
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.bucket_memory import MemoryPlaces
 from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
-from dp_compile.passes.functional_hook import HOOK_STEP
 from dp_compile.passes.producers import before_cast, fold_factor, is_cast, is_view, without_views
 from dp_compile.passes.reduction import GradReduction, StateInGraph, analyse, finished, reduce_bucket, states_in
 from dp_compile.passes.result import PassResult

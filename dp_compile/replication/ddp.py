@@ -16,8 +16,8 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import autograd, distributed
+from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
-from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.plan.words import BYTES_PER_MB

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, distributed
+from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import ReplicateConfig
-from dp_compile.engine.comm_hook import HookFunction
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.replica import Replica

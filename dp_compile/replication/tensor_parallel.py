@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import dtensors
-from dp_compile.engine.comm_hook import CommHook
+from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.engine.group import Group
 from dp_compile.engine.module_names import fully_qualified
 from dp_compile.engine.replica import Replica

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
 from dp_compile.decentralized import mixing
-from dp_compile.plan.topologies import Edge, Topology, topology
+from dp_compile.decentralized.topologies import Edge, Topology, topology
 from dp_compile.testing.ranks import Ranks
 
 SGD = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}

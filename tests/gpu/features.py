@@ -28,7 +28,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
-from comm_hooks import Rounded, as_torch_s, in_blocks, reduced_by_formula
+from reference_hooks import Rounded, as_torch_s, in_blocks, reduced_by_formula
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook

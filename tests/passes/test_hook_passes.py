@@ -11,10 +11,10 @@ import torch
 from graphs import Changed, Grad, plan_for, run_passes, trace
 from torch import fx
 
+from dp_compile.comm_hooks.functional import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx.collectives import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from dp_compile.passes import DEFAULT_PASSES
-from dp_compile.passes.functional_hook import HOOK_STATE, HOOK_STEP, FunctionalHook, HookBucket, register
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.reduction import Averaging

@@ -20,6 +20,8 @@ Each step names all that the function has seen, so that none of it is written ov
 from __future__ import annotations
 
 import functools
+import hashlib
+import inspect
 import threading
 import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -32,7 +34,6 @@ from torch.fx.node import has_side_effect
 from dp_compile._torch import autograd, distributed
 from dp_compile.config import has_address
 from dp_compile.errors import ConfigError, ReductionError
-from dp_compile.passes.sources import source_key
 from dp_compile.plan.reduction import ALL_REDUCE, ALL_TO_ALL, ROUNDS, Reduction
 
 State = Mapping[str, torch.Tensor]
@@ -112,10 +113,12 @@ def register(hook: FunctionalHook) -> tuple[str, FunctionalHook]:
     if not isinstance(hook.rounds, tuple) or not hook.rounds or not set(hook.rounds) <= set(ROUNDS):
         allowed = ", ".join(ROUNDS)
         raise ConfigError(f"comm hook {hook!r} must have as rounds a tuple of some of {allowed}, got {hook.rounds!r}.")
-    source = source_key(hook)
-    if source is None:
-        raise ConfigError(f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it.")
-    key = f"{kind.__module__}.{hook!r}#{source[:12]}"
+    try:
+        sources = [inspect.getsource(each) for each in kind.__mro__ if issubclass(each, FunctionalHook)]
+    except (OSError, TypeError) as error:
+        message = f"the source of comm hook {hook!r} cannot be found, so ranks cannot compare it. Import it."
+        raise ConfigError(message) from error
+    key = f"{kind.__module__}.{hook!r}#{hashlib.sha256(''.join(sources).encode()).hexdigest()[:12]}"
     return key, _hooks.setdefault(key, hook)
 
 

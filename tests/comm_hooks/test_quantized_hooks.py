@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from beside import AOT, batch, compile_whole, mlp
-from comm_hooks import LARGEST, in_blocks, reduced_by_formula
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_hooks import LARGEST, in_blocks, reduced_by_formula
 from torch import nn
 
 import dp_compile

@@ -28,8 +28,8 @@ from typing import ClassVar, Final
 
 import torch
 
+from dp_compile.comm_hooks.functional import FunctionalHook, HookBucket, Reduced, State
 from dp_compile.errors import ConfigError
-from dp_compile.passes.functional_hook import FunctionalHook, HookBucket, Reduced, State
 
 _LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 _SMALLEST_SCALE: Final = 2.0**-126

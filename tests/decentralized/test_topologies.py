@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dp_compile.decentralized.topologies import Edge, Topology, topology
 from dp_compile.errors import ConfigError
-from dp_compile.plan.topologies import Edge, Topology, topology
 
 NAMED = ("complete", "ring", "one-peer-exp", "alternating-exp-ring")
 

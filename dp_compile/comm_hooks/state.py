@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from dp_compile.comm_hooks.functional import FunctionalHook, State
 from dp_compile.errors import ConfigError, ModuleError
-from dp_compile.passes.functional_hook import FunctionalHook, State
 
 Agree = Callable[[str, str], None]
 """Compare a text with what all ranks say in a call."""

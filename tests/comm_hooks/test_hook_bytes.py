@@ -13,11 +13,11 @@ from steps import step_of_buckets
 
 import dp_compile
 from dp_compile._torch import distributed
+from dp_compile.comm_hooks.functional import HookBucket, HookRun, Reduced, register
 from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.insight.predict import predict
 from dp_compile.insight.step import Step
-from dp_compile.passes.functional_hook import HookBucket, HookRun, Reduced, register
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import PACKED, BucketPlan
 from dp_compile.plan.reduction import Averaging

@@ -1,0 +1,102 @@
+"""A Python hook of torch's DDP, called with each bucket by backwards that run eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dp_compile.comm_hooks.comm_hook import CommHook
+from dp_compile.comm_hooks.functional import FunctionalHook
+from dp_compile.errors import ReductionError
+from dp_compile.passes.reduction import EagerOps
+from dp_compile.plan.buckets import Bucket, BucketPlan
+from dp_compile.plan.reduction import CALLED
+
+
+@dataclass(eq=False, slots=True)
+class CalledBucket:
+    """What a Python hook is given: a bucket with the methods of `torch.distributed.GradBucket`.
+
+    Args:
+        number: of the bucket, in the order in which buckets are launched.
+        is_final: it is the last one of the backward.
+        flat: the local gradients, not divided, one after the other.
+        parts: the gradients in it, each shaped as its parameter.
+        of: their parameters.
+    """
+
+    number: int
+    is_final: bool
+    flat: torch.Tensor
+    parts: list[torch.Tensor]
+    of: list[torch.Tensor]
+
+    def index(self) -> int:
+        return self.number
+
+    def is_last(self) -> bool:
+        return self.is_final
+
+    def buffer(self) -> torch.Tensor:
+        return self.flat
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        self.flat = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return self.parts
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self.of
+
+
+def reduce_by_call(
+    hook: CommHook, bucket: Bucket, ops: EagerOps, parameters: Sequence[torch.Tensor], plan: BucketPlan
+) -> Generator[None, None, list[torch.Tensor]]:
+    """Reduce a bucket by a Python hook. Pauses after the hook was called, as `reduce_bucket` does after a launch.
+
+    Raises:
+        ReductionError: the hook returns no future, or the future holds no tensor of the bucket's size.
+    """
+    called = [each for each in plan.buckets if each.key.reduction.hook == CALLED]
+    number = next(number for number, each in enumerate(called) if each is bucket)
+    flat = ops.fill(range(len(bucket.members)), bucket.numel, 1.0, None)
+    given = CalledBucket(
+        number,
+        number == len(called) - 1,
+        flat,
+        ops.parts[flat],
+        [parameters[member.gradient.index] for member in bucket.members],
+    )
+    future = None
+    if not ops.is_silent:
+        assert not isinstance(hook.function, FunctionalHook)
+        with ops.launching():
+            future = hook.function(hook.state, given)  # type: ignore[arg-type]
+        if not callable(getattr(future, "wait", None)):  # those of collectives are of the base class in C++
+            raise ReductionError(
+                f"comm hook {hook.name} returned a {type(future).__name__}, not a torch.futures.Future of the reduced "
+                "bucket."
+            )
+        ops.work, ops.launches = future, ops.launches + 1
+        if flat.is_cpu:
+            # On CPUs callbacks that launch more, as powerSGD_hook's, run in a thread of the backend. Among the launches
+            # of this thread their order would differ by rank. On a GPU they run here, when they are added.
+            future.wait()
+    yield
+    if future is None:
+        return [flat]
+    with ops.waiting():
+        value = future.wait()
+    reduced = value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
+    if not isinstance(reduced, torch.Tensor) or reduced.numel() != bucket.numel:
+        what = f"{reduced.numel()} elements" if isinstance(reduced, torch.Tensor) else f"a {type(reduced).__name__}"
+        raise ReductionError(
+            f"the future of comm hook {hook.name} holds {what}, not the {bucket.numel} elements of bucket {number}."
+        )
+    if reduced is not flat:
+        with torch.no_grad():
+            flat.copy_(reduced.reshape(-1))  # as torch's reducer does: the hook may keep its tensor and write to it
+    return [flat]
