@@ -428,7 +428,7 @@ def _run(found: _Found, call: _Call) -> tuple[torch.Tensor, ...]:
 
 def _capture(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tuple[torch.Tensor, ...]:
     # Imported here: it loads Dynamo and Inductor, as the forward's compilation has done by now.
-    from dp_compile.engine.captured import capture
+    from dp_compile.engine.capture import capture
 
     with capture() as begun:
         try:
@@ -441,7 +441,7 @@ def _capture(replicas: Sequence[Replica], backward: Backward, call: _Call) -> tu
 
 
 def _why_not_captured(error: Exception) -> str:
-    from dp_compile.engine.compilation import described
+    from dp_compile.engine.compile import described
 
     if isinstance(error, RuntimeError) and compiler.is_reducer_in_the_way(error):
         return "torch's C++ reducer, of a DistributedDataParallel beside it, takes part in it"

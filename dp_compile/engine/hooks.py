@@ -1,6 +1,6 @@
 """One hook per parameter, and what the hooks do when nothing is captured.
 
-A hook means: the gradient of this parameter is complete, reduce it once. In a captured backward `reduced_graph` puts
+A hook means: the gradient of this parameter is complete, reduce it once. In a captured backward `engine/graph.py` puts
 that reduction into the graph, behind all hooks of the parameter. Everywhere else the hook reports to a
 `ReductionRound`, which runs the plan's buckets in the plan's order: the collectives are the same ones, so a rank that
 could not capture one backward still works together with ranks that could.

@@ -189,7 +189,7 @@ class _Trial:
         return True
 
     def _look_at_capture(self, graph_module: fx.GraphModule) -> Any:
-        from dp_compile.engine.binding import find_sites
+        from dp_compile.engine.graph import find_sites
 
         sites, names = find_sites(graph_module.graph), _names(graph_module.graph)
         self._expect(len(sites.accumulations) == 2, "accumulations of gradients, call_accumulate_grad, are not found")

@@ -19,7 +19,7 @@ from torch import fx
 
 from dp_compile._torch import dynamo, guards
 from dp_compile._torch.guards import Fits as Fits
-from dp_compile.engine.reduced_graph import CapturedGraph, ToReduce
+from dp_compile.engine.graph import CapturedGraph, ToReduce
 from dp_compile.engine.replica import Replica
 from dp_compile.fx.printer import is_op
 

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import dp_compile
 from dp_compile._torch import autograd, compiler
-from dp_compile.engine import compilation
+from dp_compile.engine import compile as compilation
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

@@ -18,7 +18,8 @@ from torch._dynamo import compiled_autograd
 
 import dp_compile
 from dp_compile._torch import compiler, dynamo
-from dp_compile.engine import backward, captured, compilation, window
+from dp_compile.engine import backward, capture, window
+from dp_compile.engine import compile as compilation
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
 Loss = Callable[[torch.Tensor], torch.Tensor]
@@ -109,9 +110,9 @@ STAGES = {
     "inputs": (dynamo._QuickCapture, "wrap_fake"),
     "nodes": (dynamo._QuickCapture, "proxy_call_aot_backward"),
     "end": (dynamo._Capture, "end_capture"),
-    "sites": (captured, "find_sites"),
-    "binding": (captured.Binder, "bind"),
-    "estimates": (captured, "estimates_of"),
+    "sites": (capture, "find_sites"),
+    "binding": (capture.Binder, "bind"),
+    "estimates": (capture, "estimates_of"),
     "reductions": (compilation, "with_reductions"),
     "passes": (compilation.CompiledBackward, "_pipeline"),
     "compiler": (compilation.inductor, "compile_with_aot_eager"),
@@ -156,7 +157,7 @@ def test_an_error_that_passes_python_by(monkeypatch: pytest.MonkeyPatch) -> None
         raise Planted
 
     with monkeypatch.context() as planted:
-        planted.setattr(captured.CapturedBackward, "_run", run)
+        planted.setattr(capture.CapturedBackward, "_run", run)
         planted.setattr(window.Outside, "__exit__", lambda *_: None)
         with pytest.raises(Planted):
             twin.step()

@@ -14,7 +14,8 @@ from torch._inductor.ir import ConcatKernel
 
 import dp_compile
 from dp_compile._torch import autograd, compiler, trial
-from dp_compile.engine import binding, probe
+from dp_compile.engine import graph as engine_graph
+from dp_compile.engine import probe
 
 Rename = Callable[[pytest.MonkeyPatch], None]
 
@@ -74,7 +75,7 @@ RENAMED: dict[str, Rename] = {
         compiler, "is_capture_in_the_way", lambda error: "another text" in str(error)
     ),
     "accumulations of gradients, call_accumulate_grad, are not found": lambda patch: patch.setattr(
-        binding.dynamo, "call_accumulate_grad", len
+        engine_graph.dynamo, "call_accumulate_grad", len
     ),
     "a reentrant checkpoint, CheckpointFunctionBackward, is a Renamed": lambda patch: patch.setattr(
         trial, "checkpoint_backward", lambda: "Renamed"

@@ -26,7 +26,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dp_compile
 from dp_compile._torch import dynamo, guards
-from dp_compile.engine import compilation, ready
+from dp_compile.engine import compile as compilation
+from dp_compile.engine import ready
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 

@@ -21,7 +21,7 @@ import dp_compile
 from dp_compile._torch import inductor
 from dp_compile.cli.main import main
 from dp_compile.config import DUMP_VARIABLE, ReplicateConfig
-from dp_compile.engine import compilation
+from dp_compile.engine import compile as compilation
 from dp_compile.errors import InvalidGraphError
 from dp_compile.insight import dumps
 from dp_compile.insight.dumps import captures_in

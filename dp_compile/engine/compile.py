@@ -22,22 +22,22 @@ from dp_compile._torch import dynamo, inductor
 from dp_compile._torch.dtensors import own_part
 from dp_compile.config import dump_directory
 from dp_compile.engine import observers
-from dp_compile.engine.binding import Place
 from dp_compile.engine.bucket_events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
-from dp_compile.engine.intact import check_not_moved
-from dp_compile.engine.owners import owners
-from dp_compile.engine.ready import Fits, NotPlain, Ready, check_plain, places_of, takes_list_first
-from dp_compile.engine.record import CaptureRecord, Placement
-from dp_compile.engine.reduced_graph import (
+from dp_compile.engine.graph import (
     CapturedGraph,
     HasPython,
+    Place,
     ToReduce,
     reductions_in,
     with_reductions,
     without_python,
 )
+from dp_compile.engine.intact import check_not_moved
+from dp_compile.engine.owners import owners
+from dp_compile.engine.ready import Fits, NotPlain, Ready, check_plain, places_of, takes_list_first
+from dp_compile.engine.record import CaptureRecord, Placement
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DPCompileError, ReductionError

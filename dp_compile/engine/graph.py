@@ -28,14 +28,58 @@ from torch import fx, nn
 from dp_compile._torch import dynamo
 from dp_compile._torch.dtensors import from_part, own_part, redistributed_as
 from dp_compile.comm_hooks.functional import HOOK_STATE
-from dp_compile.engine.binding import Binding, Place, Sites, position_of
 from dp_compile.engine.gradients import real_view
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.updates import InBackward
+from dp_compile.engine.updates import InBackward, Wanted
 from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.updates import UPDATE_LATER
 from dp_compile.plan.flags import NUMBER_BITS
 from dp_compile.plan.reduction import Reduction
+
+Place = tuple[int, int]
+"""Which gradient: the replica's position in this backward, the parameter's index in the replica."""
+
+Layouts = tuple[tuple[str, ...], ...]
+"""The placements of tensors, of each none or one for each dimension of its mesh."""
+
+
+@dataclass(frozen=True, slots=True)
+class HookCall:
+    """A call of a post-accumulate-grad hook: its node and the positions of hook and parameter in the inputs."""
+
+    node: str
+    hook: int
+    parameter: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sites:
+    """Where a graph accumulates gradients and calls hooks.
+
+    `accumulations` are positions of the tensors in the inputs; `unhooked` those of them that have no hook at all.
+    """
+
+    accumulations: tuple[int, ...]
+    unhooked: tuple[int, ...]
+    hook_calls: tuple[HookCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What the sites of a graph mean in one backward. Equal bindings run the same code.
+
+    `hooked[i]` and `into_existing[i]` (did the parameter have a gradient before?) belong to `sites.hook_calls[i]`;
+    `kept` are the parameters without a new gradient that have an old one.
+    """
+
+    code_keys: tuple[tuple[str, bool], ...]
+    hooked: tuple[Place | None, ...]
+    into_existing: tuple[bool, ...]
+    kept: tuple[Place, ...]
+    wanted: tuple[tuple[Wanted, ...], ...] = ()
+    """What optimizers update in it, of each replica."""
+    layouts: Layouts = ()
+    """Beside DTensor parameters: how the gradients lie that parameters had before. Dynamo does not look at that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +106,29 @@ class ToReduce:
 
     def updates_parameter(self, place: Place) -> bool:
         return any(each.replica == place[0] and place[1] in each.indices for each in self.updates)
+
+
+def find_sites(graph: fx.Graph) -> Sites:
+    accumulations = tuple(
+        position_of(node.args[0]) for node in graph.find_nodes(op="call_function", target=dynamo.call_accumulate_grad)
+    )
+    hook_calls = tuple(
+        HookCall(node.name, position_of(node.args[0]), position_of(node.args[1]))
+        for node in graph.find_nodes(op="call_function", target=dynamo.call_hook)
+        if node.kwargs.get("hook_type") == "post_acc_grad_hook"
+    )
+    with_hook = {call.parameter for call in hook_calls}
+    unhooked = tuple(position for position in accumulations if position not in with_hook)
+    return Sites(accumulations, unhooked, hook_calls)
+
+
+def position_of(node: object) -> int:
+    """`k` of a node `getitem(placeholder, k)`."""
+    assert isinstance(node, fx.Node)
+    assert node.target is operator.getitem, node
+    position = node.args[1]
+    assert isinstance(position, int)
+    return position
 
 
 def give_zeros_for_none(graph_module: fx.GraphModule) -> None:

@@ -1,0 +1,323 @@
+"""A captured backward: compiled autograd's graph, what it means in one backward, and its compiled forms.
+
+A graph of compiled autograd takes parameters and hooks as inputs, so the same graph serves every module of the same
+shape. Compiled code is chosen by the binding, never by the module.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from dp_compile._torch import distributed, dynamo
+from dp_compile._torch.dtensors import placements_of
+from dp_compile.engine import window
+from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
+from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Sites, find_sites, give_zeros_for_none
+from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks, reduce_eagerly
+from dp_compile.engine.replica import Replica, Revision
+from dp_compile.engine.settling import settle
+from dp_compile.engine.updates import Wanted
+from dp_compile.errors import DPCompileError, ReductionError
+from dp_compile.passes.estimates import Accumulation, ready_shares
+from dp_compile.plan.buckets import BucketPlan
+from dp_compile.plan.ready_times import ASSUMED, ModelCollective, estimated_times
+
+logger = logging.getLogger("dp_compile.capture")
+
+
+def capture() -> dynamo.CaptureBackward:
+    """Inside, backwards are captured."""
+    return dynamo.CaptureBackward(CapturedBackward)
+
+
+class CapturedBackward:
+    """A graph of compiled autograd, with a compiled form for each binding that was met. Holds no model."""
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        give_zeros_for_none(graph_module)
+        self._graph_module = graph_module
+        self._sites = find_sites(graph_module.graph)
+        self._binder = Binder(self._sites)
+        self._compiled: dict[Binding, CompiledBackward] = {}
+
+    def __call__(self, inputs: list[Any], sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
+        """Run one backward. Compiled autograd keeps this object and calls it in each backward with the same graph."""
+        backward = window.current()
+        if backward is None:
+            # Another thread's backward slipped into our window: run it as it is.
+            return torch.compiler.disable(self._graph_module.forward)(inputs, sizes, scalars, hooks, packed)
+        backward.ran = True
+        # Dynamo, which traces this graph, would cast what AOTAutograd's backward computes for whoever calls
+        # `backward()` inside of autocast; its own call of that backward switches autocast off (torch 2.11 to 2.15).
+        with window.Outside(), dynamo.without_autocast():
+            return self._run(backward, inputs, (sizes, scalars, hooks, packed))
+
+    def _run(self, backward: window.Backward, inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        replicas, n_inputs = backward.replicas, len(inputs)
+        compiled: CompiledBackward | None = None
+        try:
+            binding = self._binder.bind(replicas, inputs, rest[2])
+            if self._settle(replicas, binding, inputs, rest):  # other plans: a binding says which
+                binding = self._binder.bind(replicas, inputs, rest[2])
+            compiled = self._compiled.get(binding)
+            if compiled is None:
+                _refuse_shards(rest[2])
+                if dynamo.stance() == "eager_on_recompile":
+                    return self._run_uncompiled(replicas, inputs, rest)
+                captured = CapturedGraph(self._graph_module, self._sites, binding, len(inputs))
+                compiled = self._compiled[binding] = CompiledBackward(captured, replicas)
+            return compiled(replicas, inputs, rest)
+        except (NotTraced, OtherMemory):
+            # Another thread is tracing something, and Dynamo then leaves every frame in the process alone.
+            # Or code that writes to parameters cannot be sure any more what reads them: it is made anew next time.
+            del self._compiled[binding]
+        except DPCompileError:
+            raise
+        except Exception as error:
+            # Dynamo, Inductor and fake tensors raise exceptions of any class. Once code runs its inputs are used up.
+            if (compiled is not None and compiled.has_begun) or dynamo.asks_for_errors(error):
+                raise
+            backward.obstacle = described(error)
+        del inputs[n_inputs:]
+        return self._run_uncompiled(replicas, inputs, rest)
+
+    def _settle(self, replicas: Sequence[Replica], binding: Binding, inputs: list[Any], rest: tuple[Any, ...]) -> bool:
+        """Before anything is traced: the plans of a first backward, from its graph. Returns whether there were any."""
+        synced = [each for each in replicas if each.reduces]
+        awaited = [each for each in synced if each.awaits(Revision.FROM_GRAPH)]
+        assumed = [each for each in synced if each.ready.basis == ASSUMED]
+        if not awaited and (not assumed or binding in self._compiled):
+            return False
+        estimates, collectives = estimates_of(self._graph_module, self._sites, binding, inputs, *rest[:3])
+        shares: dict[Replica, dict[int, float]] = {}
+        for (ordinal, index), share in estimates.items():
+            shares.setdefault(replicas[ordinal], {})[index] = share
+        times = {replica: estimated_times(found, collectives) for replica, found in shares.items()}
+        settle(synced, times)
+        for replica in assumed:
+            if replica.ready.basis == ASSUMED and replica in times:  # its plan needs none; they tell people more
+                replica.ready = times[replica]
+        return bool(awaited)
+
+    def _run_uncompiled(self, replicas: Sequence[Replica], inputs: list[Any], rest: tuple[Any, ...]) -> Any:
+        """Run the graph node by node; the hooks reduce. The same collectives as the compiled form."""
+        return reduce_eagerly(replicas, lambda: torch.compiler.disable(self._graph_module.forward)(inputs, *rest))
+
+
+def _refuse_shards(hooks: Sequence[Any]) -> None:
+    """Refuse to capture the hooks of `fully_shard`: the captured code gives other gradients than they do (measured)."""
+    if any(distributed.is_hook_of_fully_shard(hook) for hook in hooks):
+        raise ReductionError(
+            "a captured backward reaches a module that fully_shard manages. Call replicate() on a module around it, "
+            "after fully_shard(): the backward is then not captured, and the gradients are right."
+        )
+
+
+# --- whose gradient is which -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What was met last, and the binding it had. Holds hooks of ours and weak references, so no model."""
+
+    hooks: list[GradHook | None]
+    existing: list[bool]
+    switches: list[tuple[weakref.ref[Replica], bool, BucketPlan, tuple[Wanted, ...]]]
+    unhooked: list[weakref.ref[torch.Tensor]]
+    layouts: Layouts
+    binding: Binding
+
+    def matches(
+        self,
+        hooks: list[GradHook | None],
+        existing: list[bool],
+        replicas: Sequence[Replica],
+        unhooked: Sequence[torch.Tensor],
+        layouts: Layouts,
+    ) -> bool:
+        return (
+            existing == self.existing
+            and layouts == self.layouts
+            and len(replicas) == len(self.switches)
+            and all(
+                replica is ref()
+                and replica.reduces == reduces
+                and replica.plan is plan
+                and replica.after.wanted == wanted
+                for replica, (ref, reduces, plan, wanted) in zip(replicas, self.switches, strict=True)
+            )
+            and all(map(operator.is_, hooks, self.hooks))
+            and all(tensor is ref() for tensor, ref in zip(unhooked, self.unhooked, strict=True))
+        )
+
+
+class Binder:
+    """Finds the binding of each backward of one graph. Nearly always it is that of the last, which is quick to see."""
+
+    def __init__(self, sites: Sites) -> None:
+        self._sites = sites
+        self._memory: _Memory | None = None
+
+    def bind(self, replicas: tuple[Replica, ...], inputs: Sequence[Any], hooks: Sequence[Any]) -> Binding:
+        """The binding of one backward.
+
+        Raises:
+            ReductionError: a parameter gets a gradient that no hook reduces.
+        """
+        sites = self._sites
+        mine = [hook if type(hook := hooks[call.hook]) is GradHook else None for call in sites.hook_calls]
+        existing = [inputs[call.parameter].grad is not None for call in sites.hook_calls]
+        unhooked = [inputs[position] for position in sites.unhooked]
+        layouts: Layouts = ()
+        if any(replica.dtensors for replica in replicas):
+            layouts = tuple(placements_of(inputs[position].grad) for position in sites.accumulations)
+        if self._memory is not None and self._memory.matches(mine, existing, replicas, unhooked, layouts):
+            return self._memory.binding
+        for hook in mine:
+            if hook is not None and hook.replica is None:
+                hook(inputs[sites.hook_calls[mine.index(hook)].parameter])  # says that nobody reduces it any more
+        binding = _bind(replicas, mine, existing, layouts)
+        _check(replicas, binding, [inputs[position] for position in sites.accumulations])
+        complete = len(binding.hooked) - binding.hooked.count(None) == sum(len(each.parameters) for each in replicas)
+        if complete:  # else parameters that it does not use have old gradients or not, which a memory does not compare
+            switches = [(weakref.ref(each), each.reduces, each.plan, each.after.wanted) for each in replicas]
+            self._memory = _Memory(
+                mine, existing, switches, [weakref.ref(tensor) for tensor in unhooked], layouts, binding
+            )
+        return binding
+
+
+def _bind(
+    replicas: Sequence[Replica], hooks: Sequence[GradHook | None], existing: Sequence[bool], layouts: Layouts
+) -> Binding:
+    ordinal = {id(replica): position for position, replica in enumerate(replicas)}
+    hooked = tuple(
+        (ordinal[id(hook.replica)], hook.index) if hook is not None and id(hook.replica) in ordinal else None
+        for hook in hooks
+    )
+    got = set(hooked)
+    kept = tuple(
+        (position, index)
+        for position, replica in enumerate(replicas)
+        for index, parameter in enumerate(replica.parameters)
+        if (position, index) not in got and parameter.grad is not None
+    )
+    code_keys = tuple((replica.code_key, replica.reduces) for replica in replicas)
+    return Binding(
+        code_keys, hooked, tuple(existing), kept, tuple(replica.after.wanted for replica in replicas), layouts
+    )
+
+
+def _check(replicas: Sequence[Replica], binding: Binding, accumulated: Sequence[torch.Tensor]) -> None:
+    for ordinal, replica in enumerate(replicas):
+        if replica.config.check_reductions and replica.sync:
+            hooked = [place[1] for place in binding.hooked if place is not None and place[0] == ordinal]
+            check_gradients_have_hooks(replica, hooked, accumulated)
+
+
+# --- ready times, before anything is traced ----------------------------------------------------------------------
+#
+# Compiled autograd drops what it knew of its nodes (torch 2.13, `end_capture`: they were made with dummies). But the
+# inputs of a backward are at hand, and most nodes are aten ops of AOTAutograd's backward: fake tensors pass through.
+
+
+def estimates_of(
+    graph_module: fx.GraphModule,
+    sites: Sites,
+    binding: Binding,
+    inputs: Sequence[Any],
+    sizes: Any,
+    scalars: Any,
+    hooks: Any,
+) -> tuple[dict[Place, float], tuple[ModelCollective, ...]]:
+    """When the gradients of a backward are ready, and what its model sends, from its graph; nothing if it does not say.
+
+    It does not where the shape of a gradient depends on data, or on what a hook of the user's puts in its place.
+    """
+    values = fake_values(graph_module, inputs, sizes, scalars, hooks)
+    found = dict(zip(sites.accumulations, _accumulations(graph_module.graph), strict=True))
+    accumulations: dict[Place, Accumulation] = {}
+    for call, place, adds in zip(sites.hook_calls, binding.hooked, binding.into_existing, strict=True):
+        if place is not None:
+            accumulations[place] = found[call.parameter]._replace(adds=adds)
+    unknown = [
+        place for place, each in accumulations.items() if not isinstance(values.get(each.gradient), torch.Tensor)
+    ]
+    if unknown:
+        logger.debug("a captured graph does not say when %d of its gradients are ready", len(unknown))
+        return {}, ()
+    found_in_graph = ready_shares(list(accumulations.values()), values)
+    return dict(zip(accumulations, found_in_graph.gradients, strict=True)), found_in_graph.collectives
+
+
+def _accumulations(graph: fx.Graph) -> Iterator[Accumulation]:
+    for node in graph.nodes:
+        gradient = dynamo.accumulated(node)
+        if gradient is not None:
+            yield Accumulation(node, gradient, adds=False)
+
+
+def fake_values(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], sizes: Any, scalars: Any, hooks: Any = ()
+) -> dict[fx.Node, Any]:
+    """A fake tensor, or a list of them, for each node of which the inputs of a backward tell it.
+
+    No code of the user's runs: of a function written in Python the engine's check of its outputs tells the shapes.
+    Among `hooks` are also meshes, of which AOTAutograd's code makes DTensors.
+    """
+    given = {"inputs": inputs, "sizes": sizes, "scalars": scalars, "hooks": hooks}
+    values: dict[fx.Node, Any] = {}
+    with torch.no_grad(), dynamo.fake_tensors() as mode:
+        for node in graph_module.graph.nodes:
+            try:
+                if node.op == "placeholder":
+                    value = [_fake(mode, each) for each in given[node.name]]
+                elif node.op == "get_attr":
+                    value = _fake(mode, operator.attrgetter(node.target)(graph_module))
+                else:
+                    value = _call(node, values)
+            except LookupError:
+                pass
+            except Exception as error:
+                # Whatever an op has against fake tensors: of this node nothing is known, nor of what is made of it.
+                logger.debug("what %s makes is not known: %s", node, error)
+            else:
+                values[node] = value
+    return values
+
+
+def _fake(mode: Any, value: Any) -> Any:
+    return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+
+
+def _as_checked(value: Any, like: dynamo.GradientLike | None) -> Any:
+    """The engine's check of a gradient adds up what was broadcast, and casts."""
+    if like is None or (isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (like.shape, like.dtype)):
+        return value
+    return like.make()
+
+
+def _call(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    """What a call makes.
+
+    Raises:
+        LookupError: that is not known, or other code would run.
+    """
+    if checked := dynamo.validated_outputs(node):
+        return [_as_checked(values.get(output), like) for output, like in checked]
+    hooked = node.args[1] if node.target is dynamo.call_hook else None
+    if isinstance(hooked, fx.Node) and node.kwargs.get("hook_type") != "unpack_hook":
+        return values[hooked]  # as it mostly is: a hook may give another tensor, of the same shape
+    if node.op != "call_function" or not dynamo.computes_only(node.target):
+        raise LookupError(node.name)
+    assert callable(node.target)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+    return node.target(*args, **kwargs)
