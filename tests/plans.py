@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from dp_compile.plan.strategies import Planned, plan_optimal
+from dp_compile.plan.planner import Planned, plan_optimal
 from dp_compile.replication import planning
 
 

@@ -10,10 +10,9 @@ from graphs import bucket_key
 from dp_compile.insight.step import MeasuredBucket, MeasuredStep, Step, planned_buckets
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import Bucket, BucketKey, BucketPlan, GradientSpec, Layout
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 from dp_compile.plan.reduction import Averaging, Levels
-from dp_compile.plan.strategies import nominal_cost
 
 LAYOUT = Layout(64)
 PARTS = ("attention.qkv.weight", "attention.qkv.bias", "attention.out.weight", "mlp.expand.weight", "mlp.shrink.weight")

@@ -17,7 +17,7 @@ from dp_compile.insight.predict import DTYPES, Prediction, predict
 from dp_compile.insight.profile import with_profile
 from dp_compile.insight.step import Step, format_ms
 from dp_compile.insight.timeline import timeline_page, timeline_picture, timeline_trace
-from dp_compile.plan.links import LINKS
+from dp_compile.plan.cost import LINKS
 from dp_compile.plan.words import count
 
 SHORT_NAMES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}

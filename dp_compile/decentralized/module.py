@@ -26,7 +26,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.optim.partial_steps import check_kind
-from dp_compile.plan.strategies import Planned
+from dp_compile.plan.planner import Planned
 from dp_compile.replication.forward_hooks import Installed
 from dp_compile.replication.module import behind, is_pending, parts_of, replica_of, unwrap
 from dp_compile.replication.replicate import replicate, unreplicate

@@ -29,11 +29,10 @@ from dp_compile.passes.bucket_memory import BucketMemory
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
 from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.certificate import Certificate
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import Launches, ReadyTimes
 from dp_compile.plan.reduction import Averaging
-from dp_compile.plan.strategies import Planned
 
 if TYPE_CHECKING:
     from dp_compile.engine.flags import UnreadFlags

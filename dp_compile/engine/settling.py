@@ -29,8 +29,8 @@ from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError, DesyncError, DPCompileError
 from dp_compile.plan.backends import FAKE
-from dp_compile.plan.certificate import percent_above
 from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.planner import percent_above
 from dp_compile.plan.ready_times import (
     Launches,
     ReadyTimes,

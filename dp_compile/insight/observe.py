@@ -15,10 +15,9 @@ from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
 from dp_compile.passes.bucket_memory import KEPT_FROM_NBYTES
-from dp_compile.plan.certificate import Certificate
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.planner import Certificate
 from dp_compile.plan.ready_times import ASSUMED, MEASURED
-from dp_compile.plan.strategies import nominal_cost
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.replication.module import replica_of
 

@@ -14,13 +14,11 @@ from dp_compile.engine.record import SHARDED
 from dp_compile.errors import ConfigError
 from dp_compile.insight.step import BYTES, DECENTRALIZED, Step, format_ms
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
-from dp_compile.plan.certificate import ERROR_BAND, MEASURED_BAND
-from dp_compile.plan.cost import AllReduceCost, line, ring_or_tree
+from dp_compile.plan.cost import LAUNCH_US, AllReduceCost, line, link, ring_or_tree, with_levels
 from dp_compile.plan.crossing import plan_crossing, why_not_left
-from dp_compile.plan.links import LAUNCH_US, link, with_levels
+from dp_compile.plan.planner import ERROR_BAND, MEASURED_BAND, plan_fixed, plan_optimal
 from dp_compile.plan.ready_times import MEASURED
 from dp_compile.plan.reduction import stages_of
-from dp_compile.plan.strategies import plan_fixed, plan_optimal
 from dp_compile.plan.words import count
 
 DTYPES: Final = ("bfloat16", "float16", "float32")
@@ -67,7 +65,7 @@ def predict(step: Step, *, ranks: int | None = None, link: str | None = None, dt
     Args:
         step: `dp_compile.step_of(model)`, or read by `Step.from_json`.
         ranks: of the group. On two levels of network nodes keep their size.
-        link: every hop between ranks, or between nodes: a name of `dp_compile.plan.links.LINKS`.
+        link: every hop between ranks, or between nodes: a name of `dp_compile.plan.cost.LINKS`.
         dtype: in which floating gradients are sent: `bfloat16`, `float16` or `float32`.
 
     Raises:

@@ -35,10 +35,10 @@ from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Bucket, Layout
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.crossing import plan_crossing
+from dp_compile.plan.planner import Planned
 from dp_compile.plan.ready_times import ReadyTimes
-from dp_compile.plan.strategies import Planned, nominal_cost
 from dp_compile.replication.forward_hooks import Installed
 from dp_compile.replication.module import behind, replica_of
 

@@ -19,10 +19,10 @@ from torch.utils.flop_counter import flop_registry
 from dp_compile._torch import distributed, dynamo
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.plan.backends import GLOO, NCCL
+from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.ready_times import ModelCollective
 from dp_compile.plan.reduction import ALL_REDUCE, WHOLE, Load
-from dp_compile.plan.strategies import nominal_cost
 
 aten = torch.ops.aten
 

@@ -26,7 +26,7 @@ class Backend:
         on_stream: collectives run on a stream of the device, so the host does not wait and events time them.
         bf16_compress: torch's DDP takes its `bf16_compress_hook` on it.
         simulated: one process stands for one rank of many; no other rank exists.
-        inside: preset of `plan.links` for the ranks of a node, before anything is measured.
+        inside: preset of `plan.cost.LINKS` for the ranks of a node, before anything is measured.
         between: the same for a group of several nodes.
     """
 

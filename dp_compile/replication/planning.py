@@ -13,9 +13,9 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_single
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.planner import Planned, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
-from dp_compile.plan.strategies import Planned, nominal_cost, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.replication.selection import Selection
 from dp_compile.replication.units import BucketPolicy, units_of
 

@@ -40,8 +40,8 @@ from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
+from dp_compile.plan.planner import Planned
 from dp_compile.plan.reduction import Averaging
-from dp_compile.plan.strategies import Planned
 from dp_compile.replication.forward_hooks import (
     ForwardCheck,
     InputMover,

@@ -26,8 +26,8 @@ from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
+from dp_compile.plan.cost import link as link_of
 from dp_compile.plan.cost import ring_or_tree
-from dp_compile.plan.links import link as link_of
 from dp_compile.plan.words import count, format_bytes
 from dp_compile.replication.replicate import replicate_without_values, unreplicate
 from dp_compile.testing.golden import assert_text
@@ -117,7 +117,7 @@ def backward_of(
 
     Args:
         training: what is trained, and how it is replicated.
-        link: a name of `plan.links.LINKS`. The plan is made for it unless `training.config` has a cost.
+        link: a name of `plan.cost.LINKS`. The plan is made for it unless `training.config` has a cost.
         ranks: of the group, at least 2.
         backend: `aot_eager`, or `inductor`, which generates code, so that copies can be counted.
         on: `cpu`, or `meta` for models that are too large to be computed here: nothing is computed or allocated.

@@ -22,9 +22,8 @@ from dp_compile.bench.simulated_group import SimulatedGroup
 from dp_compile.engine.group import Group
 from dp_compile.errors import ConfigError
 from dp_compile.plan.backends import FABRIC, GLOO, NCCL
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.reduction import Averaging
-from dp_compile.plan.strategies import nominal_cost
 from dp_compile.testing import Ranks
 
 RANKS = 64

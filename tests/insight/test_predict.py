@@ -19,8 +19,7 @@ from dp_compile.insight.predict import extrapolated, predict, replanned
 from dp_compile.insight.step import DECENTRALIZED, Step
 from dp_compile.plan.backends import NCCL
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan, GradientSpec, Layout
-from dp_compile.plan.cost import AllReduceCost, ring_or_tree
-from dp_compile.plan.links import LINKS
+from dp_compile.plan.cost import LINKS, AllReduceCost, ring_or_tree
 from dp_compile.plan.ready_times import MEASURED, ReadyTimes
 
 KEY = bucket_key("", "avg", "float32", "cuda")

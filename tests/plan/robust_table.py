@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from dp_compile.plan.certificate import certify, robust_partition
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import ReadyGradient, finish_time, fixed_partition, jobs_of, release_time_bound
-from dp_compile.plan.partition import optimal_partition
+from dp_compile.plan.planner import certify, optimal_partition, robust_partition
 from dp_compile.plan.words import BYTES_PER_MB
 
 FLOPS_PER_S: Final = 400e12  # about 40 % of an H100's dense bf16 peak (vendor: 989e12)

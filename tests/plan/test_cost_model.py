@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.errors import ConfigError
-from dp_compile.plan.cost import AllReduceCost, CostFit, fit, line, ring, ring_or_tree
-from dp_compile.plan.links import LINKS, Link, link
+from dp_compile.plan.cost import LINKS, AllReduceCost, CostFit, Link, fit, line, link, ring, ring_or_tree
 
 # --- formulas -------------------------------------------------------------------------------------------------------
 

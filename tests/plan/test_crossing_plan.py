@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import PACKED, UNUSED_FLAGS, BucketPlan, GradientSpec, plan_buckets
-from dp_compile.plan.certificate import certify
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.crossing import Job, arrivals, in_order_of_need, plan_crossing, step_seconds, worst_ratio
 from dp_compile.plan.network import ReadyGradient
+from dp_compile.plan.planner import Planned, certify
 from dp_compile.plan.ready_times import ReadyTimes
-from dp_compile.plan.strategies import Planned
 
 KEY = bucket_key("0", "sum", "float32", "cpu")
 SECOND_A_BYTE = AllReduceCost(0.0, 1.0)

@@ -10,13 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dp_compile.plan.buckets import GradientSpec, plan_buckets
-from dp_compile.plan.certificate import (
-    CAPS_MB,
-    ERROR_BAND,
-    FIRST_CAP_MB,
-    robust_partition,
-    worst_ratio,
-)
 from dp_compile.plan.cost import AllReduceCost
 from dp_compile.plan.network import (
     Buckets,
@@ -27,7 +20,15 @@ from dp_compile.plan.network import (
     release_time_bound,
     release_times,
 )
-from dp_compile.plan.partition import earliest_partition, optimal_partition
+from dp_compile.plan.planner import (
+    CAPS_MB,
+    ERROR_BAND,
+    FIRST_CAP_MB,
+    earliest_partition,
+    optimal_partition,
+    robust_partition,
+    worst_ratio,
+)
 from dp_compile.plan.words import BYTES_PER_MB
 
 CLOSE = 1e-9

@@ -19,6 +19,7 @@ from dp_compile.passes.estimates import Accumulation, Estimates, ready_shares
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.backends import GLOO
 from dp_compile.plan.buckets import PACKED, BucketPlan
+from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.ready_times import (
     Launches,
     ModelCollective,
@@ -28,7 +29,6 @@ from dp_compile.plan.ready_times import (
     slowest,
     typical,
 )
-from dp_compile.plan.strategies import nominal_cost
 
 SPECS = [Grad(index=0, shape=(8, 4)).spec, Grad(index=1, shape=(4,)).spec, Grad(index=2, shape=(8, 12)).spec]
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dp_compile.plan.backends import NCCL
-from dp_compile.plan.certificate import robust_partition
-from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.links import Link, with_levels
+from dp_compile.plan.cost import AllReduceCost, Link, with_levels
 from dp_compile.plan.network import (
     Job,
     Leg,
@@ -17,6 +15,7 @@ from dp_compile.plan.network import (
     legs_of,
     release_time_bound,
 )
+from dp_compile.plan.planner import robust_partition
 from dp_compile.plan.reduction import (
     BETWEEN,
     INSIDE,

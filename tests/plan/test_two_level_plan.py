@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dp_compile.plan.backends import GLOO, NCCL
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, plan_buckets, plan_single
-from dp_compile.plan.links import LINKS, with_levels
+from dp_compile.plan.cost import LINKS, nominal_cost, with_levels
 from dp_compile.plan.network import legs_of
 from dp_compile.plan.reduction import (
     ALL_GATHER,
@@ -20,7 +20,6 @@ from dp_compile.plan.reduction import (
     Stage,
     launch_order,
 )
-from dp_compile.plan.strategies import nominal_cost
 
 LEVELS = Levels("in", "out", ((0, 1, 2), (3, 4, 5)))
 
