@@ -9,16 +9,16 @@ from unittest import mock
 
 import torch
 
-from dp_compile.optim.crossing import Left
+from dp_compile.optim.deferred import Pending
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Inside, that is so in this process."""
-    before: dict[Left, list[torch.Tensor]] = {}
-    depart = Left.depart
+    before: dict[Pending, list[torch.Tensor]] = {}
+    depart = Pending.depart
 
-    def departs(left: Left) -> None:
+    def departs(left: Pending) -> None:
         depart(left)
         before[left] = [each.detach().clone() for each in left.parameters]
         with torch.no_grad(), left.replica.local.updating(left.indices):
@@ -27,7 +27,7 @@ def poisoned() -> Iterator[None]:
         left.versions = left._versions_now()
 
     def restoring(finish: Callable[[Any], None]) -> Callable[[Any], None]:
-        def finishes(left: Left) -> None:
+        def finishes(left: Pending) -> None:
             for each, value in zip(left.parameters, before.pop(left, ()), strict=False):
                 each.copy_(value)
             finish(left)
@@ -35,7 +35,7 @@ def poisoned() -> Iterator[None]:
         return finishes
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Left, "depart", departs))
-        for kind in Left.__subclasses__():
+        stack.enter_context(mock.patch.object(Pending, "depart", departs))
+        for kind in Pending.__subclasses__():
             stack.enter_context(mock.patch.object(kind, "finish", restoring(kind.finish)))
         yield

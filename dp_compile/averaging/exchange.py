@@ -29,7 +29,7 @@ from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
-from dp_compile.optim.crossing import Crossing, Left
+from dp_compile.optim.deferred import Deferred, Pending
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
@@ -214,13 +214,13 @@ class Exchange:
         if shared.intersection(member.data_ptr() for member in members):
             return False  # one that arrives would have written to another that is in flight
         (replica,) = replicas
-        crossing = next((each.crossing for each in replica.after.updates if each.crossing is not None), None)
-        if not isinstance(crossing, Crossing):
+        deferred = next((each.deferred for each in replica.after.updates if each.deferred is not None), None)
+        if not isinstance(deferred, Deferred):
             return False
         indices = tuple(place[1] for place in found if place is not None)
-        return crossing.leave_behind(
-            _LeftAverage(
-                crossing=crossing,
+        return deferred.leave_behind(
+            PendingAverage(
+                deferred=deferred,
                 replica=replica,
                 indices=indices,
                 buckets=(),
@@ -323,7 +323,7 @@ class _Flight(NamedTuple):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _LeftAverage(Left):
+class PendingAverage(Pending):
     """A bucket of parameters whose averages are on their way.
 
     `missing`: around a wait, names the ranks that did not come. `makes_equal`: all ranks of the module have the same

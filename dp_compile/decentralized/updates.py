@@ -36,7 +36,7 @@ class MixingUpdates:
     """
 
     is_alive = True
-    crossing = None
+    deferred = None
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class MixingUpdates:
             )
         return Wanted() if self._whole else Wanted(tuple(self._bucket_of), mixes=True)
 
-    def update(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         replica = self._replica()
         assert replica is not None

@@ -287,7 +287,7 @@ class ReductionRound:
             tensors = finished(flight.reducing)
             if flight.bucket.key.reduction.is_scattered:
                 assert self.replica.after.parts_to is not None
-                self.replica.after.parts_to.take(number, *tensors)
+                self.replica.after.parts_to.apply(number, (), (), tensors)
                 continue
             reduced.update(flight.ops.averages(tensors))
         return reduced

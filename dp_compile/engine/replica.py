@@ -78,8 +78,10 @@ class Arrivals(Protocol):
 class TakesParts(Protocol):
     """What is done with reduced gradients of which each rank has a part."""
 
-    def take(self, bucket: int, part: torch.Tensor) -> None:
-        """This rank's part of a bucket, by its number in the plan, from a backward that was not captured."""
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        """Take this rank's part of a bucket, by its number in the plan, from a backward that was not captured."""
 
 
 class Removable(Protocol):
@@ -306,13 +308,13 @@ class Replica:
 
     def has_in_flight(self) -> bool:
         """Whether an optimizer has left something of the last backward that nobody has come for yet."""
-        return any(each.crossing is not None and each.crossing.has_in_flight for each in self.after.updates)
+        return any(each.deferred is not None and each.deferred.has_in_flight for each in self.after.updates)
 
     def arrive(self) -> None:
         """Do the updates that optimizers have left for the next forward."""
         for each in self.after.updates:
-            if each.crossing is not None:
-                each.crossing.arrive()
+            if each.deferred is not None:
+                each.deferred.arrive()
 
     def count_synced(self) -> None:
         """A synchronised backward has ended."""

@@ -38,7 +38,7 @@ class Wanted:
     obstacle: str = ""
 
 
-class Crossing(Leaves, Protocol):
+class Deferred(Leaves, Protocol):
     """What an optimizer has left for the next forward."""
 
     @property
@@ -56,7 +56,7 @@ class Updates(RunsUpdates, Protocol):
     """One optimizer of one module."""
 
     @property
-    def crossing(self) -> Crossing | None: ...
+    def deferred(self) -> Deferred | None: ...
 
     @property
     def is_alive(self) -> bool:

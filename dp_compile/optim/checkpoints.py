@@ -15,7 +15,7 @@ import torch
 from dp_compile._torch.stand_in import StandIn
 from dp_compile.errors import ConfigError
 from dp_compile.optim.in_backward import known
-from dp_compile.optim.sharded import Sharded
+from dp_compile.optim.shard import Sharded
 from dp_compile.optim.states import State, is_cut
 
 if TYPE_CHECKING:

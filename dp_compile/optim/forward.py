@@ -70,7 +70,7 @@ def compile_forward(
 
 def _crossing_replica_of(value: Any) -> Replica | None:
     found = owners.find(value) if isinstance(value, nn.Parameter) else None
-    return found[0] if found is not None and any(each.crossing for each in found[0].after.updates) else None
+    return found[0] if found is not None and any(each.deferred for each in found[0].after.updates) else None
 
 
 def _waiting_for_all(compiled: Callable[..., Any], *, starts_here: bool) -> Callable[..., Any]:
@@ -103,8 +103,8 @@ def _waiting_for_its_own(compiled: Callable[..., Any], parameters: tuple[int, ..
 
 def _say(replica: Replica, *, whole: bool) -> None:
     for each in replica.after.updates:
-        if each.crossing is not None:
-            each.crossing.forward_runs(whole=whole)
+        if each.deferred is not None:
+            each.deferred.forward_runs(whole=whole)
 
 
 def _noting(

@@ -20,7 +20,7 @@ from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerReco
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError
-from dp_compile.optim.crossing import Crossing, plan_for, watch
+from dp_compile.optim.deferred import Deferred, plan_for, watch
 from dp_compile.optim.partial_steps import PartialSteps, check_in_place, check_kind, clip, said_of, what_changed
 from dp_compile.replication.module import replica_of
 from dp_compile.replication.tensor_parallel import refuse_dtensors
@@ -54,7 +54,7 @@ def in_backward(
             does each right before it reads the parameter; with `shard` it waits there for parameters that go round. For
             `torch.compile(model, backend="dp_compile")`; behind any other forward `step()` waits. All that Dynamo has
             compiled in this process is compiled anew. Whoever reads a parameter past the module's methods calls
-            `model.synchronize()` before (`optim/crossing.py` has who waits). Every rank gives the same.
+            `model.synchronize()` before (`optim/deferred.py` has who waits). Every rank gives the same.
         shard: each rank reduces, updates and remembers a part of the elements of each bucket, with an optimizer that
             updates each element by itself. All of `step()` is then in the backward, on every rank. Every rank calls
             this. `optimizer.state_dict()` is `full_state_dict(optimizer)` then, `load_state_dict()` stays.
@@ -79,7 +79,7 @@ def in_backward(
         before.remove()
     kind = InBackward
     if shard:
-        from dp_compile.optim.sharded import Sharded  # a subclass of what is below
+        from dp_compile.optim.shard import Sharded  # a subclass of what is below
 
         kind = Sharded
     updates = kind(replica, optimizer, max_norm, scaler, overlaps=overlap_forward)
@@ -89,10 +89,10 @@ def in_backward(
     _check_only(replica, mine)
     updates.install()
     replica.after.updates.append(updates)
-    if updates.crossing is not None:
+    if updates.deferred is not None:
         if not shard:  # else reductions end in the backward
             plan_for(replica)
-        watch(model, updates.crossing)
+        watch(model, updates.deferred)
     _known[optimizer] = updates
     return optimizer
 
@@ -199,7 +199,7 @@ class InBackward:
         self._alone: frozenset[int] = frozenset()
         """Those of which no other parameter has the memory: else it matters which is updated first."""
         self._steps = PartialSteps()
-        self.crossing = Crossing(replica, optimizer, self._steps) if overlaps else None
+        self.deferred = Deferred(replica, optimizer, self._steps) if overlaps else None
         self._updated: set[int] = set()
         """Parameters that were updated since the last `step()`."""
         self._done: frozenset[int] = frozenset()
@@ -228,7 +228,7 @@ class InBackward:
     @property
     def _broken(self) -> str:
         """Why the model is of no step."""
-        return self._failed or ("" if self.crossing is None else self.crossing.failed)
+        return self._failed or ("" if self.deferred is None else self.deferred.failed)
 
     @property
     def _scaler(self) -> GradScaler | None:
@@ -242,7 +242,7 @@ class InBackward:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._loaded),
         ]
-        if self.crossing is not None:
+        if self.deferred is not None:
             self._handles += [
                 optimizer.register_state_dict_pre_hook(self._arrive),
                 optimizer.register_load_state_dict_pre_hook(self._arrive),
@@ -251,8 +251,8 @@ class InBackward:
             self._unmark = optim.mark_for_scaler(optimizer)
 
     def _arrive(self, *_: Any) -> None:
-        if self.crossing is not None:
-            self.crossing.arrive()
+        if self.deferred is not None:
+            self.deferred.arrive()
 
     def remove(self) -> None:
         """Leave the optimizer alone."""
@@ -268,13 +268,13 @@ class InBackward:
         indices, here = self.indices(), self._sizes()
         nbytes = sum(here[index] for index in indices)
         kept = sum(here[index] for index in indices if index not in self._done)
-        way = IN_BACKWARD if self.crossing is None else OVERLAP_FORWARD
+        way = IN_BACKWARD if self.deferred is None else OVERLAP_FORWARD
         return self._with_what_is_left(OptimizerRecord(type(self._alive()).__name__, way, nbytes, kept_nbytes=kept))
 
     def _with_what_is_left(self, record: OptimizerRecord) -> OptimizerRecord:
-        if self.crossing is None:
+        if self.deferred is None:
             return record
-        left = self.crossing.last
+        left = self.deferred.last
         return replace(record, updates=left.updates, left=left.buckets, left_nbytes=left.nbytes, stayed=left.stayed)
 
     def _sizes(self) -> list[int]:
@@ -286,8 +286,8 @@ class InBackward:
         """The optimizer goes on as it is, in `step()`."""
         self._unmark()
         self._options, self._loaded_before_step = (), False
-        if self.crossing is not None:
-            self.crossing.release()
+        if self.deferred is not None:
+            self.deferred.release()
 
     def indices(self) -> tuple[int, ...]:
         """The trainable parameters that it updates, by their places in the module, in the optimizer's order."""
@@ -305,8 +305,8 @@ class InBackward:
     # --- for the engine
 
     def begin(self) -> None:
-        if self.crossing is not None:
-            self.crossing.begin()
+        if self.deferred is not None:
+            self.deferred.begin()
         if self._broken:
             raise ReductionError(self._broken)
         scaler = self._scaler
@@ -342,7 +342,7 @@ class InBackward:
             complex_ones = any(replica.parameters[index].is_complex() for index in indices)
             return Wanted(indices, whole=True) if not complex_ones else Wanted(obstacle="complex parameters")
         real = tuple(index for index in indices if index in self._alone and not replica.parameters[index].is_complex())
-        return Wanted(real, crosses=self.crossing is not None)
+        return Wanted(real, crosses=self.deferred is not None)
 
     def _others(self, indices: Sequence[int]) -> int:
         """How many parameters have a gradient in `step()` that this module's backward does not bring."""
@@ -355,15 +355,15 @@ class InBackward:
         if self._scaler is not None:  # it may leave step() out, but not update()
             optim.note_backward(self._scaler, self._alive())
         self._done = frozenset(self._updated)
-        if self.crossing is not None:
-            self.crossing.ended()
-            self._done |= self.crossing.last.indices
+        if self.deferred is not None:
+            self.deferred.ended()
+            self._done |= self.deferred.last.indices
         self._unstepped = self._done
 
     def interrupted(self, error: BaseException) -> None:
         replica = self.replica
-        if self.crossing is not None:
-            self.crossing.drop()
+        if self.deferred is not None:
+            self.deferred.drop()
         if not self._updated:
             self._options = ()  # nothing has used them: a step may follow that has others, and no backward
             return
@@ -379,8 +379,8 @@ class InBackward:
     def left_out(self, error: BaseException) -> None:
         """Nothing follows: each rank updates all by itself."""
 
-    def update(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         replica, optimizer = self._replicated(), self._alive()
         mine = [replica.parameters[index] for index in indices]
@@ -406,8 +406,8 @@ class InBackward:
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check_step(optimizer, args, kwargs)
         self._check_gradients(optimizer)
-        if self.crossing is not None:
-            self.crossing.step_begins()
+        if self.deferred is not None:
+            self.deferred.step_begins()
         if self._max_norm is not None and not self._updated:
             every = [each for group in optimizer.param_groups for each in group["params"]]
             optimizer.total_norm = clip(every, self._max_norm)
@@ -475,8 +475,8 @@ class InBackward:
         self._awaits_step, self._options, self._unstepped = False, (), frozenset()
         self._stepped_at = autograd.nodes_made()
         self._updated.clear()
-        if self.crossing is not None:
-            self.crossing.step_ended()
+        if self.deferred is not None:
+            self.deferred.step_ended()
         if (replica := self.replica) is not None:
             # As after a backward that has updated: the next one starts anew in every way, on every rank.
             for index in self.indices():
@@ -490,8 +490,8 @@ class InBackward:
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self._has_another_state()
-        if self.crossing is not None:
-            self.crossing.failed = ""
+        if self.deferred is not None:
+            self.deferred.failed = ""
         self._updated.clear()
 
     def _replicated(self) -> Replica:

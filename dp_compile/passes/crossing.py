@@ -62,9 +62,9 @@ def _leave(
     launched: Sequence[torch.Tensor], buckets: Sequence[int], indices: Sequence[int], replica: int, optimizer: int
 ) -> None:
     plan, optimizers = updates_by(replica)
-    crossing = optimizers[optimizer].crossing
-    assert crossing is not None
-    crossing.leave([(number, plan.buckets[number]) for number in buckets], indices, launched)
+    deferred = optimizers[optimizer].deferred
+    assert deferred is not None
+    deferred.leave([(number, plan.buckets[number]) for number in buckets], indices, launched)
 
 
 def _nothing(*_: object) -> None:

@@ -51,13 +51,17 @@ class RunsUpdates(Protocol):
     """What the ops ask of an optimizer."""
 
     @property
-    def crossing(self) -> Leaves | None:
+    def deferred(self) -> Leaves | None:
         """`None`: it leaves nothing."""
 
-    def update(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
-        """Update these parameters of its module now; `parameters` is what the graph has for them."""
+        """Update these parameters of its module now; `parameters` is what the graph has for them.
+
+        Where each rank gets a part of a bucket, that is the only gradient. No parameters: the backward does not have
+        all gradients of the bucket, or is not captured.
+        """
 
 
 def updates_by(replica: int) -> tuple[BucketPlan, Sequence[RunsUpdates]]:
@@ -83,7 +87,7 @@ def _update(
     _, optimizers = updates_by(replica)
     of = f"module {replica} " if len(running().optimizers) > 1 else ""
     with autograd.named_range(f"dp_compile::{of}bucket {bucket} update"):
-        optimizers[optimizer].update(indices, written[: len(indices)], gradients)
+        optimizers[optimizer].apply(bucket, indices, written[: len(indices)], gradients)
 
 
 def _not_placed(*_: object) -> None:

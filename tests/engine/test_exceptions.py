@@ -26,7 +26,7 @@ from torch.optim import SGD
 import dp_compile
 from dp_compile._torch import inductor, optim, pairs
 from dp_compile.engine import compile as compilation
-from dp_compile.optim import sharded
+from dp_compile.optim import shard as sharded
 from dp_compile.passes.reduction import EagerOps
 from dp_compile.testing.ranks import Ranks
 

@@ -38,7 +38,7 @@ import dp_compile
 import dp_compile.plan.crossing
 from dp_compile._torch import inductor
 from dp_compile.averaging import PeriodicModelAverager
-from dp_compile.optim.crossing import Left
+from dp_compile.optim.deferred import Pending
 from dp_compile.passes.crossing import in_flight
 from dp_compile.testing.ranks import Ranks
 
@@ -658,15 +658,15 @@ def interrupted(kind: type[BaseException], shard: bool) -> None:
     both = crossing(shard=shard)
     go(both, 0)
     go(both, 1)
-    plain, raised = Left._finish, list[bool]()
+    plain, raised = Pending._finish, list[bool]()
 
-    def finish(self: Left) -> None:
+    def finish(self: Pending) -> None:
         if not raised:
             raised.append(True)
             raise kind("planted")
         plain(self)
 
-    with mock.patch.object(Left, "_finish", finish), pytest.raises(kind, match="planted"):
+    with mock.patch.object(Pending, "_finish", finish), pytest.raises(kind, match="planted"):
         dp_compile.optim.synchronize(both.ours)
     assert left()
     go(both, 2)

@@ -70,7 +70,7 @@ class Keeping:
 
     kept: list[torch.Tensor] = field(default_factory=list)
 
-    def update(self, indices: Any, parameters: Any, gradients: Sequence[torch.Tensor]) -> None:
+    def apply(self, bucket: int, indices: Any, parameters: Any, gradients: Sequence[torch.Tensor]) -> None:
         self.kept.extend(gradients)
 
 

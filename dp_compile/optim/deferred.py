@@ -55,7 +55,7 @@ def synchronize(model: nn.Module) -> None:
     replica_of(model).arrive()
 
 
-class Crossing:
+class Deferred:
     """What one optimizer has in flight of one module.
 
     Args:
@@ -67,8 +67,8 @@ class Crossing:
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer, steps: PartialSteps) -> None:
         self._replica, self._optimizer, self._steps = weakref.ref(replica), weakref.ref(optimizer), steps
         self._options: tuple[dict[str, Any], ...] = ()
-        self._left: list[Left] = []
-        self.last = LeftBehind()
+        self._left: list[Pending] = []
+        self.last = DeferredWork()
         """What the last backward did not wait for."""
         self.failed = ""
         """Why an update was not done, or not all of it: the model is of no step."""
@@ -89,8 +89,8 @@ class Crossing:
         assert replica is not None
         assert optimizer is not None
         on_its_way = tuple((*each, tensor) for each, tensor in zip(buckets, launched, strict=True))
-        left = _LeftUpdate(
-            crossing=self, replica=replica, indices=tuple(indices), buckets=tuple(number for number, _ in buckets),
+        left = PendingUpdate(
+            deferred=self, replica=replica, indices=tuple(indices), buckets=tuple(number for number, _ in buckets),
             told=replica.told, optimizer=optimizer, steps=self._steps, options=self._options, on_its_way=on_its_way,
         )  # fmt: skip
         if replica.rehearses:
@@ -98,13 +98,13 @@ class Crossing:
         else:
             self.keep(left)
 
-    def keep(self, left: Left) -> None:
+    def keep(self, left: Pending) -> None:
         """Keep something until it arrives, or somebody comes for it."""
         self._left.append(left)
 
     def ended(self) -> None:
         """The backward has ended: from here on others may read."""
-        self.last = LeftBehind(
+        self.last = DeferredWork(
             len(self._left),
             tuple(sorted({number for left in self._left for number in left.buckets})),
             sum(left.nbytes for left in self._left),
@@ -112,14 +112,14 @@ class Crossing:
         )
         self._depart(self._left)
 
-    def leave_behind(self, left: Left) -> bool:
+    def leave_behind(self, left: Pending) -> bool:
         """Keep what came behind a step, if the last forward waited for each parameter by itself. Whether it does."""
         if self.last.stayed:
             self.keep(left)
             self._depart([left])
         return bool(self.last.stayed)
 
-    def _depart(self, departing: Sequence[Left]) -> None:
+    def _depart(self, departing: Sequence[Pending]) -> None:
         for left in departing:
             left.depart()
         if departing and (root := departing[0].replica.outline.root()) is not None:
@@ -175,7 +175,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class DeferredWork:
     """What one backward did not wait for.
 
     `updates`: how many. `buckets`: their numbers in the plan. `nbytes`: of what was on its way. `indices`: of the
@@ -190,14 +190,14 @@ class LeftBehind:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Left(ABC):
+class Pending(ABC):
     """What a backward, or an average behind a step, has left of some parameters. Holds them as long as that is so.
 
     `indices`: of the parameters. `buckets`: by their numbers in the plan, those that it is of. `told`: who hears of the
     backward.
     """
 
-    crossing: Crossing
+    deferred: Deferred
     replica: Replica
     indices: tuple[int, ...]
     buckets: tuple[int, ...]
@@ -260,7 +260,7 @@ class Left(ABC):
                     self._fly()
                     raise
                 names = self.replica.name_list(self.indices)
-                self.crossing.failed = self.crossing.failed or (
+                self.deferred.failed = self.deferred.failed or (
                     f"the {self.what} of {names} failed ({type(error).__name__}), which was left for the next forward. "
                     "The model is of no step now: load a checkpoint, with optimizer.load_state_dict() too, which ends "
                     "this state."
@@ -310,7 +310,7 @@ class Left(ABC):
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _LeftUpdate(Left):
+class PendingUpdate(Pending):
     """An update whose gradients are on their way."""
 
     optimizer: torch.optim.Optimizer
@@ -420,7 +420,7 @@ class _Reads(nn.Module):
 _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()
 
 
-def watch(model: nn.Module, crossing: Crossing) -> None:
+def watch(model: nn.Module, deferred: Deferred) -> None:
     """Let whatever reads parameters of a replicated module wait for them. When the module goes, nothing waits any more.
 
     Code that was compiled of its parts until now does not wait, and torch does not look at hooks when it asks whether
@@ -429,7 +429,7 @@ def watch(model: nn.Module, crossing: Crossing) -> None:
     """
     root = behind(model)
     kind = type(root)
-    weakref.finalize(root, crossing.arrive).atexit = False
+    weakref.finalize(root, deferred.arrive).atexit = False
     compiler.forget_compiled()
     if issubclass(kind, _Reads):
         return
@@ -471,8 +471,8 @@ def _starts(module: nn.Module) -> None:
     _put_hooks(behind(module), replica)  # before its parts are compiled
     replica.arrive()
     for each in replica.after.updates:
-        if each.crossing is not None:
-            each.crossing.forward_runs(whole=True)  # the next one comes here too, or says what it is
+        if each.deferred is not None:
+            each.deferred.forward_runs(whole=True)  # the next one comes here too, or says what it is
 
 
 def plan_for(replica: Replica) -> None:

@@ -37,7 +37,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.engine.settling import agree_in_call
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
-from dp_compile.optim.crossing import Left
+from dp_compile.optim.deferred import Pending
 from dp_compile.optim.in_backward import InBackward
 from dp_compile.optim.partial_steps import check_in_place, said_of
 from dp_compile.optim.shards import Piece, layout_of, numel_of_part, pieces_of, pieces_of_others
@@ -73,8 +73,10 @@ class _TakesParts:
     def __init__(self, sharded: Sharded, optimizer: torch.optim.Optimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
 
-    def take(self, bucket: int, part: torch.Tensor) -> None:
-        self._sharded.take(bucket, part)
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        self._sharded.apply(bucket, indices, parameters, gradients)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +101,7 @@ class _Round:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class _LeftGather(Left):
+class PendingGather(Pending):
     """Parameters that other ranks have updated, and that are on their way to this one."""
 
     round: _Round
@@ -174,7 +176,7 @@ class Sharded(InBackward):
             "optimizer": type(optimizer).__name__,
             "parameters": [replica.names[index] for index in self._indices],
             "groups": [len(group["params"]) for group in optimizer.param_groups],
-            "overlap_forward": self.crossing is not None,
+            "overlap_forward": self.deferred is not None,
         }, "in_backward(shard=True)")  # fmt: skip
         replica.after.parts_to = _TakesParts(self, optimizer)
         self._cover(replica)
@@ -441,15 +443,14 @@ class Sharded(InBackward):
         """Whether something is known of all gradients before any is used."""
         return self._max_norm is not None or self._scaler is not None
 
-    def update(
-        self, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    def apply(
+        self, bucket: int, indices: Sequence[int], parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
     ) -> None:
         replica = self._replicated()
         check_in_place(replica, indices[: len(parameters)], parameters)
         if replica.rehearses:
             return
         is_laid_out = self._is_laid_out(replica)
-        bucket = self._looked_at[1][indices[0]]
         if not parameters or self._whole_step or not is_laid_out:
             # On a GPU what replays a graph has other plans for its memory.
             self._keep(bucket, gradients[0] if gradients[0].device.type == "cpu" else gradients[0].clone())
@@ -457,10 +458,6 @@ class Sharded(InBackward):
         self._updated.update(indices)
         with replica.local.updating(indices):
             self._step(self._gradients_in(bucket, gradients[0]))
-
-    def take(self, bucket: int, part: torch.Tensor) -> None:
-        if not self._replicated().rehearses:
-            self._keep(bucket, part)
 
     def _keep(self, bucket: int, part: torch.Tensor) -> None:
         """Until the end of the backward. The norm of it is found while others are on their way."""
@@ -493,8 +490,8 @@ class Sharded(InBackward):
             with contextlib.suppress(type(error)), torch.no_grad():
                 self._end(self._replicated(), error)
             self._forget()
-            if self.crossing is not None:
-                self.crossing.drop()
+            if self.deferred is not None:
+                self.deferred.drop()
 
     def _end(self, replica: Replica, failed: BaseException | None = None) -> None:
         """Do what is left of the update, and let all ranks have all of it.
@@ -615,10 +612,10 @@ class Sharded(InBackward):
             return
         flights: deque[_Round] = deque()
         for each in self._rounds(replica, gradients, held):
-            if self.crossing is not None:
-                self.crossing.keep(
-                    _LeftGather(
-                        crossing=self.crossing, replica=replica, indices=each.indices, buckets=(each.bucket,),
+            if self.deferred is not None:
+                self.deferred.keep(
+                    PendingGather(
+                        deferred=self.deferred, replica=replica, indices=each.indices, buckets=(each.bucket,),
                         told=replica.told, round=each,
                     )
                 )  # fmt: skip
@@ -639,7 +636,7 @@ class Sharded(InBackward):
         What is ready last in a backward is taken to be read first in the next forward, as in `plan/crossing.py`.
         """
         stage = Stage(ALL_GATHER, replica.group.name, parts=self.ranks)
-        for number in sorted(self._in_buckets, reverse=self.crossing is not None):
+        for number in sorted(self._in_buckets, reverse=self.deferred is not None):
             bucket, (own, others) = replica.plan.buckets[number], self._in_buckets[number]
             with held:
                 if held.error is None:
