@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from graphs import Grad
+from graphs import Grad, short
 from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.fx.printer import short
 from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.cost import AllReduceCost

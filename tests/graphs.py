@@ -12,11 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from dp_compile.fx.collectives import ALL_REDUCE, GROUPED_ALL_REDUCE
 from dp_compile.fx.edit import provenance_of
+from dp_compile.fx.text import op_name, type_text
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
+from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import emit
 from dp_compile.passes.result import PassRecord, PassResult
-from dp_compile.passes.running import Running
 from dp_compile.plan.backends import NCCL, Backend
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
 from dp_compile.plan.reduction import Levels, Reduction, Stage
@@ -141,3 +142,24 @@ class Changed:
     def __call__(self, graph: fx.Graph, plans: Sequence[Any]) -> PassResult:
         self.edit(graph)
         return PassResult(changed=True)
+
+
+def short(graph: fx.Graph) -> str:
+    """One line a node: `name = op(arguments)`, placeholders with dtype and shape. Metadata is left out."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            lines.append(f"{node.name}: {type_text(node.meta.get('val'))}")
+        elif node.op == "output":
+            lines.append(f"return {_argument(node.args[0])}")
+        else:
+            arguments = [_argument(argument) for argument in node.args]
+            arguments += [f"{name}={_argument(value)}" for name, value in node.kwargs.items()]
+            lines.append(f"{node.name} = {op_name(node)}({', '.join(arguments)})")
+    return "\n".join(lines)
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(_argument(item) for item in value)}]"
+    return str(value)

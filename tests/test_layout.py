@@ -41,7 +41,7 @@ PRIVATE_TORCH = {
     # Importing it registers the ops that this file gives names to; torch has no public import for that.
     ("fx/collectives.py", "torch.distributed._functional_collectives"),
     # Only to ask whether a node's target is an op; torch.ops itself hands out objects of this class.
-    ("fx/printer.py", "torch._ops"),
+    ("fx/text.py", "torch._ops"),
     ("fx/storages.py", "torch._ops"),
     # A process group without processes. Not worth loading with the package.
     ("testing/backward.py", "torch.testing._internal.distributed.fake_pg"),

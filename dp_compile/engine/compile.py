@@ -43,10 +43,10 @@ from dp_compile.engine.updates import memory_of, updates_of
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.crossing import LeaveReductions
 from dp_compile.passes.lowering import Written, observing
+from dp_compile.passes.memory import Running
 from dp_compile.passes.own_memory import OwnMemory
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.result import PassRecord
-from dp_compile.passes.running import Running
 from dp_compile.passes.updates import UPDATE_LATER, PlaceUpdates
 
 logger = logging.getLogger("dp_compile.compilation")

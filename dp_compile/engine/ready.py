@@ -21,7 +21,7 @@ from dp_compile._torch import dynamo, guards
 from dp_compile._torch.guards import Fits as Fits
 from dp_compile.engine.graph import CapturedGraph, ToReduce
 from dp_compile.engine.replica import Replica
-from dp_compile.fx.printer import is_op
+from dp_compile.fx.text import is_op
 
 _HOMES: Final = ("dp_compile", "torch", "_operator", "math")
 

@@ -31,7 +31,7 @@ from torch import fx
 from dp_compile._torch import dynamo
 from dp_compile.engine.observers import Compilation, Observer
 from dp_compile.engine.replica import Replica
-from dp_compile.fx.outline import outline
+from dp_compile.fx.text import outline
 from dp_compile.insight.graph_names import node_names
 from dp_compile.insight.observe import step_of_replica
 from dp_compile.passes.reduction import analyse

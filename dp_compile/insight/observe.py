@@ -14,7 +14,7 @@ from dp_compile.errors import ModuleError
 from dp_compile.insight.explain import Explanation, explanation_of
 from dp_compile.insight.report import Report
 from dp_compile.insight.step import NOMINAL, MeasuredStep, Step, format_ms
-from dp_compile.passes.bucket_memory import KEPT_FROM_NBYTES
+from dp_compile.passes.memory import KEPT_FROM_NBYTES
 from dp_compile.plan.cost import AllReduceCost, nominal_cost
 from dp_compile.plan.planner import Certificate
 from dp_compile.plan.ready_times import ASSUMED, MEASURED

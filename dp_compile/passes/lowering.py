@@ -7,7 +7,7 @@ In eager mode the op copies. Compiled, the bucket is allocated before its member
 its part of the bucket as `out=`, generated code stores there, the factor included. Nothing is left to be copied, but
 for gradients whose kernel insists on memory of its own. Those take one pass, and the record says why. If such a
 gradient has the whole bucket for itself, its own memory becomes the bucket. Memory of large buckets is that of the
-backward before (`bucket_memory.py`).
+backward before (`memory.py`).
 
 What lies in the gaps between members is not defined unless the op says zeros: the collective adds it up, but nobody
 looks at it, except for NCCL's own check for NaN.
@@ -29,9 +29,9 @@ from torch import fx
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
-from dp_compile.passes.bucket_memory import BUCKET_MEMORY, is_kept, place_of
 from dp_compile.passes.bucket_ops import FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
+from dp_compile.passes.memory import BUCKET_MEMORY, is_kept, place_of
 from dp_compile.passes.updates import UPDATE
 
 ir = inductor.ir

@@ -13,12 +13,11 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx.memory import hold
-from dp_compile.fx.printer import op_counts
-from dp_compile.fx.verify import facts_of, verify
+from dp_compile.fx.text import op_counts
 from dp_compile.passes.reduction import is_reduction
 from dp_compile.passes.result import GraphPass, PassRecord
 from dp_compile.passes.sources import source_key
-from dp_compile.passes.verify import check_reductions, reductions_of
+from dp_compile.passes.verify import check_reductions, facts_of, reductions_of, verify
 from dp_compile.plan.buckets import BucketPlan
 
 SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))

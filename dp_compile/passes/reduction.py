@@ -27,8 +27,8 @@ from dp_compile._torch import autograd, distributed, pairs
 from dp_compile.comm_hooks.functional import HOOK_STATE, HookRun, State, bucket_of
 from dp_compile.fx.collectives import is_collective
 from dp_compile.passes.bucket_ops import multiply_into
+from dp_compile.passes.memory import running
 from dp_compile.passes.result import Refusal
-from dp_compile.passes.running import running
 from dp_compile.plan.buckets import Bucket, Member, plan_single
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 

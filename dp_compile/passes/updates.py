@@ -25,8 +25,8 @@ from dp_compile._torch import autograd
 from dp_compile.errors import InvalidGraphError, ReductionError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import is_collective
+from dp_compile.passes.memory import running
 from dp_compile.passes.result import PassResult
-from dp_compile.passes.running import running
 from dp_compile.plan.buckets import Bucket, BucketPlan
 
 _library = torch.library.Library("dp_compile", "FRAGMENT")

@@ -163,7 +163,7 @@ class BucketPlan:
     """All buckets of one replicated module, in launch order.
 
     `keeps_memory`: whether the memory of buckets is used again in the next backward; `None`: where it pays, see
-    `passes/bucket_memory.py`. No two ranks have to agree on that, and `to_dict` does not say it.
+    `passes/memory.py`. No two ranks have to agree on that, and `to_dict` does not say it.
     """
 
     buckets: tuple[Bucket, ...]

@@ -19,7 +19,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.fx.collectives import is_collective, is_wait
 from dp_compile.fx.edit import provenance_of
-from dp_compile.fx.printer import last_name, type_text
+from dp_compile.fx.text import last_name, type_text
 from dp_compile.insight.observe import report
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.bucket_ops import FLAT_BUCKET

@@ -25,9 +25,9 @@ from dp_compile.fx.collectives import (
     wait_counts,
     waits_of,
 )
-from dp_compile.fx.outline import outline
 from dp_compile.fx.storages import is_ordered, written_by
-from dp_compile.fx.verify import facts_of, verify
+from dp_compile.fx.text import outline
+from dp_compile.passes.verify import facts_of, verify
 
 ops = torch.ops._c10d_functional
 MADE_HERE = edit.Provenance("test", "0")

@@ -14,7 +14,7 @@ from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.fx import edit
-from dp_compile.passes.running import Running
+from dp_compile.passes.memory import Running
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, PlaceUpdates, read_update
 
 pytestmark = pytest.mark.usefixtures("fake_group")

@@ -26,7 +26,7 @@ import dp_compile
 from dp_compile.optim import full_state_dict, load_sharded_state_dict, sharded_state_dict
 from dp_compile.optim import shard as sharded_optimizer
 from dp_compile.optim.shard import Sharded
-from dp_compile.passes.bucket_memory import BucketMemory
+from dp_compile.passes.memory import BucketMemory
 from dp_compile.replication.module import replica_of
 from dp_compile.testing.ranks import Ranks
 

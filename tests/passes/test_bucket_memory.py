@@ -16,8 +16,8 @@ from torch._inductor.utils import run_and_get_code
 
 import dp_compile
 from dp_compile._torch import inductor, storages
-from dp_compile.passes import bucket_memory
-from dp_compile.passes.bucket_memory import BucketMemory
+from dp_compile.passes import memory as bucket_memory
+from dp_compile.passes.memory import BucketMemory
 from dp_compile.plan.buckets import Bucket
 from dp_compile.replication.module import replica_of
 

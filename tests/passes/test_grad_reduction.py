@@ -10,9 +10,9 @@ from graphs import bucket_key, trace
 from torch import fx
 
 from dp_compile.errors import InvalidGraphError
+from dp_compile.passes.memory import Running
 from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, emit, match
 from dp_compile.passes.result import Refusal
-from dp_compile.passes.running import Running
 from dp_compile.plan.buckets import BucketPlan, GradientSpec, plan_single
 
 pytestmark = pytest.mark.usefixtures("fake_group")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Grad, Run, executed, is_all_reduce, launches, plan_for, trace
+from graphs import Grad, Run, executed, is_all_reduce, launches, plan_for, short, trace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
@@ -18,7 +18,6 @@ from torch import fx
 from dp_compile.errors import ConfigError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.fx.printer import short
 from dp_compile.passes import BucketReductions, ScheduleCollectives
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import BucketPlan

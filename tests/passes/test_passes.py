@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Changed, Grad, executed, launches, plan_for, run_passes, trace
+from graphs import Changed, Grad, executed, launches, plan_for, run_passes, short, trace
 from torch import fx
 
 from dp_compile._torch import inductor
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
-from dp_compile.fx.printer import short
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.pipeline import Pipeline

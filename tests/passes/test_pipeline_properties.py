@@ -14,18 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from backwards import RandomBackward, random_backwards
-from graphs import Grad, launches, plan_for, trace
+from graphs import Grad, launches, plan_for, short, trace
 from hypothesis import given, settings
 from torch import fx
 
 from dp_compile._torch import distributed
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import ALL_REDUCE, WAIT
-from dp_compile.fx.printer import op_counts, short
+from dp_compile.fx.text import op_counts
 from dp_compile.passes import DEFAULT_PASSES
+from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import Pipeline
 from dp_compile.passes.reduction import REDUCE_GRAD
-from dp_compile.passes.running import Running
 from dp_compile.plan.buckets import BucketPlan
 
 EXAMPLES = 300

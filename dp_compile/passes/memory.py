@@ -13,16 +13,18 @@ Smaller blocks stay in the process, and on GPUs torch's allocator keeps all of t
 from __future__ import annotations
 
 import itertools
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import fx
 
 from dp_compile._torch import pairs, storages
-from dp_compile.passes.running import running
+from dp_compile.errors import InvalidGraphError
+from dp_compile.plan.buckets import BucketPlan, GradientSpec
 
 KEPT_FROM_NBYTES: Final = 32 * 2**20
 """The largest block that glibc keeps in the process, `DEFAULT_MMAP_THRESHOLD_MAX` in its malloc.c."""
@@ -152,6 +154,64 @@ def _is_free(kept: _Kept) -> bool:
         return False
     storage = kept.memory.untyped_storage()
     return storage.nbytes() == kept.memory.nbytes and not storage.is_shared()
+
+
+# --- which modules compiled code runs for ---
+
+
+class Running:
+    """Inside, code of this thread runs for these modules, by their positions among those of a backward.
+
+    Args:
+        plans: by which code that still holds `reduce_grad` reduces.
+        memories: what its buckets are filled in.
+        optimizers: what updates parameters, of each module: `passes/updates.py` says what that can do.
+
+    A class and no generator: every backward enters it.
+    """
+
+    __slots__ = ("_before", "_gradients", "memories", "optimizers", "plans")
+
+    def __init__(
+        self,
+        plans: Sequence[BucketPlan] = (),
+        memories: Sequence[BucketMemory] = (),
+        optimizers: Sequence[Sequence[Any]] = (),
+    ) -> None:
+        self.plans, self.memories, self.optimizers = plans, memories, optimizers
+        self._gradients: list[dict[int, GradientSpec]] | None = None
+
+    def __enter__(self) -> None:
+        self._before, _here.running = _here.running, self
+
+    def __exit__(self, *error: object) -> None:
+        _here.running = self._before
+
+    def gradient(self, replica: int, index: int) -> GradientSpec:
+        """What a plan says of a gradient.
+
+        Raises:
+            InvalidGraphError: no such module runs.
+        """
+        if self._gradients is None:
+            self._gradients = [{each.index: each for each in plan.gradients} for plan in self.plans]
+        if replica >= len(self._gradients):
+            raise InvalidGraphError(
+                f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's"
+            )
+        return self._gradients[replica][index]
+
+
+class _Here(threading.local):
+    running = Running()
+
+
+_here = _Here()
+
+
+def running() -> Running:
+    """What runs in this thread; outside of all it has no modules."""
+    return _here.running
 
 
 def _beside(sent: torch.Tensor) -> torch.Tensor | None:

@@ -17,10 +17,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import torch
 from torch import fx
 
 from dp_compile.fx.collectives import is_collective, is_wait
-from dp_compile.fx.printer import last_name, type_text
 
 LAUNCH_MARK: Final = ">> "
 WAIT_MARK: Final = "<< "
@@ -117,3 +117,43 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
+
+
+# --- ops and values ---
+
+
+def op_name(node: fx.Node) -> str:
+    """`aten.mm`, `_c10d_functional.all_reduce`, `getitem`: the overload only where it is not the default."""
+    target = node.target
+    if is_op(target):
+        return str(target).removesuffix(".default")
+    return str(getattr(target, "__name__", target))
+
+
+def op_counts(graph: fx.Graph) -> Mapping[str, int]:
+    """How often each op is called, under its last name, and `nodes` for all nodes."""
+    counts = Counter(last_name(node) for node in graph.nodes if node.op == "call_function")
+    counts["nodes"] = len(graph.nodes)
+    return dict(counts)
+
+
+def last_name(node: fx.Node) -> str:
+    """`mm`: an op's name without namespace and overload."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target.overloadpacket.__name__)
+    return op_name(node)
+
+
+def is_op(target: object) -> bool:
+    """Whether a node's target is an op with a public name, as `str` gives it: `aten.mm.default`."""
+    return isinstance(target, torch._ops.OpOverload)
+
+
+def type_text(value: Any) -> str:
+    """A value's dtype and shape, `float32[2, 3]`; of several how many; of what is no tensor the Python type."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"{len(value)} tensors"
+    return type(value).__name__
