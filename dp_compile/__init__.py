@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dp_compile.engine import observers
-
 if TYPE_CHECKING:
     from dp_compile.comm_hooks.functional import FunctionalHook as FunctionalHook
     from dp_compile.comm_hooks.functional import HookBucket as HookBucket
@@ -75,8 +73,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-# They live above the engine, which tells whoever listens.
-observers.always("dp_compile.insight.dumps:observer")
-observers.always("dp_compile.insight.ranges:observer")

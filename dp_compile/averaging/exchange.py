@@ -23,18 +23,17 @@ import torch.distributed as dist
 
 from dp_compile._torch import distributed
 from dp_compile.comm_hooks.functional import FunctionalHook, State, register
-from dp_compile.engine.agreement import agree
 from dp_compile.engine.gradients import dense_strides, real_view, tensor_spec
+from dp_compile.engine.group import group_on
 from dp_compile.engine.owners import owners
+from dp_compile.engine.plan_sync import agree, table_of
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import table_of
 from dp_compile.errors import CommunicationError, ConfigError, DesyncError
 from dp_compile.optim.deferred import Deferred, Pending
 from dp_compile.passes.crossing import in_flight
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket, view_of
 from dp_compile.plan.buckets import BucketPlan, plan_buckets
 from dp_compile.plan.reduction import Averaging
-from dp_compile.replication.meeting import group_on
 
 BUCKET_MB: Final = 25.0
 """As large as those of torch's DDP; for each dtype and type of device its own."""

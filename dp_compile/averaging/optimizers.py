@@ -14,7 +14,7 @@ from torch.distributed.algorithms.model_averaging import averagers
 from dp_compile.averaging.exchange import Exchange, parameters_in, tell_modules
 from dp_compile.comm_hooks.functional import FunctionalHook
 from dp_compile.comm_hooks.state import check_alike, initial_state
-from dp_compile.engine.drift import fingerprints
+from dp_compile.engine.guards import fingerprints
 from dp_compile.errors import ConfigError
 
 with warnings.catch_warnings():  # what lies beside it uses the TorchScript that torch itself deprecates

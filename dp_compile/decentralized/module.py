@@ -22,8 +22,8 @@ from dp_compile.decentralized.mixing import Mixer, plan_of
 from dp_compile.decentralized.topologies import Topology
 from dp_compile.decentralized.topologies import topology as topology_of_name
 from dp_compile.decentralized.updates import CLIPS, MixingUpdates
+from dp_compile.engine.plan_sync import agree_in_call, telling_the_others
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import agree_in_call, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError, ReductionError
 from dp_compile.optim.partial_steps import check_kind
 from dp_compile.plan.planner import Planned

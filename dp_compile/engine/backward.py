@@ -31,10 +31,10 @@ import torch
 
 from dp_compile._torch import autograd, compiler, distributed
 from dp_compile._torch.dtensors import adding_cannot_be_traced, is_dtensor, own_part
-from dp_compile.engine import drift, probe, updates
-from dp_compile.engine.agreement import is_of_other_ranks
-from dp_compile.engine.finite import check_finite
+from dp_compile.engine import probe, updates
+from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.flags import stepped_message
+from dp_compile.engine.guards import check_finite, check_intact, check_parameters, refuse_unreduced
 from dp_compile.engine.hooks import (
     LocalArrivals,
     NoArrivals,
@@ -46,13 +46,12 @@ from dp_compile.engine.hooks import (
     refuse_inner_step,
     round_of_inner_backwards,
 )
-from dp_compile.engine.intact import check_intact, refuse_unreduced
 from dp_compile.engine.logs import warn_once
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
+from dp_compile.engine.plan_sync import is_of_other_ranks, settle
 from dp_compile.engine.precision import recomputing
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.engine.window import Backward, Capturing, current, wait_for_window
 from dp_compile.errors import DesyncError, DPCompileError, ReductionError
 
@@ -374,7 +373,7 @@ def _end(replica: Replica, call: _Call) -> None:
 def _compare_after_step(replica: Replica) -> None:
     """Between a backward and `step()` ranks may have done other parts of an update: then they differ."""
     if replica.after.updates and replica.history.synced_backwards:
-        drift.check(replica)
+        check_parameters(replica)
 
 
 def _check_alone(replicas: Sequence[Replica]) -> None:
@@ -495,7 +494,7 @@ def complete_backward(replica: Replica, reduced: Mapping[str, torch.Tensor], out
     if replica.config.check_nan:
         check_finite(replica, reduced, outputs)
     if not replica.after.updates:
-        drift.check(replica)
+        check_parameters(replica)
 
 
 # --- which way it goes ------------------------------------------------------------------------------------------

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary
@@ -18,12 +20,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dp_compile._torch import distributed
-from dp_compile.engine.agreement import Table, agree
+from dp_compile.engine.events import Backward, LaunchClock, Observer
 from dp_compile.engine.group import group_of_mesh
+from dp_compile.engine.plan_sync import Table, agree, collect, decide, meeting, revise, table_in_backward
+from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import ConfigError
 from dp_compile.passes.reduction import launch_stage
+from dp_compile.plan.backends import FAKE
 from dp_compile.plan.cost import AllReduceCost, CostFit, TimesDoNotGrow, fit
+from dp_compile.plan.ready_times import Launches, ReadyTimes, measured_times, slowest, typical
 from dp_compile.plan.reduction import ALL_REDUCE, BETWEEN, EXCHANGE, INSIDE, Levels, Stage
+
+logger = logging.getLogger("dp_compile.plan_sync")
 
 SIZES: Final = tuple(2**exponent for exponent in range(10, 25, 2))
 """Bytes of the sweep: 1 KiB to 16 MiB."""
@@ -145,3 +153,65 @@ def _seconds(nbytes: int, stages: Sequence[Stage], group: dist.ProcessGroup, dev
             torch.accelerator.synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+class LaunchesForPlan(Observer):
+    """Notes launches of a module's captured backwards for as long as its plan is to be made anew from them."""
+
+    def __init__(self, of: weakref.ref[Replica]) -> None:
+        self._of = of
+
+    def backward(self, begun: Backward) -> LaunchClock | None:
+        replica = self._of()
+        if replica is None or not begun.captured or begun.untold or len(begun.replicas) > 1:
+            return None
+        return LaunchClock(replica.device, self._note) if replica.awaits(Revision.FROM_LAUNCHES) else None
+
+    def _note(self, clock: LaunchClock) -> None:
+        replica = self._of()
+        if replica is not None and not clock.voided and (seen := clock.result()) is not None:
+            replica.revisions.launches.append(seen)
+
+
+def revise_if_due(replica: Replica) -> None:
+    """Make another plan if enough has been seen.
+
+    Called before each synchronised backward, on every rank.
+
+    Raises:
+        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
+    """
+    if replica.awaits(Revision.FROM_LAUNCHES) and _has_measured_enough(replica):
+        times = _measured(replica)
+        revise(replica, times, None if times is None else _measured_cost(replica))
+
+
+def _has_measured_enough(replica: Replica) -> bool:
+    wanted = (replica.config.replan_after or 0) + 1  # the first one is compiled
+    return replica.history.synced_backwards >= replica.revisions.settled_after + wanted
+
+
+def _measured(replica: Replica) -> ReadyTimes | None:
+    """What the slowest rank saw; `None` if some rank could not measure."""
+    own = asdict(typical(replica.revisions.launches)) if replica.revisions.launches else None
+    said, table, topic = [own], table_in_backward(replica), meeting(replica, "launches")
+    if table is not None:
+        said = collect(table, topic, own)
+        complete = said if all(each is not None for each in said) else None
+        said = decide(table, topic, complete) or [None]
+    seen = [Launches(tuple(each["launch_s"]), each["backward_s"]) for each in said if each is not None]
+    if not seen or any(len(each.launch_s) != len(replica.plan.buckets) for each in seen):
+        logger.warning("the plan stays: not every rank could measure its backwards, which were not captured")
+        return None
+    return measured_times(replica.plan, slowest(seen), replica.ready)
+
+
+def _measured_cost(replica: Replica) -> AllReduceCost | None:
+    if replica.config.cost is not None or replica.group.backend == FAKE:
+        return None
+    try:
+        group = replica.group
+        return calibrate(group.process_group, device=replica.device, levels=group.levels).cost
+    except ConfigError as error:  # The same on every rank: all fit the same numbers.
+        logger.warning("the nominal cost of the link stays: %s", error)
+        return None

@@ -22,8 +22,8 @@ from dp_compile.engine import window
 from dp_compile.engine.compile import CompiledBackward, NotTraced, OtherMemory, described
 from dp_compile.engine.graph import Binding, CapturedGraph, Layouts, Place, Sites, find_sites, give_zeros_for_none
 from dp_compile.engine.hooks import GradHook, check_gradients_have_hooks, reduce_eagerly
+from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica, Revision
-from dp_compile.engine.settling import settle
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import DPCompileError, ReductionError
 from dp_compile.passes.estimates import Accumulation, ready_shares

@@ -21,8 +21,8 @@ from torch import fx, nn
 from dp_compile._torch import dynamo, inductor
 from dp_compile._torch.dtensors import own_part
 from dp_compile.config import dump_directory
-from dp_compile.engine import observers
-from dp_compile.engine.bucket_events import BucketEvents
+from dp_compile.engine import events
+from dp_compile.engine.events import BucketEvents
 from dp_compile.engine.flags import flags_to_send, read_flags
 from dp_compile.engine.gradients import lay_out
 from dp_compile.engine.graph import (
@@ -34,7 +34,7 @@ from dp_compile.engine.graph import (
     with_reductions,
     without_python,
 )
-from dp_compile.engine.intact import check_not_moved
+from dp_compile.engine.guards import check_not_moved
 from dp_compile.engine.owners import owners
 from dp_compile.engine.ready import Fits, NotPlain, Ready, check_plain, places_of, takes_list_first
 from dp_compile.engine.record import CaptureRecord, Placement
@@ -129,7 +129,7 @@ class CompiledBackward:
         """Those of the backward that is running."""
         makes_buckets = any(graph_pass.realises_plan for graph_pass in self._passes)
         self._deferred = not makes_buckets
-        self._why_deferred = "" if makes_buckets else observers.NO_BUCKETS
+        self._why_deferred = "" if makes_buckets else events.NO_BUCKETS
         self._run: Callable[..., Any] | None = None
         self._first: _FirstRun | None = None
 
@@ -143,16 +143,16 @@ class CompiledBackward:
         self._settling, self._replicas = tuple(replicas[ordinal] for ordinal in self._synced), replicas
         if self._run is None:
             self._run = self._make(replicas, inputs)
-        untold = observers.NO_BUCKETS if self._deferred else "" if self._has_code else observers.COMPILED_IN_IT
-        begun = observers.Backward(self._settling, captured=True, untold=untold)
+        untold = events.NO_BUCKETS if self._deferred else "" if self._has_code else events.COMPILED_IN_IT
+        begun = events.Backward(self._settling, captured=True, untold=untold)
         try:
-            with observers.TellingOfBackward(begun) as audience:
+            with events.TellingOfBackward(begun) as audience:
                 self._events = None if untold else self._events_for(audience)
                 started = time.monotonic()
                 with _NOTHING if self._has_code else dynamo.measuring_no_guards():
                     outputs, reduced = self._call(inputs, rest)
                 if self._log.graphs:
-                    audience.void(observers.COMPILED_IN_IT)
+                    audience.void(events.COMPILED_IN_IT)
                 if self._log.graphs:
                     _say_if_late(replicas, time.monotonic() - started)
                 if self._first is not None:
@@ -164,7 +164,7 @@ class CompiledBackward:
         self._settle(replicas, reduced)
         return outputs
 
-    def _events_for(self, audience: observers.Audience) -> BucketEvents | None:
+    def _events_for(self, audience: events.Audience) -> BucketEvents | None:
         """What tells an audience of launches and waits, if there is one."""
         plans = [replica.plan for replica in self._settling]
         return BucketEvents(plans, audience) if audience and any(plan.buckets for plan in plans) else None
@@ -324,9 +324,9 @@ class CompiledBackward:
         if found:
             for replica in self._settling:
                 check_not_moved(replica)
-        with observers.telling_of_compilation(self._compilation(example_inputs)) as listeners:
+        with events.telling_of_compilation(self._compilation(example_inputs)) as listeners:
             for listener in listeners:
-                listener.stage(observers.CAPTURED, graph_module.graph)
+                listener.stage(events.CAPTURED, graph_module.graph)
             with inductor.generated_anew() if listeners else contextlib.nullcontext():
                 shares = memory_of([*_flat(example_inputs)], self._written_together()) if self._updates else ()
                 compiled = self._compile_with_passes(graph_module, example_inputs, listeners, shares)
@@ -340,7 +340,7 @@ class CompiledBackward:
         self,
         graph_module: fx.GraphModule,
         example_inputs: Sequence[Any],
-        listeners: Sequence[observers.CompilationListener],
+        listeners: Sequence[events.CompilationListener],
         shares: tuple[int, ...],
     ) -> Callable[..., Any]:
         def on_stage(name: str, graph: fx.Graph) -> None:
@@ -375,13 +375,13 @@ class CompiledBackward:
         held = [isinstance(value, nn.Parameter) for value in _flat(example_inputs)]
         return Pipeline(passes, self._plans, self._note_passes, held, on_stage)
 
-    def _compilation(self, example_inputs: Sequence[Any]) -> observers.Compilation:
+    def _compilation(self, example_inputs: Sequence[Any]) -> events.Compilation:
         ordinals = dict(zip(self._settling, self._synced, strict=True))
         inputs: list[str | None] = []
         for value in _flat(example_inputs):
             found = owners.find(value) if isinstance(value, nn.Parameter) else None
             inputs.append(None if found is None else _name_in(found[0], found[1], ordinals, len(self._plans)))
-        return observers.Compilation(
+        return events.Compilation(
             replicas=self._settling,
             plans=self._plans,
             passes=self._passes,
@@ -406,9 +406,9 @@ class CompiledBackward:
             self.has_begun = True
             optimizers = [replica.after.updates for replica in self._replicas]
             # What no pass made a bucket of asks for the plan.
-            plans, events = self._plans_now, self._events or _NOTHING
+            plans, mode = self._plans_now, self._events or _NOTHING
             memories = [replica.bucket_memory for replica in self._replicas]
-            with Running(plans, memories, optimizers), events:
+            with Running(plans, memories, optimizers), mode:
                 outputs = compiled(*args)
             if self._first is not None:
                 self._first.constants, self._first.outputs = args[1:], tuple(outputs)
@@ -472,7 +472,7 @@ class CompiledBackward:
             )
             for replica in replicas:
                 replica.history.captures[self._number] = self._latest
-            observers.tell_compiled([replicas[ordinal] for ordinal in self._synced])
+            events.tell_compiled([replicas[ordinal] for ordinal in self._synced])
         if self._latest is not None:
             for replica in replicas:
                 replica.history.captures[self._number] = self._latest

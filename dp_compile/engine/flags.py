@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import autograd
-from dp_compile.engine.agreement import exchange
+from dp_compile.engine.plan_sync import exchange, table_in_backward
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import DesyncError, ReductionError, VoidBackwardError
 from dp_compile.plan.flags import FAILED, is_failed, is_mixed, is_moved_by_some, is_stepped, more_elements
 

@@ -80,3 +80,33 @@ def group_of_mesh(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, Levels | None]:
     between, inside = (distributed.group_name(mesh.get_group(dimension)) for dimension in wide)
     ranks = tuple(tuple(map(int, row)) for row in mesh.mesh.tolist())
     return distributed.group_of_mesh(mesh), Levels(inside, between, ranks)
+
+
+def resolve_group(process_group: dist.ProcessGroup | None, device_mesh: DeviceMesh | None) -> Group:
+    """The group that the user means.
+
+    Raises:
+        ConfigError: there is none, this rank is not in it, or what was given is not one.
+    """
+    levels = None
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("give process_group or device_mesh, not both.")
+    if not dist.is_available() or not dist.is_initialized():
+        raise ConfigError(
+            "no process group is initialised. Call torch.distributed.init_process_group() before replicate()."
+        )
+    if device_mesh is not None:
+        process_group, levels = group_of_mesh(device_mesh)
+    if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+        raise ConfigError(f"process_group must be a ProcessGroup, got {type(process_group).__name__}.")
+    process_group = process_group if process_group is not None else dist.group.WORLD
+    if process_group is None or dist.get_rank(process_group) < 0:
+        raise ConfigError("this rank is not in the given process group. Only its members call replicate() with it.")
+    return replace(group_on(process_group, distributed.working_device(process_group)), levels=levels)
+
+
+def group_on(process_group: dist.ProcessGroup, device_type: str) -> Group:
+    """A group with the facts that hold for tensors on one type of device: each type can have a backend of its own."""
+    backend = distributed.backend_of(process_group, device_type)
+    world_size = dist.get_world_size(process_group)
+    return Group(process_group, distributed.group_name(process_group), backend, world_size, Averaging())

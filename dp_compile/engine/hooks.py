@@ -22,14 +22,14 @@ from torch.utils.hooks import RemovableHandle
 from dp_compile._torch import autograd, pairs
 from dp_compile._torch.distributed import group_of_name
 from dp_compile.comm_hooks.functional import State
-from dp_compile.engine import observers
-from dp_compile.engine.agreement import is_of_other_ranks
+from dp_compile.engine import events
+from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.called_hook import reduce_by_call
 from dp_compile.engine.flags import flags_of_failure, flags_to_send, in_one_line, read_flags, refuse_failed
 from dp_compile.engine.gradients import lay_out, own_view, sparse_gradient
-from dp_compile.engine.intact import refuse_unreduced
+from dp_compile.engine.guards import refuse_unreduced
+from dp_compile.engine.plan_sync import is_of_other_ranks, settle
 from dp_compile.engine.replica import Arrivals, Replica
-from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ReductionError
 from dp_compile.passes.reduction import EagerOps, finished, reduce_bucket
 from dp_compile.plan.buckets import Bucket
@@ -176,7 +176,7 @@ class ReductionRound:
     """What is still to be launched, as bucket and stage, in its order; `None` before the first launch."""
     averages: dict[int, torch.Tensor] = field(default_factory=dict)
     """The reduced gradients and flags by index, once the round is finished, but for what each rank has parts of."""
-    audience: observers.Audience = observers.NOBODY
+    audience: events.Audience = events.NOBODY
     """Who is told of launches and waits."""
     module: int = 0
     """The module's place in what is told."""
@@ -425,7 +425,7 @@ def reduce_eagerly(
         rounds.append(this)
     local: dict[Replica, Arrivals] = {each: LocalArrivals(each) for each in replicas if not each.reduces}
     with Reporting(local | {each.replica: each for each in rounds}):
-        with observers.TellingOfBackward(observers.Backward(tuple(synced), captured=False)) as audience:
+        with events.TellingOfBackward(events.Backward(tuple(synced), captured=False)) as audience:
             for each in rounds:
                 each.audience = audience
             try:

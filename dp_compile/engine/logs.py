@@ -6,9 +6,9 @@
 |         |                     | gradients of torch.autograd.grad, which are those of one rank                    |
 |         | `compilation`       | a backward that is compiled late                                                 |
 |         | `decentralized`     | parameters were changed between two steps, of which little or nothing stays      |
-|         | `drift`             | parameters are not compared between ranks, for machines differ                   |
+|         | `guards`            | parameters are not compared between ranks, for machines differ                   |
 |         | `dumps`             | graphs are not dumped any more, and why                                          |
-|         | `settling`          | the plan stays although it was to be made anew; the cost of the link stays       |
+|         | `plan_sync`         | the plan stays although it was to be made anew; the cost of the link stays       |
 |         | `replicated_module` | a comm hook reduces                                                              |
 |         | `replicate`         | units of `bucket_policy` that have frozen parameters beside trainable ones       |
 |         | `measuring`         | nothing was measured, and why                                                    |
@@ -17,8 +17,8 @@
 |         | `integrations`      | options of a framework that say nothing of the backward                          |
 | INFO    | `warmup`            | each backward that compiled something, with the time so far                      |
 |         | `replicate`         | the first plan: strategy, buckets, how far from the best possible end, basis      |
-|         | `settling`          | each plan that is made anew, in the same words                                   |
-|         | `drift`             | after how many backwards parameters are compared                                 |
+|         | `plan_sync`         | each plan that is made anew, in the same words                                   |
+|         | `guards`            | after how many backwards parameters are compared                                 |
 |         | `measuring`         | what `measure()` saw                                                             |
 |         | `integrations`      | in a framework: which way backwards go, parameters are equal after the first step |
 | DEBUG   | `compilation`       | each graph that is compiled                                                      |

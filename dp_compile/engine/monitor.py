@@ -30,8 +30,8 @@ import torch.distributed as dist
 
 from dp_compile._torch import compiler, distributed, pairs
 from dp_compile.config import MONITOR_VARIABLE, monitor_after_s
-from dp_compile.engine import agreement
 from dp_compile.engine.flags import in_one_line
+from dp_compile.engine.plan_sync import is_of_other_ranks
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
@@ -199,7 +199,7 @@ class Watched:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            of_others = bool(self._replicas) and error is not None and agreement.is_of_other_ranks(error)
+            of_others = bool(self._replicas) and error is not None and is_of_other_ranks(error)
             self._record(in_one_line(error) if error is not None else "", of_others)
             if of_others and not isinstance(error, CommunicationError):
                 text = self.describe()

@@ -17,10 +17,10 @@ from dp_compile._torch.dtensors import is_dtensor, laid_out_as, own_part
 from dp_compile.comm_hooks.comm_hook import CommHook
 from dp_compile.comm_hooks.functional import State
 from dp_compile.config import ReplicateConfig
+from dp_compile.engine.events import UNTOLD, Observer, Told
 from dp_compile.engine.gradients import dense_strides, empty_gradient, own_view
 from dp_compile.engine.group import Group
 from dp_compile.engine.local_gradients import LocalGradients
-from dp_compile.engine.observers import UNTOLD, Observer, Told
 from dp_compile.engine.places import BufferPlace, Outline, ParameterPlace
 from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
@@ -50,7 +50,7 @@ class Revision(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class Revisions:
-    """When the plan is made anew, and what is known for that (`engine/settling.py`).
+    """When the plan is made anew, and what is known for that (`engine/plan_sync.py`).
 
     Args:
         revise: makes a plan from ready times and, if it was measured, what a collective costs.

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import fx
 
 from dp_compile._torch import dynamo
-from dp_compile.engine.observers import Compilation, Observer
+from dp_compile.engine.events import Compilation, Observer
 from dp_compile.engine.replica import Replica
 from dp_compile.fx.text import outline
 from dp_compile.insight.graph_names import node_names

@@ -13,8 +13,7 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile.engine.launch_clock import LaunchClock
-from dp_compile.engine.observers import Backward, Observer
+from dp_compile.engine.events import Backward, LaunchClock, Observer
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ModuleError
 from dp_compile.insight.observe import measured

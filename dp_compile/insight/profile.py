@@ -27,7 +27,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from dp_compile.engine.observers import UPDATE
+from dp_compile.engine.events import UPDATE
 from dp_compile.errors import ConfigError
 from dp_compile.insight.ranges import BACKWARD_RANGE, FOLLOWING, members_in_short
 from dp_compile.insight.step import Followed, MeasuredBucket, MeasuredStep, Step, typical_step

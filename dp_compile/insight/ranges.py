@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch.profiler import record_function
 
 from dp_compile._torch import autograd
-from dp_compile.engine.observers import FORWARD, GATHER, UPDATE, Backward, BackwardListener, Observer
+from dp_compile.engine.events import FORWARD, GATHER, UPDATE, Backward, BackwardListener, Observer
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 
 BACKWARD_RANGE: Final = "dp_compile::backward"

@@ -12,7 +12,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile.engine.drift import compare_first_step
+from dp_compile.engine.guards import compare_first_step
 from dp_compile.engine.replica import Replica
 from dp_compile.replication.module import is_replicated, replica_of
 

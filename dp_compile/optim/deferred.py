@@ -26,10 +26,9 @@ import torch
 from torch import nn
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.agreement import is_of_other_ranks
-from dp_compile.engine.observers import UNTOLD, UPDATE, Told
+from dp_compile.engine.events import UNTOLD, UPDATE, Told
+from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.replica import Replica, Revision
-from dp_compile.engine.settling import agree_in_call
 from dp_compile.errors import ConfigError, ReductionError
 from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight

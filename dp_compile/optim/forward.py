@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx, nn
 
 from dp_compile._torch import inductor
-from dp_compile.engine.observers import FORWARD
+from dp_compile.engine.events import FORWARD
 from dp_compile.engine.owners import owners
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError

@@ -15,7 +15,7 @@ from torch import nn
 from torch.amp import GradScaler
 
 from dp_compile._torch import autograd, compiler, optim
-from dp_compile.engine.observers import UPDATE
+from dp_compile.engine.events import UPDATE
 from dp_compile.engine.record import IN_BACKWARD, OVERLAP_FORWARD, OptimizerRecord
 from dp_compile.engine.replica import Replica
 from dp_compile.engine.updates import Wanted

@@ -29,12 +29,11 @@ from torch.amp import GradScaler
 
 from dp_compile._torch import optim
 from dp_compile._torch.stand_in import ShardedGradient, sharded_gradient
-from dp_compile.engine.agreement import is_of_other_ranks
+from dp_compile.engine.events import GATHER, UPDATE
 from dp_compile.engine.gradients import dense_strides
-from dp_compile.engine.observers import GATHER, UPDATE
+from dp_compile.engine.plan_sync import agree_in_call, is_of_other_ranks
 from dp_compile.engine.record import SHARDED, OptimizerRecord
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import agree_in_call
 from dp_compile.engine.updates import Wanted
 from dp_compile.errors import ConfigError, ReductionError, VoidBackwardError
 from dp_compile.optim.deferred import Pending

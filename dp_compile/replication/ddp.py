@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from dp_compile._torch import autograd, distributed
 from dp_compile.comm_hooks.comm_hook import HookFunction
 from dp_compile.config import DEFAULT_CAP_MB, ReplicateConfig
+from dp_compile.engine.group import resolve_group
+from dp_compile.engine.plan_sync import Meeting
 from dp_compile.engine.replica import Replica
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.plan.words import BYTES_PER_MB
 from dp_compile.replication.forward_hooks import Pending, remove_forward_hooks
 from dp_compile.replication.join import join, join_hook, joinable
-from dp_compile.replication.meeting import Meeting, resolve_group
 from dp_compile.replication.module import (
     is_replicated,
     no_sync,

@@ -26,11 +26,12 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from dp_compile._torch import distributed
 from dp_compile.engine.backward import BROADCAST_BYTES, complete_backward
+from dp_compile.engine.calibration import revise_if_due
 from dp_compile.engine.hooks import ReductionRound
 from dp_compile.engine.monitor import Watched
 from dp_compile.engine.owners import owners
+from dp_compile.engine.plan_sync import settle
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import revise_if_due, settle
 from dp_compile.errors import ConfigError, DesyncError
 from dp_compile.replication.module import behind, parts_of, refuse_mixed, refuse_parts, replica_of
 

@@ -25,11 +25,10 @@ from torch import nn
 from dp_compile._torch.module_calls import is_compiled
 from dp_compile.comm_hooks.comm_hook import CommHook, HookFunction, make_comm_hook
 from dp_compile.comm_hooks.functional import FunctionalHook
-from dp_compile.engine.agreement import agree
 from dp_compile.engine.module_names import class_name
+from dp_compile.engine.plan_sync import agree, agree_in_call, meeting, table_in_backward, telling_the_others
 from dp_compile.engine.precision import ATTRIBUTE, Precision
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import agree_in_call, meeting, table_in_backward, telling_the_others
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.replication.forward_hooks import Installed, Pending
 from dp_compile.replication.selection import refuse_sparse

@@ -25,17 +25,16 @@ from dp_compile.config import (
     check_parameters_every,
     has_address,
 )
-from dp_compile.engine.agreement import Statement
 from dp_compile.engine.backward import BROADCAST_BYTES, install_entry
+from dp_compile.engine.calibration import LaunchesForPlan
 from dp_compile.engine.gradients import gradient_specs
-from dp_compile.engine.group import Group
+from dp_compile.engine.group import Group, group_on, resolve_group
 from dp_compile.engine.hooks import install_hooks
-from dp_compile.engine.launch_clock import LaunchesForPlan
 from dp_compile.engine.module_names import class_name
 from dp_compile.engine.monitor import MONITOR
 from dp_compile.engine.owners import owners
+from dp_compile.engine.plan_sync import Meeting, Statement, describe_plan
 from dp_compile.engine.replica import Replica, Revision, Revisions
-from dp_compile.engine.settling import describe_plan
 from dp_compile.errors import ConfigError, ModuleError
 from dp_compile.passes import DEFAULT_PASSES
 from dp_compile.passes.result import GraphPass
@@ -49,7 +48,6 @@ from dp_compile.replication.forward_hooks import (
     refuse_traced_backward,
     remove_forward_hooks,
 )
-from dp_compile.replication.meeting import Meeting, group_on, resolve_group
 from dp_compile.replication.module import (
     behind,
     forget_state,

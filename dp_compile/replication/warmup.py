@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import nn
 
 from dp_compile._torch import autograd, compiler
-from dp_compile.engine.agreement import Statement, agree
+from dp_compile.engine.plan_sync import Statement, agree, table_in_backward
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import table_in_backward
 from dp_compile.errors import ConfigError
 from dp_compile.plan.words import count
 from dp_compile.replication.module import behind, no_sync, parts_of, replica_of, unwrap

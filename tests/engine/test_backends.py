@@ -13,9 +13,9 @@ import torch.distributed as dist
 import dp_compile
 from dp_compile._torch import distributed
 from dp_compile.engine import calibration
+from dp_compile.engine.group import resolve_group
 from dp_compile.plan.backends import GLOO, NCCL, Backend
 from dp_compile.plan.cost import AllReduceCost, CostFit
-from dp_compile.replication.meeting import resolve_group
 
 
 class Stated:

@@ -16,8 +16,8 @@ from torch import nn
 
 import dp_compile
 from dp_compile.config import CHECK_VARIABLE
-from dp_compile.engine import drift
-from dp_compile.engine.drift import fingerprints
+from dp_compile.engine import guards
+from dp_compile.engine.guards import fingerprints
 from dp_compile.testing.ranks import Ranks
 
 # --- sums over bits -------------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def with_local_hook() -> int:
     for _ in range(6):
         model(torch.full((2, 4), 1.0 + dist.get_rank())).sum().backward()
         optimizer.step()
-    return len(drift._comparisons)
+    return len(guards._comparisons)
 
 
 def test_comm_hooks_may_keep_gradients_apart(ranks2: Ranks) -> None:

@@ -15,7 +15,7 @@ from beside import compile_whole, not_compiled
 from torch import nn
 
 import dp_compile
-from dp_compile.engine import intact
+from dp_compile.engine import guards
 from dp_compile.testing.ranks import Ranks
 
 
@@ -24,8 +24,8 @@ def no_replicas_of_other_tests() -> None:
     """They look at each backward of the process until they are collected."""
     torch._dynamo.reset()
     gc.collect()
-    intact._intact.clear()
-    intact._others.clear()
+    guards._intact.clear()
+    guards._others.clear()
 
 
 AOT = dp_compile.ReplicateConfig(backend="aot_eager", find_unused_parameters=True)
@@ -86,13 +86,13 @@ def anomalies() -> AbstractContextManager[Any]:
 def walks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with each walk through a module."""
     seen: list[str] = []
-    walk = intact._added
+    walk = guards._added
 
     def counted(replica: Any) -> Any:
         seen.append(replica.names[0])
         return walk(replica)
 
-    monkeypatch.setattr(intact, "_added", counted)
+    monkeypatch.setattr(guards, "_added", counted)
     return seen
 
 

@@ -26,7 +26,7 @@ def _fresh_compiler() -> None:
 
 CODE = """
 import logging, dp_compile, torch  # whichever comes first
-logging.getLogger("dp_compile.settling").info("a plan")
+logging.getLogger("dp_compile.plan_sync").info("a plan")
 logging.getLogger("dp_compile.capture").warning("a fallback")
 logging.getLogger("dp_compile.compilation").debug("a graph")
 """

@@ -18,8 +18,7 @@ from torch._dynamo import utils as dynamo_utils
 import dp_compile
 from dp_compile._torch import compiler, distributed
 from dp_compile.engine import calibration
-from dp_compile.engine.bucket_events import BucketEvents
-from dp_compile.engine.observers import Audience, BackwardListener
+from dp_compile.engine.events import Audience, BackwardListener, BucketEvents
 from dp_compile.insight.observe import step_of
 from dp_compile.insight.step import MeasuredStep, typical_step
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Layout
@@ -221,7 +220,7 @@ def test_nothing_is_measured_unasked() -> None:
     """No clock is made, and no mode sees the ops of compiled code."""
     model = dp_compile.replicate(mlp(), config=CONFIG)
     with (
-        mock.patch("dp_compile.engine.launch_clock.LaunchClock.__init__", side_effect=AssertionError) as clock,
+        mock.patch("dp_compile.engine.events.LaunchClock.__init__", side_effect=AssertionError) as clock,
         mock.patch.object(BucketEvents, "__torch_dispatch__", side_effect=AssertionError) as mode,
     ):
         train(model, torch.compile(model, backend="aot_eager"), 5)

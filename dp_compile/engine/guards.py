@@ -1,14 +1,12 @@
-"""Do all ranks still have the same parameters? Found out rarely, by sums over their bits, and never waited for.
+"""Guards of a module between backwards: is it the one that was replicated, equal on all ranks, with finite gradients?
 
-Gradients are equal to the bit on all ranks once they are reduced, so parameters stay equal as long as every rank does
-the same with them. One that loads weights alone, or gradients that were set by hand (`torch.autograd.grad`) and so were
-never reduced, change that without an error anywhere, and training goes on with as many models as there are ranks.
-
-    after synchronised backward s      a sum for each parameter, one all-reduce of all sums (maximum and minimum)
-    after synchronised backward s + 1  the result has long been there: look at it
-
-How often is agreed once it is known what it costs and how long a step takes: it may take `SHARE` of the time. Whoever
-wraps modules for somebody else asks with `compare_first_step` for one more, which is waited for.
+- Intact: parameters may be replaced, added, unfrozen or moved. A captured backward is looked at when its graph or the
+  tensors in it are new (`hooks.check_gradients_have_hooks`, `compilation`), every other one before it runs. A walk
+  through a large module takes milliseconds, so it is done when a short look finds other objects than at the last one.
+- Equal: a rank that loads weights alone, or sets gradients by hand, trains another model without an error. After a
+  synchronised backward a sum over the bits of each parameter is all-reduced (maximum and minimum); the next one looks
+  at the result. How often is agreed from what it costs: at most `SHARE` of the time.
+- Finite: with `check_nan`.
 """
 
 from __future__ import annotations
@@ -21,24 +19,199 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from operator import attrgetter
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dp_compile._torch.dtensors import own_part
+from dp_compile._torch.dtensors import groups_that_shard, own_part
 from dp_compile.config import CHECK_VARIABLE, check_parameters_every
-from dp_compile.engine.agreement import collect, decide
 from dp_compile.engine.gradients import dense_strides, own_view
+from dp_compile.engine.module_names import fully_qualified
+from dp_compile.engine.owners import owners
+from dp_compile.engine.plan_sync import collect, decide, exchange, meeting, table_in_backward
 from dp_compile.engine.replica import Replica
-from dp_compile.engine.settling import meeting, table_in_backward
-from dp_compile.errors import DesyncError
+from dp_compile.errors import DesyncError, ReductionError
 
-logger = logging.getLogger("dp_compile.drift")
+_FROZEN: Final = (
+    "It was frozen (requires_grad=False) when replicate() was called, so it has no hook. Unfreeze before replicate()."
+)
+_REPLACED: Final = (
+    "The parameter was replaced after replicate() was called, so the new one has no hook. Copy values into the old one "
+    "(parameter.data.copy_()), or replace it before replicate()."
+)
+_ADDED: Final = (
+    "The parameter was added after replicate() was called, so it has no hook. Add it before replicate(), or call "
+    "unreplicate() and replicate() again."
+)
+_SHARE: Final = 1e-3
+"""The part of its time that a process may spend on looking at parameters that were met before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a module holds at one moment. Equal looks: nothing that is checked here has changed between them."""
+
+    modules: tuple[weakref.ref[nn.Module], ...] = field(compare=False)
+    held: list[int]
+    """How many modules are alive, which makes identities safe; parameters and submodules by identity."""
+    trainable: list[bool]
+    kinds: list[Any]
+    """Dtypes and devices of the parameters that were replicated."""
+    replicas: int
+
+
+@dataclass(slots=True)
+class _Others:
+    """Parameters that were met in backwards, and are not of the module."""
+
+    known: dict[int, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    look: _Look | None = None
+    look_again_at: float = 0.0
+
+    def add(self, tensors: Collection[torch.Tensor]) -> None:
+        self.known = {key: ref for key, ref in self.known.items() if ref() is not None}
+        self.known.update((id(tensor), weakref.ref(tensor)) for tensor in tensors)
+
+
+_intact: Final[weakref.WeakKeyDictionary[Replica, _Look]] = weakref.WeakKeyDictionary()
+"""The look at each module when it was found intact."""
+_others: Final[weakref.WeakKeyDictionary[Replica, _Others]] = weakref.WeakKeyDictionary()
+
+
+def check_intact(replica: Replica) -> None:
+    """Compare the module with what was replicated.
+
+    Raises:
+        ReductionError: a parameter was replaced, added, unfrozen or moved.
+    """
+    if not replica.config.check_reductions:
+        return
+    before = _intact.get(replica)
+    if before is not None and _look(replica, before.modules) == before:
+        return
+    _check(replica)
+    _intact[replica] = _look(replica, _modules(replica))
+
+
+def _modules(replica: Replica) -> tuple[weakref.ref[nn.Module], ...]:
+    root = replica.outline.root()
+    modules = [] if root is None else list(root.modules())
+    modules += [owner for place in replica.parameter_places if (owner := place.owner()) is not None]
+    return tuple(map(weakref.ref, dict.fromkeys(modules)))
+
+
+def _look(replica: Replica, modules: tuple[weakref.ref[nn.Module], ...]) -> _Look:
+    """Half a millisecond for a thousand modules."""
+    alive = [module for ref in modules if (module := ref()) is not None]
+    parameters = [each for module in alive for each in module._parameters.values() if each is not None]
+    children = [id(child) for module in alive if (below := module._modules) for child in below.values()]
+    held = [len(alive), *map(id, parameters), *children]
+    kinds = [*map(attrgetter("dtype"), replica.parameters), *map(attrgetter("is_cpu"), replica.parameters)]
+    return _Look(modules, held, list(map(attrgetter("requires_grad"), parameters)), kinds, len(owners))
+
+
+def _check(replica: Replica) -> None:
+    check_not_moved(replica)
+    _refuse(_FROZEN, [name for name, parameter in replica.frozen if parameter.requires_grad])
+    _refuse(_REPLACED, [name for name, _ in _strangers(replica)])
+    _refuse(_ADDED, [name for name, _ in _added(replica)])
+
+
+def check_not_moved(replica: Replica) -> None:
+    """Compare dtypes and devices with those of the plan.
+
+    Raises:
+        ReductionError: a parameter has another dtype, or is on another type of device.
+    """
+    for gradient in replica.plan.gradients:
+        if gradient.index == len(replica.parameters):
+            continue
+        parameter = replica.parameters[gradient.index]
+        dtype, device = str(parameter.dtype.to_real()).removeprefix("torch."), parameter.device.type
+        if (dtype, device) != (gradient.key.dtype, gradient.key.device):
+            change = (
+                f"{gradient.name} is on {device}, it was on {gradient.key.device}"
+                if device != gradient.key.device
+                else f"{gradient.name} is {dtype}, it was {gradient.key.dtype}"
+            )
+            raise ReductionError(
+                f"{change} when replicate() was called. Move or convert the module before replicate(), or call "
+                "unreplicate(), change it, and call replicate() again."
+            )
+
+
+def refuse_unreduced(replica: Replica, accumulated: Collection[torch.Tensor]) -> None:
+    """Refuse gradients of the module that no hook reduces.
+
+    Args:
+        accumulated: tensors that get a gradient and have no hook of the replica.
+
+    Raises:
+        ReductionError: one of them was frozen when the module was replicated, or replaced a parameter since, or was
+            added since.
+    """
+    others = _others.get(replica) or _others.setdefault(replica, _Others())
+    known, start_s = others.known, time.monotonic()
+    new = [tensor for tensor in accumulated if (ref := known.get(id(tensor))) is None or ref() is not tensor]
+    if not new and start_s < others.look_again_at:
+        return
+    look = _look(replica, _modules(replica))
+    if look != others.look:
+        new = list(accumulated)
+    ours = {*look.held, *(id(parameter) for _, parameter in replica.frozen)}
+    _refuse_those(replica, {id(tensor) for tensor in new} & ours)
+    others.look = look
+    others.add(new)
+    others.look_again_at = start_s + (time.monotonic() - start_s) / _SHARE
+
+
+def _refuse_those(replica: Replica, present: Collection[int]) -> None:
+    """Refuse gradients of tensors with these identities."""
+    if not present:
+        return
+    _refuse(_FROZEN, [name for name, parameter in replica.frozen if id(parameter) in present])
+    _refuse(_REPLACED, [name for name, parameter in _strangers(replica) if id(parameter) in present])
+    _refuse(_ADDED, [name for name, parameter in _added(replica) if id(parameter) in present])
+
+
+def _refuse(why: str, names: Sequence[str]) -> None:
+    if names:
+        raise ReductionError(f"not reduced: {', '.join(names[:8])}. {why}")
+
+
+def _strangers(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters that stand where others stood when the module was replicated."""
+    known = _known(replica)
+    for place in replica.parameter_places:
+        parameter = place.find()
+        if parameter is not None and parameter.requires_grad and id(parameter) not in known:
+            yield place.name, parameter
+
+
+def _added(replica: Replica) -> Iterator[tuple[str, nn.Parameter]]:
+    """Trainable parameters under new names, as adapters bring them. Not those that somebody else keeps in step."""
+    outline, known = replica.outline, _known(replica)
+    root = outline.root()
+    left_alone = {id(module) for each in outline.left_alone for module in each.modules()}
+    for prefix, owner in () if root is None else root.named_modules():
+        for attribute, parameter in () if id(owner) in left_alone else owner.named_parameters(recurse=False):
+            name = fully_qualified(f"{prefix}.{attribute}" if prefix else attribute)
+            is_new = name not in outline.names and id(parameter) not in known
+            if is_new and parameter.requires_grad and owners.find(parameter) is None:
+                yield name, parameter
+
+
+def _known(replica: Replica) -> set[int]:
+    return {id(parameter) for parameter in (*replica.parameters, *(parameter for _, parameter in replica.frozen))}
+
+
+logger = logging.getLogger("dp_compile.guards")
 
 SHARE: Final = 1e-3
 """Of the training time, for all comparisons together."""
@@ -62,7 +235,7 @@ def compare_first_step(replica: Replica, tell: Callable[[Replica, str], None]) -
     _first_steps[replica] = tell
 
 
-def check(replica: Replica) -> None:
+def check_parameters(replica: Replica) -> None:
     """Called after each synchronised backward, on every rank after the same ones.
 
     Raises:
@@ -302,3 +475,56 @@ def _describe(replica: Replica, flight: _Flight, places: Sequence[int]) -> str:
 def _ranks(ranks: Sequence[int]) -> str:
     named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {named}"
+
+
+def check_finite(replica: Replica, reduced: Mapping[str, torch.Tensor], outputs: Sequence[Any]) -> None:
+    """Raise on every rank if a reduced gradient holds a NaN or an infinity. Reads one number back from the device.
+
+    The sum of a bucket is not finite on all ranks as soon as one rank's contribution was not, so all ranks decide the
+    same without a word. Only then they tell each other through the store what their backwards started from.
+
+    Ranks that hold other parts of DTensors have other sums, and are asked: those that went on would wait for the others
+    in the next collective of theirs.
+
+    Raises:
+        ReductionError: names the parameters, and the ranks whose loss was not finite.
+    """
+    if _all_finite(replica, list(reduced.values())):
+        return
+    names = [f"{name} ({_kind(grad)})" for name, grad in reduced.items() if _kind(grad)]
+    names = names or ["parts of DTensors that other ranks hold"]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    raise ReductionError(f"reduced gradients are not finite: {', '.join(names[:8])}{more}. {_origin(replica, outputs)}")
+
+
+def _all_finite(replica: Replica, grads: Sequence[torch.Tensor]) -> bool:
+    checks = [grad.isfinite().all() for grad in grads]
+    finite = torch.stack(checks).all() if checks else torch.ones((), dtype=torch.bool, device=replica.device)
+    beside = dict.fromkeys(group for parameter in replica.parameters for group in groups_that_shard(parameter))
+    if not beside:
+        return bool(finite)
+    said = finite.int()
+    for group in beside:
+        dist.all_reduce(said, op=dist.ReduceOp.MIN, group=group)
+    return bool(said)
+
+
+def _kind(grad: torch.Tensor) -> str:
+    """Empty for a finite tensor."""
+    return "nan" if bool(grad.isnan().any()) else "inf" if bool(grad.isinf().any()) else ""
+
+
+def _origin(replica: Replica, outputs: Sequence[Any]) -> str:
+    finite = all(bool(each.isfinite().all()) for each in outputs if isinstance(each, torch.Tensor))
+    said, table, topic = [finite], table_in_backward(replica), meeting(replica, "finite")
+    if table is not None:
+        said = exchange(table, topic, finite)
+    culprits = [rank for rank, each in enumerate(said) if not each]
+    if culprits:
+        return f"The loss was not finite on rank(s) {', '.join(map(str, culprits))} of the group."
+    wire = replica.config.wire_dtype(replica.parameters)
+    sent = f", or a gradient is too large for {str(wire).removeprefix('torch.')}, in which they travel" if wire else ""
+    return (
+        f"The loss was finite on every rank: a backward made them, or their sum is too large for the dtype{sent}. "
+        "torch.autograd.set_detect_anomaly(True) names the operation, if a backward did."
+    )

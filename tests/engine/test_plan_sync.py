@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dp_compile
-from dp_compile.engine.agreement import Table, agree, collect, decide, exchange, first_difference
+from dp_compile.engine.plan_sync import Table, agree, collect, decide, exchange, first_difference
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.insight.report import Report
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan

@@ -1,0 +1,429 @@
+"""What ranks compare and decide over the key-value store: the model in `replicate`, the plan in the first backward.
+
+Never inside the compiler, and each wait ends with the group's time-out. `agree`: every rank posts its statement, rank
+0 reads all of them and posts one verdict that every rank reads, so that all ranks go on or all raise the same error;
+traffic is linear in the ranks. `decide`: rank 0 posts, the others read. `exchange`, quadratic: for rare errors.
+
+| revision        | when                                   | from                                           |
+|-----------------|----------------------------------------|------------------------------------------------|
+| `FROM_GRAPH`    | in the first synchronised backward,    | the first rank's captured graph, if it has one |
+|                 | before anything of it is traced        |                                                |
+| `FROM_LAUNCHES` | `replan_after` + 1 after the first     | every rank's measured launches                 |
+
+Synchronised backwards are counted: they are the same ones on every rank. Every rank makes the new plan from the same
+numbers, and all compare it before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+
+from dp_compile._torch import distributed
+from dp_compile.engine.group import Group
+from dp_compile.engine.replica import Replica, Revision
+from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
+from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.planner import percent_above
+from dp_compile.plan.ready_times import ReadyTimes
+from dp_compile.plan.words import count, format_bytes
+
+Statement = Mapping[str, Any]
+_MISSING: Final = object()
+
+
+class MissingRankError(DesyncError):
+    """A rank did not come in time: where it is can be asked. Other disagreements say all there is to say."""
+
+
+class LostStoreError(CommunicationError):
+    """The key-value store is gone. So is all that ranks could say."""
+
+
+def is_of_other_ranks(error: BaseException) -> bool:
+    """Whether an error says that other ranks did not come, or cannot be reached."""
+    if isinstance(error, VoidBackwardError):
+        return False
+    return isinstance(error, (MissingRankError, CommunicationError)) or distributed.is_communication_error(error)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Where the ranks of one group meet: a place in the store that no other group uses."""
+
+    store: distributed.Store
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def post(self, key: str, value: Any) -> None:
+        """Let other ranks read plain JSON data."""
+        with self._asking(self.timeout_s):
+            self.store.set(key, json.dumps(value, sort_keys=True))
+
+    def read(self, key: str, patience_s: float) -> Any:
+        """What a rank has posted.
+
+        Raises:
+            RuntimeError: it is not there after `patience_s`.
+        """
+        with self._asking(patience_s):
+            self.store.wait([key], timedelta(seconds=patience_s))
+            return json.loads(self.store.get(key))
+
+    @contextlib.contextmanager
+    def _asking(self, patience_s: float) -> Iterator[None]:
+        """A store raises one class for a wait that was in vain and for most other errors; the time tells which."""
+        started_s = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            waited_s = time.monotonic() - started_s
+            if isinstance(error, dist.DistNetworkError) or waited_s < patience_s / 2:
+                raise LostStoreError(
+                    f"rank {self.rank} of {self.world_size}: the key-value store does not answer after {waited_s:.1f} "
+                    "s. It ended with the process that serves it, which is rank 0 or the launcher: look at its log "
+                    f"first. torch says: {error}"
+                ) from error
+            raise
+
+
+def agree(table: Table, topic: str, statement: Statement, *, call: str = "", verb: str = "called") -> None:
+    """Return when every rank has made an equal statement on `topic`.
+
+    Args:
+        table: where to meet.
+        topic: unique for this comparison on this table.
+        statement: plain JSON data. A key `error` says that this rank cannot go on and why; all ranks then raise.
+        call: the user's call that this is a part of, for errors; the topic stands in its place if it is not given.
+        verb: what a missing rank has not done with that call.
+
+    Raises:
+        DesyncError: on every rank, if statements differ, if a rank reports an error, or if one is missing after
+            `table.timeout_s`. The text names the rank and the first difference.
+        LostStoreError: the store is gone, here and in all that follows.
+    """
+    table.post(f"{topic}/{table.rank}", statement)
+    if table.rank == 0:
+        own = json.loads(json.dumps(statement))
+        table.post(f"{topic}/verdict", _judge(table, topic, own, call and f"{verb} {call}"))
+    try:
+        verdict, is_missing = table.read(f"{topic}/verdict", 2 * table.timeout_s)
+    except LostStoreError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"{call or topic}: rank 0 gave no verdict within {2 * table.timeout_s:g} s. Is it alive, and does it call "
+            f"{call or 'the same'}, for the same modules in the same order?"
+        ) from error
+    if verdict:
+        raise (MissingRankError if is_missing else DesyncError)(f"{call or topic}: {verdict}")
+
+
+def decide(table: Table, topic: str, value: Any) -> Any:
+    """What rank 0 of the table says on `topic`. It does not wait for the others.
+
+    Args:
+        table: where to meet.
+        topic: unique for this decision on this table.
+        value: plain JSON data; only rank 0's counts.
+
+    Raises:
+        DesyncError: rank 0 has not said anything after `table.timeout_s`.
+    """
+    if table.rank == 0:
+        table.post(f"{topic}/decision", value)
+    try:
+        return table.read(f"{topic}/decision", table.timeout_s)
+    except LostStoreError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank 0 has not decided within {table.timeout_s:g} s. Is it alive, and does it run the same backwards as "
+            f"this rank? ({topic})"
+        ) from error
+
+
+def collect(table: Table, topic: str, value: Any) -> list[Any]:
+    """On rank 0 what each rank says on `topic`, by rank; nothing on the others, which do not wait.
+
+    Raises:
+        DesyncError: on rank 0, if a rank has not said anything after `table.timeout_s`.
+    """
+    table.post(f"{topic}/{table.rank}", value)
+    if table.rank:
+        return []
+    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
+
+
+def exchange(table: Table, topic: str, value: Any) -> list[Any]:
+    """What each rank says on `topic`, by rank, on every rank. Also a barrier: nobody returns before all have spoken.
+
+    Args:
+        table: where to meet.
+        topic: unique for this exchange on this table.
+        value: plain JSON data.
+
+    Raises:
+        DesyncError: some rank has not said anything after `table.timeout_s`; the text names it.
+    """
+    table.post(f"{topic}/{table.rank}", value)
+    return [_word_of(table, topic, rank) for rank in range(table.world_size)]
+
+
+def _word_of(table: Table, topic: str, rank: int) -> Any:
+    try:
+        return table.read(f"{topic}/{rank}", table.timeout_s)
+    except LostStoreError:
+        raise
+    except RuntimeError as error:
+        raise MissingRankError(
+            f"rank {rank} has not come to the same place of its backward within {table.timeout_s:g} s. Is it alive, "
+            f"and does it run the same backwards as this rank? ({topic})"
+        ) from error
+
+
+def _judge(table: Table, topic: str, own: Statement, deed: str) -> tuple[str, bool]:
+    """The empty text if all ranks agree with the first, otherwise what is wrong; and whether a rank is missing."""
+    missing: list[int] = []
+    complaints: list[str] = []
+    for rank in range(table.world_size):
+        # One rank is waited for in full; once somebody is missing the others get a short look only, so that the
+        # verdict comes before the ranks that wait for it give up.
+        patience = max(0.01, min(1.0, table.timeout_s / (2 * table.world_size))) if missing else table.timeout_s
+        try:
+            other = table.read(f"{topic}/{rank}", patience)
+        except LostStoreError:
+            raise
+        except RuntimeError:
+            missing.append(rank)
+            continue
+        if "error" in other:
+            complaints.append(f"rank {rank} cannot go on: {other['error']}")
+        elif "error" not in own and other != own:
+            complaints.append(f"rank {rank} differs from rank 0: {first_difference(own, other)}")
+    if missing:
+        complaints.append(_absent(missing, deed, table.timeout_s))
+    return "; ".join(complaints[:4]), bool(missing)
+
+
+def _absent(ranks: Sequence[int], deed: str, waited_s: float) -> str:
+    named = ", ".join(map(str, ranks))
+    subject = f"ranks {named} have" if len(ranks) > 1 else f"rank {named} has"
+    return f"{subject} not {deed or 'come to this place'} after {waited_s:g} s"
+
+
+def first_difference(mine: Any, theirs: Any) -> str:
+    """The first place where two JSON values differ: `parameters[3].shape[0] is 8 there, 4 on rank 0`."""
+    for path, here, there in _differences(mine, theirs, ""):
+        return f"{path.lstrip('.') or 'the value'} is {there} there, {here} on rank 0"
+    return "no difference"
+
+
+def _differences(mine: Any, theirs: Any, path: str) -> Iterator[tuple[str, str, str]]:
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        for key in [*mine, *(key for key in theirs if key not in mine)]:
+            if key not in mine or key not in theirs:
+                yield f"{path}.{key}", _show(mine.get(key, _MISSING)), _show(theirs.get(key, _MISSING))
+            else:
+                yield from _differences(mine[key], theirs[key], f"{path}.{key}")
+    elif isinstance(mine, list) and isinstance(theirs, list):
+        for position, (here, there) in enumerate(itertools.zip_longest(mine, theirs, fillvalue=_MISSING)):
+            yield from _differences(here, there, f"{path}[{position}]")
+    elif mine != theirs:
+        yield path, _show(mine), _show(theirs)
+
+
+def _show(value: Any) -> str:
+    return "missing" if value is _MISSING else json.dumps(value)
+
+
+logger = logging.getLogger("dp_compile.plan_sync")
+
+_meetings: Final[Counter[str]] = Counter()
+
+
+def table_of(group: Group, device: torch.device | None = None) -> Table | None:
+    """Where the ranks of a group meet, with the time-out of its collectives; `None` if there are no others.
+
+    `device`: of the tensors that it reduces, as a group may have a backend for each type of device.
+    """
+    if not group.has_others:
+        return None
+    device = device or torch.device(distributed.working_device(group.process_group))
+    timeout_s = distributed.timeout_of(group.process_group, device)
+    return Table(distributed.default_store(), dist.get_rank(group.process_group), group.world_size, timeout_s)
+
+
+def table_in_backward(replica: Replica) -> Table | None:
+    """Where the ranks of a module meet: they wait for each other as long as for a collective.
+
+    A rank that compiles or writes a checkpoint is late in the one as in the other.
+    """
+    return table_of(replica.group, replica.device)
+
+
+def meeting(replica: Replica, about: str) -> str:
+    """A topic that no other meeting of these ranks has, past or future.
+
+    Numbers that people see go back: a backward that raised is tried again under the same count, and `warmup` puts
+    counts back. A rank would then read what was said the time before.
+    """
+    topic = f"{replica.topic}/{about}"
+    _meetings[topic] += 1
+    return f"{topic}/{_meetings[topic]}"
+
+
+def agree_in_call(replica: Replica, statement: Statement, call: str) -> None:
+    """Compare in a call that every rank of a module makes between the same two backwards.
+
+    Raises:
+        DesyncError: ranks differ, one reports an error, or one is missing.
+    """
+    table = table_in_backward(replica)
+    if table is not None:
+        agree(table, meeting(replica, call), statement, call=call)
+
+
+@contextlib.contextmanager
+def telling_the_others(replica: Replica | None, call: str) -> Iterator[None]:
+    """An error inside, of whatever kind, reaches the other ranks too, which wait for this one in `agree_in_call`.
+
+    Without a replica nobody waits.
+    """
+    try:
+        yield
+    except (DesyncError, LostStoreError):  # they have met, or cannot
+        raise
+    except Exception as error:
+        if replica is not None:
+            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+            with contextlib.suppress(DesyncError, LostStoreError):
+                agree_in_call(replica, {"error": text}, call)
+        raise
+
+
+def settle(replicas: Sequence[Replica], times: Mapping[Replica, ReadyTimes] | None = None) -> None:
+    """Settle the plans of replicas that are about to reduce for the first time. Does nothing for the others.
+
+    Args:
+        replicas: in any order.
+        times: what the captured graph says of a replica's gradients. Without it, and on this group's first rank, the
+            plan stays as it is.
+
+    Raises:
+        DesyncError: a rank has not come to this point within the group's time-out, or has made another plan.
+    """
+    said = times or {}
+    open_ones = [replica for replica in replicas if replica.awaits(Revision.FROM_GRAPH)]
+    tables = list(map(table_in_backward, open_ones))
+    topics = [meeting(replica, Revision.FROM_GRAPH.name) for replica in open_ones]
+    proposals = [said[each].to_json() if each in said else None for each in open_ones]
+    for table, topic, proposal in zip(tables, topics, proposals, strict=True):
+        # Who decides for one group may have to wait for who decides for another: first everybody says what he knows.
+        if table is not None and table.rank == 0:
+            decide(table, topic, proposal)
+    for replica, table, topic, proposal in zip(open_ones, tables, topics, proposals, strict=True):
+        decided = proposal if table is None or table.rank == 0 else decide(table, topic, None)
+        revise(replica, None if decided is None else ReadyTimes.from_json(decided), None)
+
+
+def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | None) -> None:
+    """The revision is over; without times the plan stays.
+
+    Raises:
+        DesyncError: on every rank, the plan of some rank is another one. All keep the one they have.
+    """
+    occasion, replica.revisions.due = replica.revisions.due[0], replica.revisions.due[1:]
+    replica.revisions.settled_after = replica.history.synced_backwards
+    if times is None:
+        return
+    assert replica.revisions.revise is not None
+    before, planned = len(replica.plan.buckets), replica.revisions.revise(times, cost)
+    # What gradients are divided by may have changed since it was said how plans are made.
+    planned = replace(planned, plan=planned.plan.with_keys_of(replica.plan.gradients))
+    table, topic = table_in_backward(replica), meeting(replica, "new plan")
+    if table is not None:
+        # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would
+        # then be added to each other, and nothing else would notice.
+        agree(table, topic, {"the new plan": planned.plan.signature()})
+    replica.adopt(planned, times)
+    logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
+
+
+def describe_plan(replica: Replica) -> str:
+    """A plan in one line: strategy, buckets, how far the predicted end is from the best, what that rests on."""
+    certificate, buckets = replica.certificate, count(len(replica.plan.buckets), "bucket")
+    size = f"{buckets}, {format_bytes(replica.plan.nbytes)}"
+    if certificate is None:
+        return f"{replica.strategy}, {size}"
+    end = "" if replica.ready.backward_s is None else f" {certificate.makespan_s * 1e3:.3g} ms"
+    above = percent_above(certificate.ratio)
+    return f"{replica.strategy}, {size}, predicted end{end} {above} the best any plan could do ({replica.ready.basis})"
+
+
+_calls: Counter[str] = Counter()
+
+
+@dataclass(eq=False, slots=True)
+class Meeting:
+    """Where the ranks of a group compare one call of `replicate`: a topic in the store that no other call has."""
+
+    group: Group
+    number: int = 0
+    """Which call of `replicate` with this group it is; 0: not called yet."""
+    held: int = 0
+
+    @classmethod
+    def of_this_call(cls, group: Group) -> Meeting:
+        """Counted before anything can go wrong, so that a rank that raises stays in step with the others."""
+        meeting = cls(group)
+        meeting._count()
+        return meeting
+
+    def _count(self) -> None:
+        _calls[self.group.name] += 1
+        self.number = _calls[self.group.name]
+
+    def compare(self, statement: Statement, *, own_error: Exception | None = None) -> str:
+        """Compare with the other ranks; a rank with an error of its own only tells the others and raises nothing.
+
+        Returns the topic.
+
+        Raises:
+            DesyncError: ranks differ, one reports an error or is missing.
+        """
+        if not self.number:
+            self._count()
+        self.held += 1
+        topic = f"dp_compile.replicate/{self.group.name}/{self.number}" + (f"/{self.held}" if self.held > 1 else "")
+        table = table_of(self.group)
+        if table is None:
+            return topic
+        try:
+            agree(table, topic, statement, call="replicate()")
+        except Exception:
+            if own_error is None:
+                raise
+        return topic
+
+    @contextlib.contextmanager
+    def telling_the_others(self) -> Iterator[None]:
+        """An error inside, of whatever kind, reaches the other ranks too, which wait for this one."""
+        try:
+            yield
+        except Exception as error:
+            text = str(error) if isinstance(error, DPCompileError) else f"{type(error).__name__}: {error}"
+            self.compare({"error": text}, own_error=error)
+            raise
