@@ -1,11 +1,12 @@
-"""Train one model with `dp_compile` and its twin with torch's DDP, and compare gradients and parameters each step."""
+"""Train a model with torch's DDP and its twin with `dp_compile` by the same steps, and compare after each."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,69 +18,124 @@ from torch.nn.parallel import DistributedDataParallel
 import dp_compile
 from dp_compile.insight.report import Report
 
-Batch = tuple[Any, ...]
+AOT = dp_compile.ReplicateConfig(backend="aot_eager")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """One comparison. `build` makes the model, `batch(rank, step)` its inputs; the loss is a mean of squares."""
-
-    build: Callable[[], nn.Module]
-    batch: Callable[[int, int], Batch]
-    loss: Callable[[Any], torch.Tensor] = field(default=lambda output: _mean_square(output))
-    steps: int = 4
-    set_to_none: Callable[[int], bool] = field(default=lambda step: True)
-    micro_steps: int = 1
-    autocast: bool = False
-    compile_model: Callable[[nn.Module], Any] = field(default=lambda model: torch.compile(model, backend="aot_eager"))
-    options: dict[str, Any] = field(default_factory=dict)
-    config: dp_compile.ReplicateConfig = field(default_factory=dp_compile.ReplicateConfig)
-    backend: str = "aot_eager"
-    rtol: float = 1e-5
-    atol: float = 1e-6
+# --- models -------------------------------------------------------------------------------------------------------
 
 
-def _mean_square(output: Any) -> torch.Tensor:
-    return output.float().square().mean()
+def mlp(width: int = 6) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 6))
 
 
-def train_both(case: Case) -> Report:
-    """Run a case on this rank; raises where the two differ. Returns our report."""
-    torch.manual_seed(0)
-    ours = case.build()
-    theirs = DistributedDataParallel(
-        copy.deepcopy(ours), find_unused_parameters=case.options.get("find_unused_parameters", False)
+class Block(nn.Module):
+    """Unlike torch's own containers, a module of the user's file is compiled by `Module.compile()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class Untraceable(torch.autograd.Function):
+    """The identity. Its backward cannot be captured as one graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return grad.clone()
+
+
+class Fuse(torch.autograd.Function):
+    """The identity, whose backward can be made to fail."""
+
+    blown = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        if Fuse.blown:
+            raise ValueError("blown")
+        return grad.clone()
+
+
+def batch(number: int, rows: int = 3) -> torch.Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(10 * number + dist.get_rank()))
+
+
+def compile_whole(module: nn.Module) -> Any:
+    return torch.compile(module, backend="aot_eager")
+
+
+def compile_blocks(module: nn.Module) -> nn.Module:
+    for each in module.children():
+        each.compile(backend="aot_eager")
+    return module
+
+
+def not_compiled(module: nn.Module) -> Any:
+    return module
+
+
+# --- two trainings ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two models."""
+
+    module: nn.Module
+    run: Callable[..., Any]
+    optimizer: torch.optim.Optimizer
+    no_sync: Callable[[], AbstractContextManager[None]]
+    ours: bool
+    state: dict[str, Any] = field(default_factory=dict)
+
+    def loss(self, number: int) -> torch.Tensor:
+        return self.run(batch(number)).square().mean()
+
+
+Step = Callable[[Side, int], None]
+"""Backwards of one side in a step of this number."""
+
+
+def sides_of(ours: nn.Module, run: Any, theirs: DistributedDataParallel, momentum: float = 0.0) -> tuple[Side, Side]:
+    mine, other = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=momentum) for each in (ours, theirs))
+    return (
+        Side(ours, run, mine, lambda: dp_compile.no_sync(ours), ours=True),
+        Side(theirs.module, theirs, other, theirs.no_sync, ours=False),
     )
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(dist.get_rank())  # replicate() has to undo this
-    config = dataclasses.replace(case.config, backend=case.backend)
-    dp_compile.replicate(ours, config=config, **case.options)
-    compiled = case.compile_model(ours)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
-    for step in range(case.steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad(set_to_none=case.set_to_none(step))
-        for micro_step in range(case.micro_steps):
-            batch = case.batch(dist.get_rank(), step * case.micro_steps + micro_step)
-            local = micro_step + 1 < case.micro_steps
-            with dp_compile.no_sync(ours) if local else nullcontext():
-                _backward(case, compiled, batch)
-            with theirs.no_sync() if local else nullcontext():
-                _backward(case, theirs, batch)
-        compare(ours, theirs.module, f"step {step}", rtol=case.rtol, atol=case.atol)
-        for optimizer in optimizers:
-            optimizer.step()
-    compare(ours, theirs.module, "the end", rtol=case.rtol, atol=case.atol)
-    result = dp_compile.report(ours)
-    dp_compile.unreplicate(ours)
-    return result
 
 
-def _backward(case: Case, model: Any, batch: Batch) -> None:
-    with torch.autocast("cpu", torch.bfloat16) if case.autocast else nullcontext():
-        loss = case.loss(model(*batch))
-    loss.backward()
+def train(
+    sides: Sequence[Side],
+    steps: range,
+    step: Step,
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-6,
+    set_to_none: Callable[[int], bool] = lambda number: True,
+) -> None:
+    """Raises where the two differ."""
+    ours, theirs = (side.module for side in sides)
+    for number in steps:
+        for side in sides:
+            torch.manual_seed(100 * number + dist.get_rank())
+            side.optimizer.zero_grad(set_to_none=set_to_none(number))
+            step(side, number)
+        compare(ours, theirs, f"step {number}", rtol=rtol, atol=atol)
+        for side in sides:
+            side.optimizer.step()
+    compare(ours, theirs, "the end", rtol=rtol, atol=atol)
 
 
 def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol: float) -> None:
@@ -87,21 +143,173 @@ def compare(ours: nn.Module, theirs: nn.Module, when: str, *, rtol: float, atol:
 
     Buffers on the first rank only, whose buffers count: torch's DDP hands them to the others one forward later.
     """
+
+    def check(what: str, mine: torch.Tensor, other: torch.Tensor) -> None:
+        torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda text: f"{when}: {what}: {text}")
+
     if dist.get_rank() == 0:
         for (name, mine), other in zip(ours.named_buffers(), theirs.buffers(), strict=True):
-            torch.testing.assert_close(mine, other, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: {n}: {m}")
+            check(name, mine, other)
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None), f"{when}: gradient of {name}"
         if mine.grad is not None and other.grad is not None:
             assert _layout(mine.grad) == _layout(other.grad), f"{when}: strides of the gradient of {name}"
-            torch.testing.assert_close(
-                mine.grad, other.grad, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: gradient of {n}: {m}"
-            )
-        torch.testing.assert_close(
-            mine, other, rtol=rtol, atol=atol, msg=lambda m, n=name: f"{when}: parameter {n}: {m}"
-        )
+            check(f"gradient of {name}", mine.grad, other.grad)
+        check(f"parameter {name}", mine, other)
 
 
 def _layout(tensor: torch.Tensor) -> list[int]:
     """Strides, but of dimensions of size one, where any stride means the same."""
     return [stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
+
+
+@contextmanager
+def _built(
+    build: Callable[[], nn.Module],
+    compile_model: Callable[[nn.Module], Any],
+    theirs_options: dict[str, Any],
+    options: dict[str, Any],
+    *,
+    momentum: float = 0.0,
+    ranks_differ: bool = False,
+) -> Iterator[tuple[Side, Side]]:
+    torch.manual_seed(0)
+    ours = build()
+    torch.manual_seed(0)
+    theirs = DistributedDataParallel(build(), **theirs_options)
+    with torch.no_grad():
+        for parameter in ours.parameters() if ranks_differ else ():
+            parameter.add_(dist.get_rank())  # replicate() has to undo this
+    dp_compile.replicate(ours, **options)
+    try:
+        yield sides_of(ours, compile_model(ours), theirs, momentum)
+    finally:
+        dp_compile.unreplicate(ours)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One comparison. `build` makes the model, `batch(rank, step)` its inputs; the loss is a mean of squares."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Any, ...]]
+    loss: Callable[[Any], torch.Tensor] = field(default=lambda output: output.float().square().mean())
+    steps: int = 4
+    set_to_none: Callable[[int], bool] = field(default=lambda step: True)
+    micro_steps: int = 1
+    autocast: bool = False
+    compile_model: Callable[[nn.Module], Any] = compile_whole
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dp_compile.ReplicateConfig = field(default_factory=dp_compile.ReplicateConfig)
+    backend: str = "aot_eager"
+    rtol: float = 1e-5
+    atol: float = 1e-6
+
+    def step(self, side: Side, number: int) -> None:
+        for micro in range(self.micro_steps):
+            inputs = self.batch(dist.get_rank(), number * self.micro_steps + micro)
+            with side.no_sync() if micro + 1 < self.micro_steps else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+                    loss = self.loss(side.run(*inputs))
+                loss.backward()
+
+
+def train_both(case: Case) -> Report:
+    """Run a case on this rank; raises where the two differ. Returns our report."""
+    theirs = {"find_unused_parameters": case.options.get("find_unused_parameters", False)}
+    options = {"config": dataclasses.replace(case.config, backend=case.backend)} | case.options
+    made = _built(case.build, case.compile_model, theirs, options, momentum=0.9, ranks_differ=True)
+    with made as sides:
+        train(sides, range(case.steps), case.step, rtol=case.rtol, atol=case.atol, set_to_none=case.set_to_none)
+        return dp_compile.report(sides[0].module)
+
+
+def beside(
+    build: Callable[[], nn.Module],
+    step: Step,
+    *,
+    steps: int = 3,
+    compile_model: Callable[[nn.Module], Any] = compile_whole,
+    find_unused: bool = False,
+    theirs: dict[str, Any] | None = None,
+    **options: Any,
+) -> Report:
+    """As `train_both`, by backwards that a test writes itself."""
+    torch._dynamo.reset()
+    unused = {"find_unused_parameters": find_unused}
+    with _built(build, compile_model, unused | (theirs or {}), {"config": AOT} | unused | options) as sides:
+        train(sides, range(steps), step)
+        return dp_compile.report(sides[0].module)
+
+
+def train_beside(
+    ours: Any, run: Callable[..., Any], theirs: Any, steps: range, broken: Callable[[int], bool], micro: int = 1
+) -> None:
+    """Train a module of ours, run by `run`, and its twin in torch's DDP.
+
+    In a step in which `broken` holds on this rank, its backward is not captured.
+    """
+
+    def step(side: Side, number: int) -> None:
+        for each in range(micro):
+            with warnings.catch_warnings(), side.no_sync() if each + 1 < micro else nullcontext():
+                warnings.simplefilter("ignore")
+                is_broken = side.ours and broken(number)
+                with torch.autograd.detect_anomaly(check_nan=False) if is_broken else nullcontext():
+                    side.run(batch(10 * number + each)).square().mean().backward()
+
+    train(sides_of(ours, run, theirs), steps, step, rtol=1e-5, atol=1e-7)
+    everything = torch.cat([parameter.detach().flatten() for parameter in ours.parameters()])
+    first = everything.clone()
+    dist.broadcast(first, 0)
+    assert torch.equal(everything, first), "the ranks have drifted apart"
+
+
+def plain(side: Side, number: int) -> None:
+    side.loss(number).backward()
+
+
+def anomaly(side: Side, number: int) -> None:
+    with warnings.catch_warnings(), torch.autograd.detect_anomaly(check_nan=False):
+        warnings.simplefilter("ignore")
+        side.loss(number).backward()
+
+
+def in_cpp(side: Side, number: int) -> None:
+    """The operator of `backward()` in TorchScript: the engine is entered without Python."""
+    loss = side.loss(number)
+    if side.ours and number:  # the first backward of a module is to come through Python
+        torch.ops.aten._backward(loss, [], None, None, False)
+    else:
+        loss.backward()
+
+
+# --- in one process, on the fake group ----------------------------------------------------------------------------
+
+
+def expect_half(ours: nn.Module, theirs: nn.Module) -> None:
+    """An all-reduce of the fake group returns its input: the average over two ranks is half of a gradient."""
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None, name
+        assert other.grad is not None, name
+        torch.testing.assert_close(mine.grad, other.grad / 2, msg=lambda message, n=name: f"{n}: {message}")
+
+
+class Twin:
+    """A replicated model and its plain twin, stepped together."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        self.plain = copy.deepcopy(model)
+        self.model: Any = dp_compile.replicate(model, **{"config": AOT} | options)
+        self.run: Callable[..., Any] = compile_whole(self.model)
+
+    def step(self, *inputs: Any, loss: Callable[[Any], torch.Tensor] = lambda out: out.square().sum()) -> None:
+        self.model.zero_grad()
+        self.plain.zero_grad()
+        loss(self.plain(*inputs)).backward()
+        loss(self.run(*inputs)).backward()
+        expect_half(self.model, self.plain)
+
+    @property
+    def report(self) -> Report:
+        return dp_compile.report(self.model)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_whole, mlp, not_compiled, train_beside
+from parity import AOT, batch, compile_whole, mlp, not_compiled, train_beside
 from reference_hooks import Rounded, as_torch_s
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_whole, mlp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity import AOT, batch, compile_whole, mlp
 from reference_hooks import LARGEST, in_blocks, reduced_by_formula
 from torch import nn
 

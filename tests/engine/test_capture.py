@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from beside import AOT, Block, Twin, compile_whole, expect_half
+from parity import AOT, Block, Twin, compile_whole, expect_half
 from torch import fx, nn
 from torch._dynamo import compiled_autograd, convert_frame
 from torch.distributed.fsdp import MixedPrecisionPolicy

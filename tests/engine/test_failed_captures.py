@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, Block, Fuse, Twin, expect_half
+from parity import AOT, Block, Fuse, Twin, expect_half
 from torch import nn
 from torch._dynamo import compiled_autograd
 
@@ -96,7 +96,7 @@ def test_what_a_capture_cannot_take(name: str, caplog: pytest.LogCaptureFixture)
     (said,) = messages(caplog)
     assert said.startswith("a backward is not captured, its hooks run eagerly: ")
     assert why in said
-    assert "beside.py:" in said or "test_failed_captures.py:" in said  # the line of the backward, or of the hook
+    assert "parity.py:" in said or "test_failed_captures.py:" in said  # the line of the backward, or of the hook
     twin.step()
     assert twin.backwards == {"eager hooks": 2, "captured": 1}
     torch._dynamo.reset()  # refused by torch if it takes a capture for under way

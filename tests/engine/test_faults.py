@@ -26,7 +26,7 @@ import pytest
 import resumable_run
 import torch
 import torch.distributed as dist
-from beside import Fuse
+from parity import Fuse
 from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import (
+from fuzzing import RecomputedFunction
+from on_ranks import on_ranks
+from parity import (
     AOT,
     Block,
     Side,
@@ -24,8 +26,6 @@ from beside import (
     not_compiled,
     plain,
 )
-from fuzzing import RecomputedFunction
-from on_ranks import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import compile_whole, not_compiled
+from parity import compile_whole, not_compiled
 from torch import nn
 
 import dp_compile

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_whole, mlp, not_compiled
+from parity import AOT, batch, compile_whole, mlp, not_compiled
 from torch import nn
 
 import dp_compile

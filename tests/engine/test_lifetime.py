@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, Block, batch, compile_blocks, not_compiled
+from parity import AOT, Block, batch, compile_blocks, not_compiled
 from torch import nn
 
 import dp_compile

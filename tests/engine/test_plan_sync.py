@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT
 from hypothesis import given
 from hypothesis import strategies as st
+from parity import AOT
 from torch import nn
 
 import dp_compile

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_whole, mlp, not_compiled
+from parity import AOT, batch, compile_whole, mlp, not_compiled
 from torch import nn
 from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from beside import (
+from parity import (
     AOT,
     Block,
     Fuse,

@@ -14,9 +14,9 @@ import pytest
 import tensor_parallel_gpt
 import torch
 import torch.distributed as dist
-from beside import AOT
 from docs_scripts import python_of
 from meshes import Orders, Reads, dp_of, full, mesh_of, unordered
+from parity import AOT
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, batch, compile_whole, mlp
 from meshes import mesh_of
+from parity import AOT, batch, compile_whole, mlp
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

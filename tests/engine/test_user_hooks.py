@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import (
+from parity import (
     AOT,
     Block,
     Side,

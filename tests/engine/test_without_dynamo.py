@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, compile_whole, expect_half
+from parity import AOT, compile_whole, expect_half
 from torch import fx, nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._inductor.utils import fresh_cache

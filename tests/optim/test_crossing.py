@@ -22,10 +22,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from beside import batch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from on_ranks import on_ranks
+from parity import batch
 from poison import poisoned
 from torch import nn
 from torch._dynamo.utils import counters

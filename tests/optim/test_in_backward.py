@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import batch, compile_whole, not_compiled
+from parity import batch, compile_whole, not_compiled
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import ADAMW, GIVEN, SGD, SMALL, Net, id_of, made, twins, two_groups

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from beside import batch
 from on_ranks import on_ranks
+from parity import batch
 from poison import poisoned
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import Block, Untraceable, batch, compile_blocks, compile_whole, not_compiled
 from on_ranks import on_ranks
+from parity import Block, Untraceable, batch, compile_blocks, compile_whole, not_compiled
 from poison import poisoned
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy

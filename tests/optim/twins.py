@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from beside import batch, compile_whole
+from parity import batch, compile_whole
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from beside import AOT, Block, batch, compile_whole, mlp, not_compiled
 from on_ranks import on_ranks
+from parity import AOT, Block, batch, compile_whole, mlp, not_compiled
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
