@@ -23,7 +23,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
@@ -31,11 +31,14 @@ import torch
 import torch.distributed as dist
 
 from dp_compile._torch import distributed
+from dp_compile.engine.gradients import gradient_specs
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Replica, Revision
 from dp_compile.errors import CommunicationError, DesyncError, DPCompileError, VoidBackwardError
-from dp_compile.plan.cost import AllReduceCost
-from dp_compile.plan.planner import percent_above
+from dp_compile.plan.buckets import ALIGNMENT_BYTES, Layout
+from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.crossing import plan_crossing
+from dp_compile.plan.planner import Planned, percent_above, plan_optimal
 from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.plan.words import count, format_bytes
 
@@ -349,10 +352,7 @@ def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | Non
     replica.revisions.settled_after = replica.history.synced_backwards
     if times is None:
         return
-    assert replica.revisions.revise is not None
-    before, planned = len(replica.plan.buckets), replica.revisions.revise(times, cost)
-    # What gradients are divided by may have changed since it was said how plans are made.
-    planned = replace(planned, plan=planned.plan.with_keys_of(replica.plan.gradients))
+    before, planned = len(replica.plan.buckets), make_plan_again(replica, times, cost)
     table, topic = table_in_backward(replica), meeting(replica, "new plan")
     if table is not None:
         # Equal numbers make equal plans, unless a rank adds floats up in another order: gradients of equal size would
@@ -360,6 +360,18 @@ def revise(replica: Replica, times: ReadyTimes | None, cost: AllReduceCost | Non
         agree(table, topic, {"the new plan": planned.plan.signature()})
     replica.adopt(planned, times)
     logger.info("a new plan, %s: %s; before %s", occasion.value, describe_plan(replica), count(before, "bucket"))
+
+
+def make_plan_again(replica: Replica, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
+    """The plan from ready times and, if it was measured, what a collective costs: equal where these are equal."""
+    group, revisions = replica.group, replica.revisions
+    assert revisions.layout is not None
+    gradients = gradient_specs(replica.parameters, replica.names, group, replica.sparse)
+    cost = replica.config.cost or measured or nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    planned = plan_optimal(gradients, cost, times, revisions.layout)
+    if revisions.for_next_forward:
+        return plan_crossing(planned, times, cost, Layout(ALIGNMENT_BYTES), lanes=group.backend.lanes)
+    return planned
 
 
 def describe_plan(replica: Replica) -> str:

@@ -28,8 +28,7 @@ from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.passes.memory import BucketMemory
 from dp_compile.passes.result import GraphPass
 from dp_compile.passes.sources import code_key
-from dp_compile.plan.buckets import BucketPlan
-from dp_compile.plan.cost import AllReduceCost
+from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import Launches, ReadyTimes
 from dp_compile.plan.reduction import Averaging
@@ -53,16 +52,18 @@ class Revisions:
     """When the plan is made anew, and what is known for that (`engine/plan_sync.py`).
 
     Args:
-        revise: makes a plan from ready times and, if it was measured, what a collective costs.
         due: the next occasion first.
+        layout: how gradients lie in the buckets of a plan that is made again; `None`: the first plan is the last.
+        for_next_forward: buckets are launched in the order in which the next forward needs them.
         settled_after: how many synchronised backwards there were before the one in which the plan was settled.
         launches: what this rank has measured.
         average_by: lets gradients be averaged in another way from now on. Only between backwards, on every rank.
         scatter: lets each rank keep a part only of the reduced gradients of these parameters. As `average_by`.
     """
 
-    revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
     due: tuple[Revision, ...] = ()
+    layout: Layout | None = None
+    for_next_forward: bool = False
     settled_after: int = 0
     launches: list[Launches] = field(default_factory=list)
     average_by: Callable[[Averaging], None] | None = None

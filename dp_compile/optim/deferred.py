@@ -34,10 +34,9 @@ from dp_compile.optim.partial_steps import PartialSteps, options_of
 from dp_compile.passes.crossing import PART_STARTS, START, in_flight
 from dp_compile.passes.reduction import EagerOps, restored, view_of
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, Bucket, Layout
-from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.crossing import plan_crossing
 from dp_compile.plan.planner import Planned
-from dp_compile.plan.ready_times import ReadyTimes
 from dp_compile.replication.forward_hooks import Installed
 from dp_compile.replication.module import behind, replica_of
 
@@ -482,18 +481,14 @@ def plan_for(replica: Replica) -> None:
     """
     if replica.strategy == "single":
         return
-    revise, group, config = replica.revisions.revise, replica.group, replica.config
+    group = replica.group
     layout = Layout(ALIGNMENT_BYTES) if replica.strategy == "optimal" else None
-
-    def crossing(planned: Planned, times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
-        nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-        return plan_crossing(planned, times, config.cost or measured or nominal, layout, lanes=group.backend.lanes)
-
-    if revise is not None:
-        replica.revisions.revise = lambda times, measured: crossing(revise(times, measured), times, measured)
-        # When buckets are launched says little of when gradients are ready: launches wait for each other.
-        replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
-    planned = crossing(Planned(replica.plan, replica.certificate), replica.ready, None)
+    cost = replica.config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
+    replica.revisions.for_next_forward = True
+    # When buckets are launched says little of when gradients are ready: launches wait for each other.
+    replica.revisions.due = tuple(each for each in replica.revisions.due if each is not Revision.FROM_LAUNCHES)
+    as_it_is = Planned(replica.plan, replica.certificate)
+    planned = plan_crossing(as_it_is, replica.ready, cost, layout, lanes=group.backend.lanes)
     said = {"the plan with overlap_forward": planned.plan.signature()}
     agree_in_call(replica, said, "in_backward(overlap_forward=True)")
     replica.adopt(planned, replica.ready)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
@@ -13,7 +13,7 @@ from dp_compile.config import ReplicateConfig
 from dp_compile.engine.group import Group
 from dp_compile.engine.replica import Revision
 from dp_compile.plan.buckets import ALIGNMENT_BYTES, GradientSpec, Layout, plan_single
-from dp_compile.plan.cost import AllReduceCost, nominal_cost
+from dp_compile.plan.cost import nominal_cost
 from dp_compile.plan.planner import Planned, plan_fixed, plan_optimal, plan_per_module
 from dp_compile.plan.ready_times import ReadyTimes, assumed_times
 from dp_compile.replication.selection import Selection
@@ -44,17 +44,17 @@ class PlanRequest:
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """A plan, and how to make it again when more is known.
+    """A plan, and what it takes to make it again when more is known.
 
-    `revise` makes a plan from ready times and, if it was measured, what a collective costs; it is pure. `revisions`
-    are the occasions for it, in their order. `strategy`: `optimal`, `fixed`, `per_module`; or `single`: no pass makes
-    buckets, each gradient is reduced by itself.
+    `layout` and `revisions`: how gradients lie in the buckets of a plan that is made again, and its occasions, in
+    their order. `strategy`: `optimal`, `fixed`, `per_module`; or `single`: no pass makes buckets, each gradient is
+    reduced by itself.
     """
 
     strategy: str
     planned: Planned
     ready: ReadyTimes
-    revise: Callable[[ReadyTimes, AllReduceCost | None], Planned] | None = None
+    layout: Layout | None = None
     revisions: tuple[Revision, ...] = ()
 
 
@@ -75,12 +75,10 @@ def make_plan(module: nn.Module, gradients: Sequence[GradientSpec], group: Group
     if config.bucket_cap_mb is not None:
         return Planning(strategy, plan_fixed(gradients, config.bucket_cap_mb, layout), ready)
 
-    def revise(times: ReadyTimes, measured: AllReduceCost | None) -> Planned:
-        nominal = nominal_cost(group.backend, group.world_size, group.ranks_inside)
-        return plan_optimal(gradients, config.cost or measured or nominal, times, layout)
-
+    cost = config.cost or nominal_cost(group.backend, group.world_size, group.ranks_inside)
     later = () if config.replan_after is None or group.world_size == 1 else (Revision.FROM_LAUNCHES,)
-    return Planning(strategy, revise(ready, None), ready, revise, (Revision.FROM_GRAPH, *later))
+    planned = plan_optimal(gradients, cost, ready, layout)
+    return Planning(strategy, planned, ready, layout, (Revision.FROM_GRAPH, *later))
 
 
 def _kept_apart(module: nn.Module) -> frozenset[str]:

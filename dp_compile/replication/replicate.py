@@ -463,7 +463,7 @@ def _make_replica(target: Selection, order: _Order) -> Replica:
         ready=planning.ready,
         strategy=planning.strategy,
         outline=target.outline(),
-        revisions=Revisions(planning.revise, planning.revisions),
+        revisions=Revisions(planning.revisions, planning.layout),
         passes=order.passes,
         beside_shards=target.sharded,
         sparse=sparse,
@@ -509,7 +509,7 @@ def _reduce_by(replica: Replica, group: Group, module: nn.Module, request: PlanR
     planning = None if request is None else make_plan(module, gradients, group, request)
     replica.group = group
     if planning is not None:
-        replica.revisions.revise = planning.revise
+        replica.revisions.layout = planning.layout
     if planning is None or _keep_together(replica.plan, gradients):
         replica.adopt(Planned(replica.plan.with_keys_of(gradients), replica.certificate), replica.ready)
     else:

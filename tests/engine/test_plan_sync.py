@@ -17,7 +17,9 @@ from parity import AOT
 from torch import nn
 
 import dp_compile
+from dp_compile.engine import plan_sync
 from dp_compile.engine.plan_sync import Table, agree, collect, decide, exchange, first_difference
+from dp_compile.engine.replica import Replica
 from dp_compile.errors import CommunicationError, DesyncError
 from dp_compile.insight.report import Report
 from dp_compile.plan.buckets import UNUSED_FLAGS, BucketPlan
@@ -120,16 +122,16 @@ def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[
     torch.manual_seed(0)
     ours = dp_compile.replicate(Backwards(3), config=dataclasses.replace(AOT, replan_after=replan_after))
     replica = replica_of(ours)
-    make, armed = replica.revisions.revise, replan_after is None
-    assert make is not None
+    make, armed = plan_sync.make_plan_again, replan_after is None
 
-    def revise(times: ReadyTimes, cost: Any) -> Any:
+    def made_otherwise(replica: Replica, times: ReadyTimes, cost: Any) -> Any:
         if dist.get_rank() == 1 and armed:
             swapped = {0: times.shares[2], 2: times.shares[0]}
             times = dataclasses.replace(times, shares={**times.shares, **swapped})
-        return make(times, cost)
+        return make(replica, times, cost)
 
-    replica.revisions.revise = revise
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(plan_sync, "make_plan_again", made_otherwise)
     compiled, errors = torch.compile(ours, backend="aot_eager"), []
     for number in range(backwards):
         if number == 1:
@@ -140,6 +142,7 @@ def plan_otherwise_on_rank_1(replan_after: int | None, backwards: int) -> tuple[
             errors.append("")
         except dp_compile.DesyncError as error:
             errors.append(str(error))
+    monkeypatch.undo()
     return errors, names(replica.plan)
 
 
