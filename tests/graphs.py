@@ -14,9 +14,8 @@ from dp_compile.fx.collectives import ALL_REDUCE, GROUPED_ALL_REDUCE
 from dp_compile.fx.edit import provenance_of
 from dp_compile.fx.text import op_name, type_text
 from dp_compile.passes import DEFAULT_PASSES, GraphPass
-from dp_compile.passes.memory import Running
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import emit
+from dp_compile.passes.reduction import REDUCE_GRAD, emit
 from dp_compile.passes.result import PassRecord, PassResult
 from dp_compile.plan.backends import NCCL, Backend
 from dp_compile.plan.buckets import PACKED, BucketKey, BucketPlan, GradientSpec, Layout, plan_buckets
@@ -94,10 +93,25 @@ def trace(function: Callable[..., Any], *inputs: torch.Tensor) -> fx.GraphModule
     return make_fx(function, tracing_mode="fake")(*inputs)
 
 
+class Unreduced(fx.Interpreter):
+    """Runs a graph whose reductions no pass has replaced, as on the fake group: an all-reduce returns its input."""
+
+    def __init__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
+        super().__init__(fx.GraphModule({}, graph))
+        self.reductions = {
+            (number, each.index): each.key.reduction for number, of in enumerate(plans) for each in of.gradients
+        }
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is not REDUCE_GRAD:
+            return super().call_function(target, args, kwargs)
+        grad, index, replica = args[:3]
+        return torch.empty_like(grad).copy_(grad * self.reductions[replica, index].scale)
+
+
 def executed(module: fx.GraphModule, plans: Sequence[BucketPlan], *inputs: torch.Tensor) -> Any:
     """What a graph gives whose reductions no pass has replaced."""
-    with Running(plans):
-        return module(*inputs)
+    return Unreduced(module.graph, plans).run(*inputs)
 
 
 @dataclass

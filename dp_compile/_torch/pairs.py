@@ -75,18 +75,6 @@ def take_turns(group: str, device: torch.device) -> bool:
         return False
 
 
-_memories: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
-
-
-def receive_in(memory: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    """From now on the op receives in what `memory` says for what is sent; `None`: in new memory."""
-    _memories.append(memory)
-
-
-def _memory_for(sent: torch.Tensor) -> torch.Tensor | None:
-    return next((found for memory in _memories if (found := memory(sent)) is not None), None)
-
-
 def all_to_all(sent: torch.Tensor, group: str, into: torch.Tensor | None = None) -> tuple[torch.Tensor, Pairs]:
     """As `all_to_all_single` of equal parts, in one dimension. The result is there once the work is waited for.
 
@@ -155,7 +143,7 @@ def _registered(launched: tuple[torch.Tensor, Pairs]) -> torch.Tensor:
 
 _library.impl(
     "all_to_all_in_pairs",
-    lambda sent, _, group: _registered(all_to_all(sent, group, _memory_for(sent))),
+    lambda sent, _, group: _registered(all_to_all(sent, group)),
     "CompositeExplicitAutograd",
 )
 _library.impl(

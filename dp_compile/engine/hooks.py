@@ -364,11 +364,7 @@ class ReductionRound:
 
     def order(self) -> list[tuple[int, int]]:
         """What is launched, as bucket and stage."""
-        stages = [bucket.key.reduction.stages for bucket in self.replica.plan.buckets]
-        if self.replica.strategy != "single":
-            return list(launch_order(stages))
-        # No pass makes buckets: captured code reduces one gradient after the other.
-        return [(number, stage) for number, each in enumerate(stages) for stage in range(len(each))]
+        return list(launch_order([bucket.key.reduction.stages for bucket in self.replica.plan.buckets]))
 
     def _launch_stage(self) -> tuple[int, int]:
         """Launch what is due next, and wait for the stage before it."""

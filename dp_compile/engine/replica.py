@@ -26,8 +26,7 @@ from dp_compile.engine.precision import Precision
 from dp_compile.engine.record import CaptureRecord
 from dp_compile.errors import CommunicationError, ModuleError
 from dp_compile.passes.memory import BucketMemory
-from dp_compile.passes.result import GraphPass
-from dp_compile.passes.sources import code_key
+from dp_compile.passes.result import GraphPass, code_key
 from dp_compile.plan.buckets import BucketPlan, Layout
 from dp_compile.plan.planner import Certificate, Planned
 from dp_compile.plan.ready_times import Launches, ReadyTimes

@@ -130,13 +130,6 @@ def op_name(node: fx.Node) -> str:
     return str(getattr(target, "__name__", target))
 
 
-def op_counts(graph: fx.Graph) -> Mapping[str, int]:
-    """How often each op is called, under its last name, and `nodes` for all nodes."""
-    counts = Counter(last_name(node) for node in graph.nodes if node.op == "call_function")
-    counts["nodes"] = len(graph.nodes)
-    return dict(counts)
-
-
 def last_name(node: fx.Node) -> str:
     """`mm`: an op's name without namespace and overload."""
     target = node.target

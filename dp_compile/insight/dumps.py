@@ -2,7 +2,7 @@
 
 DIR/rank0/capture0/plan.txt                  the buckets
                    0-captured.txt            the backward as compiled autograd and Dynamo leave it
-                   1-analysed.txt            as our pipeline gets it, in ATen: reductions that were found, and refusals
+                   1-analysed.txt            as our pipeline gets it, in ATen: reductions that were found
                    2-bucket-reductions.txt   after each pass, by its name
                    ..-to-inductor.txt        what Inductor generates code from, after its own last changes
                    ..-code.txt               the generated code; with `aot_eager` that of the final graph
@@ -34,7 +34,7 @@ from dp_compile.engine.replica import Replica
 from dp_compile.fx.text import outline
 from dp_compile.insight.graph_names import node_names
 from dp_compile.insight.observe import step_of_replica
-from dp_compile.passes.reduction import analyse
+from dp_compile.passes.reduction import reductions_in
 from dp_compile.plan.words import count
 
 logger = logging.getLogger("dp_compile.dumps")
@@ -118,9 +118,7 @@ class Dump:
         with self._giving_up():
             text = outline(graph, node_names(graph, self._begun.plans, self._begun.inputs))
             if name == ANALYSED:
-                found = analyse(graph)
-                text += f"   {count(len(found.reductions), 'reduction')} found\n"
-                text += "".join(f"   refused {refusal.node}: {refusal.reason}\n" for refusal in found.refusals)
+                text += f"   {count(len(reductions_in(graph)), 'reduction')} found\n"
             self._add(name, text, graph)
 
     def code(self, graph: fx.Graph, code: str) -> None:

@@ -25,7 +25,7 @@ from dp_compile.fx.edit import Provenance, provenance_of
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import waits_before
 from dp_compile.passes.crossing import LEAVE
-from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, match
+from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER
 from dp_compile.plan.buckets import UNUSED_FLAGS, Bucket, BucketPlan
 
@@ -88,12 +88,10 @@ class _Naming:
     def look_at(self, node: fx.Node) -> None:
         provenance = provenance_of(node)
         if node.target is REDUCE_GRAD:
-            reduction = match(node)
-            if isinstance(reduction, GradReduction):
-                place = reduction.replica, reduction.index
-                name = self._of(place[0], self._gradients.get(place, f"gradient {place[1]}"))
-                self._name_gradient(reduction.grad, name)
-                self.names[node] = f"reduced {name}"
+            grad, index, replica = cast(Any, node.args[:3])
+            name = self._of(replica, self._gradients.get((replica, index), f"gradient {index}"))
+            self._name_gradient(grad, name)
+            self.names[node] = f"reduced {name}"
         elif node.target in (UPDATE_LATER, UPDATE):
             self.names[node] = f"update of bucket {self._unit(f'{node.args[3]}.{node.args[5]}')}"
         elif node.target is LEAVE:

@@ -4,19 +4,17 @@
                                                                               |-> as_strided: reduced a
                                                                               '-> as_strided: reduced b
 
-On two levels of network there are three stages, each with a wait behind it:
+On two levels of network there are three stages, each followed by a wait:
 
     flat_bucket(a, b) -> reduce_scatter_tensor -> wait -> all_reduce -> wait -> all_gather_into_tensor -> wait
 
-or, with gloo, an all-to-all and a sum behind its wait in the place of the first.
+or, with gloo, an all-to-all and a sum after its wait instead of the first. Where ranks keep parts there is only the
+first stage; an update then gets the part instead of each member. A member that the plan keeps uncoalesced gets a
+flat_bucket for itself, which compiled code makes of the gradient's own memory. One grouped all-reduce carries them all,
+each with its own wait.
 
-Where ranks keep parts, there is the first of these only. An update is then given the part in place of each member.
-
-A member that the plan keeps apart gets a flat_bucket of its own, which compiled code makes of the gradient's own
-memory. One grouped all-reduce then carries them all, and each is waited for by itself.
-
-Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order. What
-is handed back are views of the bucket: no copy out. The factor of the average is a factor of what is computed anyway:
+Gradients are computed in their places in the bucket (`passes/lowering.py`), each in its parameter's memory order, and
+the results are views of the bucket: no copy in or out. The factor of the average goes into what computes a gradient:
 the `alpha` of a matrix product, the values that are scattered; else `flat_bucket` applies it on the way.
 """
 
@@ -24,8 +22,9 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count, repeat
 from typing import Any, ClassVar, Final, cast
 
 import torch
@@ -37,8 +36,8 @@ from dp_compile.comm_hooks.functional import HOOK_STEP
 from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import collectives, edit
 from dp_compile.passes.bucket_ops import FLAT_BUCKET, dtype_of_product
-from dp_compile.passes.memory import MemoryPlaces
-from dp_compile.passes.reduction import GradReduction, StateInGraph, analyse, finished, reduce_bucket, states_in
+from dp_compile.passes.memory import PLACE, MemoryPlace
+from dp_compile.passes.reduction import GradReduction, StateInGraph, finished, reduce_bucket, reductions_in, states_in
 from dp_compile.passes.result import PassResult
 from dp_compile.plan.buckets import Bucket, BucketPlan, GradientSpec, Member, Place
 from dp_compile.plan.reduction import ALL_GATHER, ALL_TO_ALL, EXCHANGE, REDUCE_SCATTER, Reduction, Stage, launch_order
@@ -65,14 +64,13 @@ class BucketReductions:
     realises_plan: ClassVar[bool] = True
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        analysis = analyse(graph)
-        # Once for all buckets: each takes as long as the graph is large.
+        # Positions once for all buckets: they take as long as the graph is large.
         position, views = edit.positions(graph), dict[fx.Node, fx.Node]()
         launches: list[fx.Node] = []
         states, remembered = states_in(graph), dict[fx.Node, fx.Node]()
-        for replica, reductions in sorted(by_replica(analysis.reductions, plans).items()):
+        for replica, reductions in sorted(by_replica(reductions_in(graph), plans).items()):
             staged: list[list[fx.Node]] = []
-            places = MemoryPlaces(replica, plans[replica].keeps_memory)
+            places = map(MemoryPlace, repeat(replica), count(), repeat(plans[replica].keeps_memory))
             stages = [bucket.key.reduction.stages for bucket in plans[replica].buckets]
             for number, bucket in enumerate(plans[replica].buckets):
                 members = [reduction_of(member, bucket, reductions) for member in bucket.members]
@@ -83,20 +81,18 @@ class BucketReductions:
                 staged.append(ops.launches)
             launches += [staged[bucket][stage] for bucket, stage in launch_order(stages)]
         edit.replace_uses(views | remembered)
-        for node in remembered:
+        for node in (*remembered, *(state.node for state in states.values())):
             graph.erase_node(node)
-        for state in states.values():
-            graph.erase_node(state.node)
         for node in views:
             _erase(node)
         if launches:
             # A reduced gradient may have been used before the last member of its bucket was ready.
             edit.sort_stably(graph, chain=chain_of(launches))
-        return PassResult(changed=bool(launches), refusals=analysis.refusals)
+        return PassResult(changed=bool(launches))
 
 
 def chain_of(launches: Sequence[fx.Node]) -> list[fx.Node]:
-    """Launches in their order, each with the wait for the stage before it: nobody waits for that earlier."""
+    """Launches in their order, each after the wait for the stage before it, which is not needed earlier."""
     return [node for launch in launches for node in (*waits_before(launch), launch)]
 
 
@@ -119,7 +115,11 @@ def nan_check_is_on(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def by_replica(reductions: Sequence[GradReduction], plans: Sequence[BucketPlan]) -> dict[int, dict[int, GradReduction]]:
-    """The reductions of a graph by replica and index. Every one of them has to be planned, and only once."""
+    """The reductions of a graph by replica and index.
+
+    Raises:
+        InvalidGraphError: one is not planned, or a gradient is reduced twice.
+    """
     names = [{gradient.index: gradient.name for gradient in plan.gradients} for plan in plans]
     found: dict[int, dict[int, GradReduction]] = {}
     for reduction in reductions:
@@ -171,23 +171,25 @@ class Site:
     before: fx.Node
     unit: str
     zero_gaps: bool
-    places: MemoryPlaces
+    places: Iterator[MemoryPlace]
+    """Of the memory of the replica's buckets, in the order of the plan."""
 
     def make(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
         provenance = edit.Provenance(BucketReductions.name, self.unit, members)
         return edit.insert_call(self.graph, self.before, target, arguments, provenance)
 
     def make_bucket(self, target: Callable[..., Any], *arguments: Any, members: tuple[str, ...] = ()) -> fx.Node:
-        """A call whose result is flat memory."""
-        return self.places.given_to(self.make(target, *arguments, members=members))
+        bucket = self.make(target, *arguments, members=members)
+        bucket.meta[PLACE] = next(self.places)
+        return bucket
 
     def view_back(self, reduced: fx.Node, gradient: GradientSpec, promised: tuple[int, ...], offset: int) -> fx.Node:
-        """A reduced gradient as a view of what it lies in, with the strides that were promised when it was traced."""
+        """A reduced gradient as a view of its bucket, with the strides that it had when it was traced."""
         shape = list(gradient.shape)
         if _same_layout(gradient.shape, promised, gradient.stride):
             return self.make(aten.as_strided.default, reduced, shape, list(promised), offset)
         view = self.make(aten.as_strided.default, reduced, shape, list(gradient.stride), offset)
-        # Somebody was told other strides than the parameter's: keep that promise.
+        # Compiled code of its readers relies on these strides, which are not the parameter's.
         turned = self.make(aten.permute.default, view, list(memory_order(promised)))
         flat = self.make(aten.reshape.default, turned, [gradient.numel])
         return self.make(aten.as_strided.default, flat, list(gradient.shape), list(promised))
@@ -195,13 +197,12 @@ class Site:
 
 @dataclass(slots=True)
 class GraphOps:
-    """Reduces nodes: what `reduce_bucket` asks for is put into the graph."""
+    """Puts into a graph what `reduce_bucket` asks for. `remembered`: the new value of each tensor of a hook's state."""
 
     site: Site
     parts: list[Part]
     states: Mapping[tuple[int, int], StateInGraph]
     remembered: dict[fx.Node, fx.Node]
-    """What a hook remembers from now on, by the node that stood for it."""
     launches: list[fx.Node] = field(default_factory=list)
 
     def step_of_hook(self, hook: str, received: Sequence[fx.Node]) -> list[fx.Node]:
@@ -259,11 +260,11 @@ class GraphOps:
         return self.site.make_bucket(FLAT_BUCKET, sources, scales, strides, offsets, numel, *more, members=numbers)
 
     def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
-        """What a bucket is given for a gradient, by what that is multiplied there, and its memory order."""
+        """What a bucket gets for a gradient, the factor that it applies to it, and its memory order."""
         source, stride = without_views(part.reduction.grad, part.member.gradient.stride)
         if dtype is not None:
             source, stride = without_views(before_cast(source, dtype), stride)
-        # What is narrower than the wire is widened first: the product would be rounded where it need not be.
+        # A source narrower than the wire is widened first: the product would be rounded once more.
         kind = source.meta["val"].dtype
         fits = dtype is None or torch.promote_types(kind, dtype) == kind
         folded = fits and fold_factor(source, scale, edit.Provenance(BucketReductions.name, self.site.unit))
@@ -313,7 +314,7 @@ class GraphOps:
 
 
 def _erase(node: fx.Node) -> None:
-    """Erase a reduction, and views and casts that only it read."""
+    """Erase a reduction, and views and casts that only it reads."""
     inputs = node.all_input_nodes[:1]
     node.graph.erase_node(node)
     if inputs and not inputs[0].users and (is_view(inputs[0]) or is_cast(inputs[0])):
@@ -349,7 +350,6 @@ def memory_order(stride: Sequence[int]) -> tuple[int, ...]:
 # mm(a, b), addmm(c, a, b), bmm, baddbmm  ->  the same with alpha * scale (and beta * scale): no pass over the result
 # index_put(zeros, rows, values)          ->  index_put(zeros, rows, values * scale)
 
-# The elements in their order, in another shape.
 _RESHAPES: Final = {
     aten.view.default,
     aten.reshape.default,
@@ -359,15 +359,22 @@ _RESHAPES: Final = {
     aten.squeeze.dims,
     aten.unsqueeze.default,
 }
+_CASTS: Final = (aten._to_copy.default, prims.convert_element_type.default)
+SCATTERED: Final[dict[Any, int]] = {
+    aten.index_put.default: 2,
+    aten._unsafe_index_put.default: 2,
+    aten._unsafe_masked_index_put_accumulate.default: 3,
+}
+"""Where the values stand among the arguments."""
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node only looks at all the elements of its input in another shape or order of dimensions."""
+    """Whether a node has all the elements of its input, in another shape or order of dimensions."""
     return node.op == "call_function" and (node.target in _RESHAPES or node.target is aten.permute.default)
 
 
 def without_views(node: fx.Node, stride: Sequence[int]) -> tuple[fx.Node, tuple[int, ...]]:
-    """The node behind views that only serve `node`, and the strides that put its elements where `stride` puts them."""
+    """The node of which `node` is a view for no other user, and its strides if `node` has `stride`."""
     wanted = tuple(stride)
     while is_view(node) and len(node.users) == 1:
         source = node.all_input_nodes[0]
@@ -391,9 +398,9 @@ def stride_before(view: fx.Node, source: fx.Node, stride: tuple[int, ...]) -> tu
 
 
 def before_cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    """What a node was cast from, if that has a dtype already and nobody else wants the cast: nothing was lost by it.
+    """What a node was cast from, if that has `dtype` and the cast lost nothing and has no other user.
 
-    A gradient that was computed in bfloat16 and cast to the parameter's float32 goes back to bfloat16 for the network.
+    A gradient that was computed in bfloat16 and cast to the parameter's float32 travels in bfloat16.
     """
     if not is_cast(node) or len(node.users) > 1:
         return node
@@ -408,69 +415,40 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def fold_factor(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    """Let a node that serves one user at most compute `factor` times what it did. Returns whether it does now."""
+    """Let a node with one user at most compute `factor` times its result. Returns whether it does now."""
     if factor == 1.0:
         return True
-    fold = _FOLDS.get(node.target)
-    if fold is None or len(node.users) > 1 or not node.meta["val"].is_floating_point():
+    if len(node.users) > 1 or not node.meta["val"].is_floating_point():
         return False
-    return fold(node, factor, provenance)
-
-
-def _scale_product(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    left, right = node.args
-    assert isinstance(left, fx.Node)
-    assert isinstance(right, fx.Node)
-    inner = right.meta["val"].shape[-2]
-    if not statically_known_true(inner > 0):
-        return False
-    # With beta = 0 what is added is not read; a row of the right factor has its shape and costs no memory.
-    graph, batched = node.graph, node.target is aten.bmm.default
-    if batched:
-        row = edit.insert_call(graph, node, aten.slice.Tensor, (right, 1, 0, 1), provenance)
-    else:
-        row = edit.insert_call(graph, node, aten.select.int, (right, 0, 0), provenance)
-    node.target = aten.baddbmm.default if batched else aten.addmm.default
-    node.args, node.kwargs = (row, left, right), {"beta": 0, "alpha": factor}
-    return True
-
-
-def _scale_sum_and_product(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    beta, alpha = node.kwargs.get("beta", 1), node.kwargs.get("alpha", 1)
-    if not isinstance(beta, (int, float)) or not isinstance(alpha, (int, float)):
-        return False
-    node.kwargs = {"beta": beta * factor, "alpha": alpha * factor}
-    return True
-
-
-def _scale_scattered(node: fx.Node, factor: float, provenance: edit.Provenance) -> bool:
-    base, position = node.args[0], SCATTERED[node.target]
-    values = node.args[position]
-    if not isinstance(base, fx.Node) or not isinstance(values, fx.Node) or not _is_zero(base):
-        return False
-    if not statically_known_true(values.meta["val"].numel() > 0):  # nothing would bear the factor
-        return False
-    node.update_arg(position, edit.insert_call(node.graph, node, aten.mul.Tensor, (values, factor), provenance))
-    return True
+    if node.target in (aten.mm.default, aten.bmm.default):
+        left, right = cast(tuple[fx.Node, fx.Node], node.args)
+        if not statically_known_true(right.meta["val"].shape[-2] > 0):
+            return False
+        # With beta = 0 what is added is not read; a row of the right factor has its shape and costs no memory.
+        batched = node.target is aten.bmm.default
+        row, given = (aten.slice.Tensor, (right, 1, 0, 1)) if batched else (aten.select.int, (right, 0, 0))
+        node.args = (edit.insert_call(node.graph, node, row, given, provenance), left, right)
+        node.kwargs = {"beta": 0, "alpha": factor}
+        node.target = aten.baddbmm.default if batched else aten.addmm.default
+        return True
+    if node.target in (aten.addmm.default, aten.baddbmm.default):
+        factors = {name: node.kwargs.get(name, 1) for name in ("beta", "alpha")}
+        if not all(isinstance(each, (int, float)) for each in factors.values()):
+            return False
+        node.kwargs = {name: cast(float, each) * factor for name, each in factors.items()}
+        return True
+    if (position := SCATTERED.get(node.target)) is not None:
+        base, values = node.args[0], node.args[position]
+        if not isinstance(base, fx.Node) or not isinstance(values, fx.Node) or not _is_zero(base):
+            return False
+        if not statically_known_true(values.meta["val"].numel() > 0):  # no value would bear the factor
+            return False
+        node.update_arg(position, edit.insert_call(node.graph, node, aten.mul.Tensor, (values, factor), provenance))
+        return True
+    return False
 
 
 def _is_zero(node: fx.Node) -> bool:
     if node.target is aten.full.default:
         return bool(node.args[1] == 0)
     return node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
-
-
-# Where the values stand among the arguments.
-SCATTERED: Final[dict[Any, int]] = {
-    aten.index_put.default: 2,
-    aten._unsafe_index_put.default: 2,
-    aten._unsafe_masked_index_put_accumulate.default: 3,
-}
-_CASTS: Final = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-_FOLDS: Final[dict[Any, Callable[[fx.Node, float, edit.Provenance], bool]]] = {
-    aten.mm.default: _scale_product,
-    aten.bmm.default: _scale_product,
-    aten.addmm.default: _scale_sum_and_product,
-    aten.baddbmm.default: _scale_sum_and_product,
-    **dict.fromkeys(SCATTERED, _scale_scattered),
-}

@@ -31,7 +31,7 @@ from dp_compile.fx import edit
 from dp_compile.fx.collectives import PAIRED_ALL_GATHER, PAIRED_ALL_TO_ALL
 from dp_compile.passes.bucket_ops import FLAT_BUCKET, MemberPlace, dtype_of_product, gaps_of, places_of
 from dp_compile.passes.crossing import LEAVE
-from dp_compile.passes.memory import BUCKET_MEMORY, is_kept, place_of
+from dp_compile.passes.memory import BUCKET_MEMORY, place_of
 from dp_compile.passes.updates import UPDATE
 
 ir = inductor.ir
@@ -132,7 +132,7 @@ def _writers(bucket: Any) -> Iterator[Any]:
 def _kept_memory(node: fx.Node, numel: int, dtype: torch.dtype, device: torch.device) -> Any:
     """The memory of a bucket that later backwards use again; `None`: it is allocated where it is first filled."""
     place = place_of(node)
-    if place is None or not is_kept(node):
+    if place is None:
         return None
     memory = inductor.lower_as_call(BUCKET_MEMORY, place.replica, place.number, numel, dtype, device)
     memory.realize()

@@ -38,7 +38,7 @@ from dp_compile.fx.collectives import is_all_gather, is_collective, is_wait
 from dp_compile.fx.storages import storages_of, written_by
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.bucketing import chain_of, waits_before
-from dp_compile.passes.memory import is_kept
+from dp_compile.passes.memory import place_of
 from dp_compile.passes.result import PassResult, PeakMemory, Refusal
 from dp_compile.plan.buckets import BucketPlan
 from dp_compile.plan.words import format_bytes
@@ -213,7 +213,7 @@ def _footprint(graph: fx.Graph) -> memory.Footprint:
     homes = {
         member: bucket for bucket in buckets for member in bucket.all_input_nodes if _has_memory_of_its_own(member)
     }
-    kept = [node for node in buckets if is_kept(node)]
+    kept = [node for node in buckets if place_of(node) is not None]
     return memory.footprint(graph, lives_in=homes, stores=buckets, kept=kept)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from dp_compile.fx.storages import storages_of, viewed_by
-from dp_compile.passes.reduction import is_reduction
+from dp_compile.passes.reduction import REDUCE_GRAD
 from dp_compile.passes.updates import UPDATE_LATER, read_update
 
 _CLONE = torch.ops.aten.clone.default
@@ -56,7 +56,7 @@ def _separate_gradients(graph: fx.Graph, update: fx.Node) -> None:
 
 def _own(graph: fx.Graph, gradient: fx.Node, update: fx.Node) -> fx.Node:
     root = _root(gradient)
-    if is_reduction(root):  # in a bucket, at a place of its own
+    if root.target is REDUCE_GRAD:  # gets its own place in a bucket
         return gradient
     family, uses = [root], 0
     for node in family:

@@ -1,9 +1,10 @@
-"""Run passes: time them, verify what they leave, keep a record, give Inductor's cache a key. Passes do none of it."""
+"""Run passes: time them, check what they leave, keep a record, give Inductor's cache a key. Passes do none of it."""
 
 from __future__ import annotations
 
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,27 +13,28 @@ import torch
 from torch import fx
 
 from dp_compile._torch import inductor
+from dp_compile.fx.collectives import is_collective
 from dp_compile.fx.memory import hold
-from dp_compile.fx.text import op_counts
-from dp_compile.passes.reduction import is_reduction
-from dp_compile.passes.result import GraphPass, PassRecord
-from dp_compile.passes.sources import source_key
-from dp_compile.passes.verify import check_reductions, facts_of, reductions_of, verify
+from dp_compile.fx.text import last_name
+from dp_compile.passes.bucketing import BucketReductions
+from dp_compile.passes.reduction import REDUCE_GRAD, reductions_in
+from dp_compile.passes.result import GraphPass, PassRecord, is_ours
+from dp_compile.passes.verify import Checks
 from dp_compile.plan.buckets import BucketPlan
 
 SOURCES = tuple(sorted(str(path) for path in Path(__file__).parents[1].rglob("*.py")))
-"""All of this package: whatever becomes of a backward is written there."""
+"""The whole package: all that decides what a backward becomes is written there."""
 
 
 class Pipeline(inductor.CustomGraphPass):
     """The passes of one captured backward, in Inductor's own form of a graph pass.
 
     Args:
-        passes: in the order in which they run.
+        passes: in the order in which they run. What they leave of the reductions becomes the buckets of the plan.
         plans: one for each replica in this backward; a reduction names its replica by position.
         on_record: called with all records after a run.
-        held: for each input of the graph, whether somebody else keeps its memory, as a module does its parameters.
-        on_stage: shown the graph as it comes, as `analysed`, and after each pass, by its name, before it is verified.
+        held: for each input of the graph, whether its memory is kept elsewhere, as a module keeps its parameters.
+        on_stage: called with the graph as it comes, as `analysed`, and after each pass, by its name, before the check.
     """
 
     def __init__(
@@ -44,46 +46,48 @@ class Pipeline(inductor.CustomGraphPass):
         on_stage: Callable[[str, fx.Graph], None] | None = None,
     ) -> None:
         self.passes, self.plans, self.on_record, self.held = tuple(passes), tuple(plans), on_record, tuple(held)
-        self.on_stage = on_stage
-        self._source_keys: tuple[str | None, ...] | None = None
+        self.on_stage = on_stage or (lambda stage, graph: None)
 
     def __call__(self, graph: fx.Graph) -> None:
-        # Accumulation leaves dead allocations behind that would count as users of a gradient.
+        # Accumulation leaves dead allocations that would count as users of a gradient.
         graph.eliminate_dead_code()
         hold(graph, self.held)
-        facts, reductions = facts_of(graph), reductions_of(graph, self.plans)
+        checks, others = Checks(graph, self.plans), set(filter(is_collective, graph.nodes))
         records = []
-        self._show("analysed", graph)
+        self.on_stage("analysed", graph)
         for graph_pass in self.passes:
-            before, start = op_counts(graph), time.perf_counter()
+            before, start = _op_counts(graph), time.perf_counter()
             result = graph_pass(graph, self.plans)
-            self._show(graph_pass.name, graph)
-            verify(graph, after=graph_pass.name, before=facts)
-            check_reductions(graph, reductions, self.plans, made_by=graph_pass.name)
+            self.on_stage(graph_pass.name, graph)
+            checks.run(graph, after=graph_pass.name)
             duration_ms = (time.perf_counter() - start) * 1e3
-            # Reductions that the graph came with, each with its waits, are somebody else's.
-            ours = sum(is_reduction(node) and node.name not in facts.waits for node in graph.nodes)
-            records.append(PassRecord(graph_pass.name, result, before, op_counts(graph), duration_ms, ours))
+            collectives = sum(
+                (is_collective(node) and node not in others) or node.target is REDUCE_GRAD for node in graph.nodes
+            )
+            changes = _changes(before, _op_counts(graph))
+            records.append(PassRecord(graph_pass.name, result, changes, duration_ms, collectives))
+        if reductions_in(graph):
+            BucketReductions()(graph, self.plans)
+            checks.run(graph, after=BucketReductions.name)
         self.on_record(tuple(records))
 
-    def _show(self, stage: str, graph: fx.Graph) -> None:
-        if self.on_stage is not None:
-            self.on_stage(stage, graph)
-
     def uuid(self) -> Any:
-        """Changes with our sources and those of the passes, with all that the passes are given, and with torch.
+        """Changes with our sources, with all that passes are given, and with torch.
 
-        `None`, which Inductor takes for "never from a cache", if the source of a pass cannot be known.
+        `None`, "never from a cache" for Inductor, with a pass of the user's: what it does may have changed.
         """
-        if self._source_keys is None:
-            self._source_keys = tuple(source_key(graph_pass) for graph_pass in self.passes if not _is_ours(graph_pass))
-        if None in self._source_keys:
+        if not all(map(is_ours, self.passes)):
             return None
-        ours = inductor.source_hash(SOURCES)
-        text = repr((ours, self._source_keys, torch.__version__, self.passes, self.plans, self.held))
+        text = repr((inductor.source_hash(SOURCES), torch.__version__, self.passes, self.plans, self.held))
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _is_ours(graph_pass: GraphPass) -> bool:
-    """Whether the file of a pass is among our sources anyway."""
-    return type(graph_pass).__module__.startswith(f"{__package__}.")
+def _op_counts(graph: fx.Graph) -> Counter[str]:
+    """How often each op is called, under its last name."""
+    return Counter(last_name(node) for node in graph.nodes if node.op == "call_function")
+
+
+def _changes(before: Counter[str], after: Counter[str]) -> tuple[str, ...]:
+    """How the counts of ops differ, `mm 4 -> 3`, by name."""
+    names = sorted({*before, *after})
+    return tuple(f"{name} {before[name]} -> {after[name]}" for name in names if before[name] != after[name])

@@ -1,14 +1,11 @@
-"""How a gradient is reduced: the one place that says what happens, and how a graph asks for it.
-
-A captured graph asks with an op that says whose gradient it is, and nothing else; all that follows is in the plan:
+"""How a gradient is reduced: `reduce_bucket`, which both ways of a backward drive, and the op for it in a graph.
 
     grad -> dp_compile::reduce_grad(grad, index, replica, after, *factors) -> reduced grad
 
 `index` is the gradient's position among the parameters of its module, `replica` the module's position among those in
 this backward. `after` only orders: the result of the reduction that has to run before. `factors`: those that the plan
-says are given when the code runs, each a number in a tensor, float64. The bucketing pass replaces the
-op by what `reduce_bucket` makes of the gradient's bucket. Where no pass does, the op itself reduces, as a bucket of
-one, by the plans of the `Running` block that it runs in.
+says are given when the code runs, each a number in a tensor, float64. The op says whose gradient it is and nothing
+else; the plan has the rest. It never runs: a pass replaces it with the nodes of its bucket.
 """
 
 from __future__ import annotations
@@ -25,11 +22,9 @@ from torch import fx
 
 from dp_compile._torch import autograd, distributed, pairs
 from dp_compile.comm_hooks.functional import HOOK_STATE, HookRun, State, bucket_of
-from dp_compile.fx.collectives import is_collective
+from dp_compile.errors import InvalidGraphError
 from dp_compile.passes.bucket_ops import multiply_into
-from dp_compile.passes.memory import running
-from dp_compile.passes.result import Refusal
-from dp_compile.plan.buckets import Bucket, Member, plan_single
+from dp_compile.plan.buckets import Bucket, Member
 from dp_compile.plan.reduction import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, EXCHANGE, Reduction, Stage
 
 REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG}
@@ -78,16 +73,22 @@ class Ops(Protocol[TensorT]):
 
 
 def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
-    """Reduce a bucket. Pauses behind each launch: whoever runs it says when it goes on to wait, and to launch more.
+    """Reduce a bucket. Yields after each launch: the caller decides when it continues, with the wait and more launches.
 
-    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places` speaks of.
+    Several buckets keep to `plan.reduction.launch_order`. Returns the reduced tensors that `bucket.places` refers to.
     """
     reduction = bucket.key.reduction
     wire = None if reduction.wire is None else dtype_of(reduction.wire)
     sizes = list(zip(bucket.members_of_tensors, bucket.tensor_numels, strict=True))
     if reduction.hook is not None:
-        reduced = yield from _reduced_by_hook(bucket, reduction.hook, ops)
-        return [ops.fill(each, numel, 1.0, None, [reduced[member] for member in each]) for each, numel in sizes]
+        received: list[TensorT] = []
+        for stage in reduction.stages:
+            launched = ops.launch(stage, ops.step_of_hook(reduction.hook, received))
+            yield
+            received += ops.wait(launched)
+        found = ops.step_of_hook(reduction.hook, received)
+        ops.keep(found[len(bucket.members) :])
+        return [ops.fill(each, numel, 1.0, None, [found[member] for member in each]) for each, numel in sizes]
     scale, post_scale = ops.factors(reduction)
     tensors = [ops.fill(members, numel, scale, wire) for members, numel in sizes]
     for stage in reduction.stages:
@@ -100,21 +101,10 @@ def reduce_bucket(bucket: Bucket, ops: Ops[TensorT]) -> Generator[None, None, li
 
 
 def restored(bucket: Bucket, tensors: list[TensorT], post_scale: float | TensorT, ops: Ops[TensorT]) -> list[TensorT]:
-    """What follows behind the last stage, for whoever waits for it elsewhere, too: the factor, and the dtype."""
+    """What follows the last stage: the factor and the dtype. Also for a bucket that another step waits for."""
     if bucket.key.reduction.wire is None and isinstance(post_scale, float) and post_scale == 1.0:
         return tensors
     return [ops.restore(tensor, post_scale, dtype_of(bucket.key.dtype)) for tensor in tensors]
-
-
-def _reduced_by_hook(bucket: Bucket, hook: str, ops: Ops[TensorT]) -> Generator[None, None, list[TensorT]]:
-    received: list[TensorT] = []
-    for stage in bucket.key.reduction.stages:
-        launched = ops.launch(stage, ops.step_of_hook(hook, received))
-        yield
-        received += ops.wait(launched)
-    found = ops.step_of_hook(hook, received)
-    ops.keep(found[len(bucket.members) :])
-    return found[: len(bucket.members)]
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -125,7 +115,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
-    """What a reduction returns at its end. Each of its waits is waited for."""
+    """What a reduction returns at its end."""
     while True:
         try:
             next(reducing)
@@ -139,18 +129,18 @@ def finished(reducing: Generator[None, None, list[TensorT]]) -> list[TensorT]:
 
 @dataclass(slots=True)
 class EagerOps:
-    """Reduces tensors, with the collectives that a captured backward runs for the same bucket.
-
-    Who listens is told of the first launch and of each wait.
+    """Reduces tensors now, with the collectives that a captured backward runs for the same bucket.
 
     Args:
-        bucket: what is reduced.
         sources: the gradient of each member, as it is reduced; a missing one is zeros.
-        launching: around each launch; `waiting` around each wait.
+        launching: around the first launch; `waiting` around each wait.
+        work: of the collective that was launched last.
+        is_waited_for: the work is known to have ended.
         state: for a functional hook: what it remembers of each member, by name.
-        memory: where the memory of a bucket comes from, of so many elements of a dtype; by default it is new.
-        launches: how many collectives it has launched.
-        is_silent: nothing is launched: a backward that failed on this rank has launched it. What came of it is lost.
+        memory: allocates a bucket, of so many elements of a dtype; by default it is new.
+        launches: the number of collectives launched.
+        is_silent: nothing is launched, as a backward that failed on this rank has launched it. Its result is lost.
+        parts: the members in each tensor that was filled.
     """
 
     bucket: Bucket
@@ -159,15 +149,12 @@ class EagerOps:
     launching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     waiting: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     work: dist.Work | torch.futures.Future[Any] | None = None
-    """The collective that was launched last."""
     is_waited_for: bool = False
-    """Whether who goes on knows already that it has ended."""
     state: Sequence[State] = ()
     memory: Callable[..., torch.Tensor] | None = None
     launches: int = 0
     is_silent: bool = False
     parts: dict[torch.Tensor, list[torch.Tensor]] = field(default_factory=dict)
-    """The members in each tensor that was filled."""
     _kept: Sequence[torch.Tensor] = ()
     """What the hook remembers from now on, in the order of `state`."""
     _run: HookRun | None = None
@@ -215,10 +202,10 @@ class EagerOps:
         self._kept = state
 
     def remember(self, thrown_away: Container[int] = ()) -> None:
-        """Let what the hook remembers be so from now on. Once all buckets are reduced: all of them, or none.
+        """Store what the hook remembers, once all buckets are reduced: of all of them, or of none.
 
         Args:
-            thrown_away: the indices of gradients whose average nobody is given. What was in it is still to be sent.
+            thrown_away: the indices of gradients whose average no rank gets. What was in it is still to be sent.
         """
         kept = iter(self._kept)
         with torch.no_grad():
@@ -229,11 +216,10 @@ class EagerOps:
 
     def _given(self, number: int) -> torch.Tensor:
         member, source = self.bucket.members[number], self.sources[number]
-        if source is None:
-            return torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device).expand(
-                member.gradient.shape
-            )
-        return source
+        if source is not None:
+            return source
+        zero = torch.zeros((), dtype=dtype_of(self.bucket.key.dtype), device=self.device)
+        return zero.expand(member.gradient.shape)
 
     def launch(self, stage: Stage, tensors: Sequence[torch.Tensor]) -> Launched:
         if self.is_silent:
@@ -261,14 +247,14 @@ class EagerOps:
 
 
 class Launched(NamedTuple):
-    """A collective on its way, and the tensors that hold its result once it has ended."""
+    """A collective in flight, and the tensors that hold its result once it has ended."""
 
     tensors: Sequence[torch.Tensor]
     work: dist.Work
 
 
 _PAIRED: Final = {EXCHANGE: pairs.all_to_all, ALL_TO_ALL: pairs.all_to_all, ALL_GATHER: pairs.all_gather}
-"""Stages that a backend's own collective may be slow at, and what takes its place."""
+"""Stages at which a backend's own collective may be slow, and the replacement."""
 
 
 def launch_gather(stage: Stage, gathered: torch.Tensor) -> dist.Work:
@@ -330,11 +316,8 @@ _library.define(
 )
 
 
-def _reduce_now(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor | None) -> torch.Tensor:
-    # Row by row, whatever the memory order: another rank may have its gradient in another one.
-    (bucket,) = plan_single([running().gradient(replica, index)]).buckets
-    (reduced,) = finished(reduce_bucket(bucket, EagerOps(bucket, [grad], grad.device)))
-    return torch.empty_like(grad).copy_(view_of(bucket.members[0], reduced, 0))
+def _not_replaced(grad: torch.Tensor, index: int, replica: int, *_: torch.Tensor | None) -> torch.Tensor:
+    raise InvalidGraphError(f"gradient {index} of module {replica} is reduced outside a backward of dp_compile's")
 
 
 def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
@@ -343,7 +326,7 @@ def _shape_of_reduced(grad: torch.Tensor, *_: object) -> torch.Tensor:
     return torch.empty_like(grad)
 
 
-_library.impl("reduce_grad", _reduce_now, "CompositeExplicitAutograd")
+_library.impl("reduce_grad", _not_replaced, "CompositeExplicitAutograd")
 torch.library.register_fake("dp_compile::reduce_grad", _shape_of_reduced, lib=_library)
 
 REDUCE_GRAD = torch.ops.dp_compile.reduce_grad.default
@@ -351,10 +334,7 @@ REDUCE_GRAD = torch.ops.dp_compile.reduce_grad.default
 
 @dataclass(frozen=True, slots=True)
 class GradReduction:
-    """A recognised reduction in a graph: of `grad`, which is gradient `index` of `replica`, done by `node`.
-
-    `factors`: those that are given when the code runs.
-    """
+    """A reduction in a graph: `node` reduces `grad`, gradient `index` of `replica`, with the given `factors`."""
 
     node: fx.Node
     grad: fx.Node
@@ -373,9 +353,9 @@ def emit(
 
 @dataclass(frozen=True, slots=True)
 class StateInGraph:
-    """A node that stands for the state of a gradient behind a functional hook.
+    """A node that stands for what a functional hook remembers of a gradient.
 
-    `names`: of the state's tensors; `tensors`: what they are before; `items`: by position, who has what they become.
+    `names`: of the state's tensors; `tensors`: values before; `items`: by position, the nodes of their new values.
     """
 
     node: fx.Node
@@ -394,32 +374,18 @@ def states_in(graph: fx.Graph) -> dict[tuple[int, int], StateInGraph]:
     return found
 
 
-def match(node: fx.Node) -> GradReduction | Refusal:
-    """Read a reduction back from a graph; a `Refusal` says why a node of this op was not understood."""
-    if node.kwargs or not 3 <= len(node.args) <= 6:
-        return Refusal(node.name, f"expected 3 to 6 positional arguments, got {len(node.args)} and {node.kwargs}")
-    grad, index, replica = node.args[:3]
-    if not isinstance(grad, fx.Node):
-        return Refusal(node.name, f"the gradient is not a node but {grad!r}")
-    if not (isinstance(index, int) and isinstance(replica, int)):
-        return Refusal(node.name, f"index or replica is not a number: {index!r}, {replica!r}")
-    return GradReduction(node, grad, index, replica, tuple(each for each in node.args[4:] if isinstance(each, fx.Node)))
+def reductions_in(graph: fx.Graph) -> tuple[GradReduction, ...]:
+    """Every `reduce_grad` of a graph, in its order.
 
-
-class Analysis(NamedTuple):
-    """The reductions of a graph, in graph order, and what looked like one but was not understood."""
-
-    reductions: tuple[GradReduction, ...]
-    refusals: tuple[Refusal, ...]
-
-
-def analyse(graph: fx.Graph) -> Analysis:
-    """Find every `reduce_grad` in a graph."""
-    found = [match(node) for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD)]
-    refusals = tuple(each for each in found if isinstance(each, Refusal))
-    return Analysis(tuple(each for each in found if isinstance(each, GradReduction)), refusals)
-
-
-def is_reduction(node: fx.Node) -> bool:
-    """Whether a node runs a collective: one of its own for a gradient, or one for a bucket."""
-    return is_collective(node) or (node.op == "call_function" and node.target is REDUCE_GRAD)
+    Raises:
+        InvalidGraphError: one has other arguments than `emit` gives it.
+    """
+    found: list[GradReduction] = []
+    for node in graph.find_nodes(op="call_function", target=REDUCE_GRAD):
+        match node.args:
+            case fx.Node() as grad, int() as index, int() as replica, *rest if not node.kwargs:
+                factors = tuple(each for each in rest[1:] if isinstance(each, fx.Node))
+                found.append(GradReduction(node, grad, index, replica, factors))
+            case _:
+                raise InvalidGraphError(f"{node.name} reduces no gradient of a module: {node.args}, {node.kwargs}")
+    return tuple(found)

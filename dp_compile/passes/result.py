@@ -1,11 +1,9 @@
-"""What a pass is, and what it says of itself: names and numbers only, never a node.
-
-Replicas carry passes, the pipeline runs them, users may write their own.
-"""
+"""What a pass is, and its result: names and numbers only, never a node. Users may write their own."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -48,32 +46,22 @@ class PassResult:
     memory: PeakMemory | None = None
 
 
-def count_changes(before: Mapping[str, int], after: Mapping[str, int]) -> list[str]:
-    """How the counts of ops differ, `mm 4 -> 3`, by name; the number of all `nodes` last."""
-    return [
-        f"{name} {before.get(name, 0)} -> {after.get(name, 0)}"
-        for name in [*sorted({*before, *after} - {"nodes"}), "nodes"]
-        if before.get(name, 0) != after.get(name, 0)
-    ]
-
-
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """One run of one pass, as the pipeline saw it. `duration_ms` is wall time.
+    """One run of one pass, as the pipeline saw it.
 
-    `collectives`: how many reductions the graph runs after it, counted in the graph; none that the model itself has.
+    `changes`: how the counts of ops differ after it, as text. `duration_ms` is wall time. `collectives`: how many
+    reductions the graph runs after it, without those of the model itself.
     """
 
     name: str
     result: PassResult
-    before: Mapping[str, int]
-    after: Mapping[str, int]
+    changes: tuple[str, ...]
     duration_ms: float
     collectives: int = 0
 
     def __str__(self) -> str:
-        changes = count_changes(self.before, self.after)
-        did = ", ".join(changes) if changes else "moved nodes" if self.result.changed else "nothing to do"
+        did = ", ".join(self.changes) or ("moved nodes" if self.result.changed else "nothing to do")
         return f"{self.name}: {did} ({self.duration_ms:.1f} ms of compilation)"
 
 
@@ -86,10 +74,23 @@ class GraphPass(Protocol):
 
     A node with a provenance (`fx/edit.py`) belongs to communication: its `unit` is "replica.bucket", the positions of
     the module in the backward and of the bucket in its plan, and `ScheduleCollectives` moves it as early as it can, or
-    behind a wait as late.
+    after a wait as late.
     """
 
     name: ClassVar[str]
     realises_plan: ClassVar[bool]
 
     def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult: ...
+
+
+_numbers = itertools.count()
+
+
+def is_ours(graph_pass: GraphPass) -> bool:
+    return type(graph_pass).__module__.startswith(f"{__package__}.")
+
+
+def code_key(graph_pass: GraphPass) -> str:
+    """A key of what a pass does. A user's gets another one each time: what it calls may have been defined again."""
+    name = type(graph_pass).__qualname__
+    return name if is_ours(graph_pass) else f"{name}:{next(_numbers)}"

@@ -1,9 +1,9 @@
-"""What must hold of reductions after every pass: each `reduce_grad` has become the right view of the right bucket.
+"""What must hold after every pass: a valid graph, and each `reduce_grad` has become the right view of the right bucket.
 
-`BucketReductions` makes the nodes of a bucket by `GraphOps`. After each pass the same steps run once more over what the
-graph has by then, and find each node in place of making it: this bucket of these gradients, launched once, waited for,
-looked at. What read a reduced gradient before the first pass has to read that view. What computes a gradient, and what
-is done to a reduced one, is not checked: tests compare numbers (tests/passes/test_pipeline_properties.py).
+`BucketReductions` makes the nodes of a bucket by `GraphOps`. After each pass the same steps run once more over the
+graph, and find each node instead of making it: this bucket of these gradients, launched once, waited for, viewed. What
+read a reduced gradient before the first pass has to read that view. What computes a gradient, and what is done to a
+reduced one, is not checked: tests compare numbers (tests/passes/test_pipeline_properties.py).
 """
 
 from __future__ import annotations
@@ -34,74 +34,122 @@ from dp_compile.passes.bucketing import (
     reduction_of,
     stride_before,
 )
-from dp_compile.passes.memory import MemoryPlaces
-from dp_compile.passes.reduction import REDUCE_GRAD, GradReduction, StateInGraph, analyse, dtype_of, states_in
+from dp_compile.passes.reduction import REDUCE_GRAD, dtype_of, reductions_in, states_in
 from dp_compile.passes.updates import UPDATE, UPDATE_LATER, read_update
 from dp_compile.plan.buckets import BucketPlan, GradientSpec
 
 
-@dataclass(frozen=True, slots=True)
-class GraphFacts:
-    """What no pass may change: each returned tensor as text, for each collective by name how often each of its results
-    is waited for, and for each group the order in which its collectives stand."""
+class Checks:
+    """What no pass may change of a graph, read before the first one."""
 
-    outputs: tuple[str, ...]
-    waits: Mapping[str, tuple[int, ...]]
-    orders: Mapping[str, Sequence[str]]
+    def __init__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> None:
+        self.plans = plans
+        self.nodes = frozenset(graph.nodes)
+        self.outputs = _outputs(graph)
+        self.collectives = {node: wait_counts(node) for node in graph.nodes if is_collective(node)}
+        self.orders = _orders(graph)
+        self.reductions = reductions_in(graph)
+        self.states = states_in(graph)
+        planned = {(number, each.index): each for number, plan in enumerate(plans) for each in plan.gradients}
+        self.sources = {
+            each.node: _sources(each.grad, planned[each.replica, each.index])
+            for each in self.reductions
+            if (each.replica, each.index) in planned
+        }
+        """Of each gradient the nodes that hold its elements, with the strides that these have in its bucket."""
+        self.factors = {node: _factor_in(node) for each in self.sources.values() for node in each}
+        """What a pass changes of such a node that takes in a factor."""
+        self.whose = {each.node: (each.replica, each.index) for each in self.reductions}
+        """Replica and index of each reduction, and of each tensor that a hook's state becomes."""
+        self.whose |= {node: of for of, state in self.states.items() for node in state.items.values()}
+        self.uses = {use: value for node in graph.nodes for use, value in _reads(node) if value in self.whose}
+
+    def run(self, graph: fx.Graph, *, after: str) -> None:
+        """Check a graph that the pass `after` has left.
+
+        Raises:
+            InvalidGraphError: a node is used before it is defined; a result of a new collective is not waited for
+                exactly once, an old one has lost or got a wait, those of a group stand in another order; an output has
+                another shape, dtype or stride; or a gradient is not reduced once, as its plan says, and read where it
+                was read before. Names the pass, and the node or the gradient.
+        """
+        self._check_graph(graph, after)
+        self._check_reductions(graph, after)
+
+    def _check_graph(self, graph: fx.Graph, after: str) -> None:
+        try:
+            graph.lint()
+        except RuntimeError as error:
+            raise InvalidGraphError(f"after pass '{after}': {error}") from error
+        for node in filter(is_collective, graph.nodes):
+            waits = wait_counts(node)
+            expected = self.collectives.get(node, (1,) * len(waits))
+            if waits != expected:
+                found, wanted = (", ".join(map(str, each)) for each in (waits, expected))
+                raise InvalidGraphError(f"after pass '{after}': {node.name} has {found} waits, expected {wanted}")
+        left = _orders(graph)
+        for group, order in self.orders.items():
+            now = [node for node in left.get(group, ()) if node in self.collectives]
+            if now != [node for node in order if node in left.get(group, ())]:  # as on ranks whose graph is unchanged
+                stand, stood = (", ".join(node.name for node in each) for each in (now, order))
+                raise InvalidGraphError(
+                    f"after pass '{after}': the collectives of group {group} stand in the order {stand}, before {stood}"
+                )
+        outputs = _outputs(graph)
+        if len(outputs) != len(self.outputs):
+            raise InvalidGraphError(f"after pass '{after}': {len(self.outputs)} outputs became {len(outputs)}")
+        for position, (was, is_now) in enumerate(zip(self.outputs, outputs, strict=True)):
+            if was != is_now:
+                raise InvalidGraphError(f"after pass '{after}': output {position}: {was} became {is_now}")
+
+    def _check_reductions(self, graph: fx.Graph, after: str) -> None:
+        left, known = reductions_in(graph), {each.node: each for each in self.reductions}
+        for each in left:
+            if known.get(each.node) != each:
+                name = self._name(each.replica, each.index)
+                _wrong(after, name, f"{each.node.name} is a reduction more, or another")
+        now = {each.node: each.node for each in left}
+        now |= {node: node for state in states_in(graph).values() for node in state.items.values()}
+        read: dict[fx.Node, str] = {}
+        if len(left) < len(known):
+            now |= self._bucketed(graph, now, after, read)
+        found = {use: value for node in graph.nodes for use, value in _reads(node) if use in self.uses}
+        for use, was in self.uses.items():
+            value, wanted = found.get(use), now.get(was)
+            if value is None or wanted is None or (value.target, value.args) != (wanted.target, wanted.args):
+                name = self._name(*self.whose[was])
+                text = f"pass '{after}' changed where reduced gradients go: {use[0]} no longer reads that of {name}"
+                raise InvalidGraphError(text)
+        memory = {storage: names for node, names in read.items() for storage in storages_of(node)}
+        for node in graph.nodes:
+            if node not in self.nodes and node.target is not UPDATE:
+                for storage in (storage for each in written_by(node) for storage in storages_of(each)):
+                    if storage in memory:
+                        _wrong(after, memory[storage], f"{node.name} writes to memory of its bucket")
+
+    def _bucketed(
+        self, graph: fx.Graph, left: Mapping[fx.Node, fx.Node], after: str, read: dict[fx.Node, str]
+    ) -> dict[fx.Node, fx.Node]:
+        """What each reduction has become that is not left, and each tensor of a hook's state."""
+        now: dict[fx.Node, fx.Node] = {}
+        for replica, reductions in sorted(by_replica(self.reductions, self.plans).items()):
+            for number, bucket in enumerate(self.plans[replica].buckets):
+                members = [reduction_of(member, bucket, reductions) for member in bucket.members]
+                if any(each.node not in left for each in members):
+                    names = " .. ".join(dict.fromkeys((bucket.members[0].label, bucket.members[-1].label)))
+                    site = _Written(graph, members[0].node, f"{replica}.{number}", False, iter(()), after, names, read)
+                    ops = _WrittenOps(site, parts_of(bucket, members), self.states, {}, checks=self, now=now)
+                    now |= reduced_by(ops, bucket) | ops.remembered
+        return now
+
+    def _name(self, replica: int, index: int) -> str:
+        gradients = self.plans[replica].gradients if replica < len(self.plans) else ()
+        return next((each.name for each in gradients if each.index == index), f"index {index}")
 
 
-def facts_of(graph: fx.Graph) -> GraphFacts:
-    outputs: list[str] = []
-
-    def note(node: fx.Node) -> fx.Node:
-        outputs.append(_describe(node.meta.get("val")))
-        return node
-
-    map_arg(graph.output_node().args[0], note)
-    collectives = list(filter(is_collective, graph.nodes))
-    orders: dict[str, list[str]] = {}
-    for node in collectives:
-        orders.setdefault(str(node.args[-1]), []).append(node.name)
-    return GraphFacts(tuple(outputs), {node.name: wait_counts(node) for node in collectives}, orders)
-
-
-def verify(graph: fx.Graph, *, after: str, before: GraphFacts) -> None:
-    """Check a graph that the pass `after` left behind against what it was `before` the first pass.
-
-    Raises:
-        InvalidGraphError: nodes are used before they are defined, a result of a new collective is not waited for
-            exactly once, an old one has lost or got a wait, those of a group that stood there stand in another order,
-            or what is returned has another shape, dtype or stride.
-    """
-    try:
-        graph.lint()
-    except RuntimeError as error:
-        raise InvalidGraphError(f"after pass '{after}': {error}") from error
-    found = facts_of(graph)
-    for name, waits in found.waits.items():
-        expected = before.waits.get(name, (1,) * len(waits))
-        if waits != expected:
-            raise InvalidGraphError(
-                f"after pass '{after}': {name} has {_listed(waits)} waits, expected {_listed(expected)}"
-            )
-    for group, order in before.orders.items():
-        now = [name for name in found.orders.get(group, ()) if name in before.waits]
-        if now != [name for name in order if name in found.waits]:  # as on ranks whose graph no pass has changed
-            raise InvalidGraphError(
-                f"after pass '{after}': the collectives of group {group} stand in the order {', '.join(now)}, before "
-                f"{', '.join(order)}"
-            )
-    if found.outputs != before.outputs:
-        changed = [
-            f"output {position}: {was} became {now}"
-            for position, (was, now) in enumerate(zip(before.outputs, found.outputs, strict=False))
-            if was != now
-        ] or [f"{len(before.outputs)} outputs became {len(found.outputs)}"]
-        raise InvalidGraphError(f"after pass '{after}': {changed[0]}")
-
-
-def _listed(counts: tuple[int, ...]) -> str:
-    return ", ".join(map(str, counts))
+def _outputs(graph: fx.Graph) -> list[str]:
+    """Each returned tensor as text."""
+    return [_describe(node.meta.get("val")) for node in _nodes_in(graph.output_node().args[0])]
 
 
 def _describe(value: Any) -> str:
@@ -110,113 +158,27 @@ def _describe(value: Any) -> str:
     return type(value).__name__
 
 
-# --- reductions ---
+def _orders(graph: fx.Graph) -> dict[str, list[fx.Node]]:
+    """The collectives of each group in their order."""
+    orders: dict[str, list[fx.Node]] = {}
+    for node in filter(is_collective, graph.nodes):
+        orders.setdefault(str(node.args[-1]), []).append(node)
+    return orders
 
 
-@dataclass(frozen=True, slots=True)
-class Reductions:
-    """What a graph asks for before the first pass.
-
-    `sources`: of each gradient the nodes that hold its elements, with the strides that these have in its bucket.
-    `factors`: what a pass changes of such a node that takes in a factor. `whose`: replica and index of each reduction,
-    and of each tensor that a hook's state becomes; `uses`: which of these is read, by what.
-    """
-
-    reductions: tuple[GradReduction, ...]
-    sources: Mapping[fx.Node, Mapping[fx.Node, tuple[int, ...]]]
-    factors: Mapping[fx.Node, tuple[Any, ...]]
-    states: Mapping[tuple[int, int], StateInGraph]
-    whose: Mapping[fx.Node, tuple[int, int]]
-    uses: Mapping[tuple[Any, ...], fx.Node]
-    nodes: frozenset[fx.Node]
-
-
-def reductions_of(graph: fx.Graph, plans: Sequence[BucketPlan]) -> Reductions:
-    """What no pass may change."""
-    planned = [{each.index: each for each in plan.gradients} for plan in plans]
-    reductions, states = analyse(graph).reductions, states_in(graph)
-    sources = {
-        each.node: _sources(each.grad, planned[each.replica][each.index])
-        for each in reductions
-        if each.replica < len(plans) and each.index in planned[each.replica]
-    }
-    whose = {each.node: (each.replica, each.index) for each in reductions}
-    whose |= {node: of for of, state in states.items() for node in state.items.values()}
-    uses = {use: value for node in graph.nodes for use, value in _reads(node) if value in whose}
-    factors = {node: _factor_in(node) for each in sources.values() for node in each}
-    return Reductions(reductions, sources, factors, states, whose, uses, frozenset(graph.nodes))
-
-
-def check_reductions(graph: fx.Graph, before: Reductions, plans: Sequence[BucketPlan], *, made_by: str) -> None:
-    """Check that each gradient is reduced once, as its plan says, and read where it was read before.
-
-    Raises:
-        InvalidGraphError: it is not; names the pass `made_by` and the gradient.
-    """
-    left, known = analyse(graph).reductions, {each.node: each for each in before.reductions}
-    for each in left:
-        if known.get(each.node) != each:
-            _wrong(made_by, _name(each.replica, each.index, plans), f"{each.node.name} is a reduction more, or another")
-    now = {each.node: each.node for each in left}
-    now |= {node: node for state in states_in(graph).values() for node in state.items.values()}
-    read: dict[fx.Node, str] = {}
-    if len(left) < len(known):
-        now |= _bucketed(graph, before, plans, now, made_by, read)
-    found = {use: value for node in graph.nodes for use, value in _reads(node) if use in before.uses}
-    for use, was in before.uses.items():
-        value, wanted = found.get(use), now.get(was)
-        if value is None or wanted is None or (value.target, value.args) != (wanted.target, wanted.args):
-            name = _name(*before.whose[was], plans)
-            text = f"pass '{made_by}' changed where reduced gradients go: {use[0]} no longer reads that of {name}"
-            raise InvalidGraphError(text)
-    memory = {storage: names for node, names in read.items() for storage in storages_of(node)}
-    for node in graph.nodes:
-        if node not in before.nodes and node.target is not UPDATE:
-            for storage in (storage for each in written_by(node) for storage in storages_of(each)):
-                if storage in memory:
-                    _wrong(made_by, memory[storage], f"{node.name} writes to memory of its bucket")
-
-
-def _bucketed(
-    graph: fx.Graph,
-    before: Reductions,
-    plans: Sequence[BucketPlan],
-    left: Mapping[fx.Node, fx.Node],
-    made_by: str,
-    read: dict[fx.Node, str],
-) -> dict[fx.Node, fx.Node]:
-    """What each reduction has become that is left no more, and each tensor of a hook's state."""
-    now: dict[fx.Node, fx.Node] = {}
-    for replica, reductions in sorted(by_replica(before.reductions, plans).items()):
-        for number, bucket in enumerate(plans[replica].buckets):
-            members = [reduction_of(member, bucket, reductions) for member in bucket.members]
-            if any(each.node not in left for each in members):
-                names = " .. ".join(dict.fromkeys((bucket.members[0].label, bucket.members[-1].label)))
-                places = MemoryPlaces(replica, None)
-                site = _Written(graph, members[0].node, f"{replica}.{number}", False, places, made_by, names, read)
-                ops = _WrittenOps(site, parts_of(bucket, members), before.states, {}, before=before, now=now)
-                now |= reduced_by(ops, bucket) | ops.remembered
-    return now
-
-
-def _wrong(made_by: str, name: str, what: str) -> NoReturn:
-    raise InvalidGraphError(f"pass '{made_by}' changed what is reduced: the gradient of {name}: {what}")
-
-
-def _name(replica: int, index: int, plans: Sequence[BucketPlan]) -> str:
-    gradients = plans[replica].gradients if replica < len(plans) else ()
-    return next((each.name for each in gradients if each.index == index), f"index {index}")
+def _wrong(after: str, name: str, what: str) -> NoReturn:
+    raise InvalidGraphError(f"pass '{after}' changed what is reduced: the gradient of {name}: {what}")
 
 
 def _reads(node: fx.Node) -> Iterator[tuple[tuple[Any, ...], fx.Node]]:
-    """What a node reads. Ours that take the place of another read the same by another name."""
+    """What a node reads. Ours that replace another one read the same by another name."""
     if node.target in (UPDATE, UPDATE_LATER):
         update = read_update(node)
         for index, gradient in zip(update.indices, update.gradients, strict=True):
             yield ("the update", update.replica, update.optimizer, index), gradient
     elif node.target is not REDUCE_GRAD:
         given = _nodes_in((node.args, node.kwargs))
-        # From the last: a product that takes in a factor is given one argument more in front.
+        # From the last: a product that takes in a factor gets one argument more in front.
         yield from (((node.name, place - len(given)), each) for place, each in enumerate(given))
 
 
@@ -244,16 +206,16 @@ def _sources(grad: fx.Node, gradient: GradientSpec) -> dict[fx.Node, tuple[int, 
 
 
 def _factor_in(node: fx.Node) -> tuple[Any, ...]:
-    """Where a node takes in a factor (`producers.fold_factor`)."""
+    """Where a node takes in a factor (`bucketing.fold_factor`)."""
     position = SCATTERED.get(node.target)
     return node.target, None if position is None else node.args[position], *map(node.kwargs.get, ("beta", "alpha"))
 
 
 @dataclass(frozen=True, slots=True)
 class _Written(Site):
-    """Nodes that are in a graph already. `read`: notes what was found."""
+    """Nodes that are in a graph already. `read`: collects what was found."""
 
-    made_by: str
+    after: str
     names: str
     read: dict[fx.Node, str]
 
@@ -268,7 +230,7 @@ class _Written(Site):
         if not found or (found[0] in launches and len(launches) > 1):
             there = ", ".join(f"{each.target}{each.args[1:]}" for each in first.users if each.target is target)
             wanted = f"once {target}{arguments[1:]} of {first.name}, found {there or 'none'}"
-            _wrong(self.made_by, self.names, f"the bucket needs {wanted}")
+            _wrong(self.after, self.names, f"the bucket needs {wanted}")
         self.read.update(dict.fromkeys((first, *others, found[0]), self.names))
         return found[0]
 
@@ -294,17 +256,17 @@ def _plain(arguments: Sequence[Any]) -> list[Any]:
 @dataclass(slots=True)
 class _WrittenOps(GraphOps):
     site: _Written
-    before: Reductions | None = None
+    checks: Checks | None = None
     now: Mapping[fx.Node, fx.Node] = field(default_factory=dict)
     """What the reductions of earlier buckets have become, which later gradients may be made of."""
 
     def source_of(self, part: Part, scale: float, dtype: torch.dtype | None) -> tuple[fx.Node, float, tuple[int, ...]]:
-        assert self.before is not None
-        for source, stride in self.before.sources[part.reduction.node].items():
+        assert self.checks is not None
+        for source, stride in self.checks.sources[part.reduction.node].items():
             source = self.now.get(source, source)
             for user in source.users:
                 by = provenance_of(user)
                 if user.target is FLAT_BUCKET and by is not None and by.unit == self.site.unit:
-                    is_folded = _factor_in(source) != self.before.factors.get(source, _factor_in(source))
+                    is_folded = _factor_in(source) != self.checks.factors.get(source, _factor_in(source))
                     return source, 1.0 if is_folded else scale, stride
-        _wrong(self.site.made_by, part.member.label, "became not reduced: it is in no bucket")
+        _wrong(self.site.after, part.member.label, "became not reduced: it is in no bucket")

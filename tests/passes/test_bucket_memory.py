@@ -97,21 +97,6 @@ def test_who_lets_go_in_a_moment_is_waited_for(monkeypatch: pytest.MonkeyPatch) 
     assert memory.take(0, 8, torch.float32, CPU).data_ptr() == where
 
 
-def test_who_keeps_one_gradient_after_the_other_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    monkeypatch.setattr(bucket_memory.time, "sleep", pauses.append)
-    memory = BucketMemory()
-    held = [memory.take(0, 8, torch.float32, CPU) for _ in range(4)]
-    assert len({each.data_ptr() for each in held}) == 4
-    assert 0 < sum(pauses) < 2e-3
-    del held, pauses[:]
-    again = memory.take(0, 8, torch.float32, CPU)
-    assert not pauses
-    memory.take(0, 8, torch.float32, CPU)  # it was free in between: that is not the habit any more
-    assert pauses
-    del again
-
-
 def test_who_shares_memory_with_a_process_is_asked_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that sends a gradient away may let go of it between two questions."""
     memory = BucketMemory()

@@ -5,9 +5,8 @@ On the fake group an all-reduce returns its input, so a graph computes `gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +21,9 @@ from dp_compile.fx.collectives import ALL_REDUCE, WAIT, is_collective
 from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
 from dp_compile.passes.bucket_ops import FLAT_BUCKET
 from dp_compile.passes.pipeline import Pipeline
-from dp_compile.passes.reduction import REDUCE_GRAD
-from dp_compile.passes.result import GraphPass, PassRecord, PassResult
-from dp_compile.plan.buckets import PACKED, BucketPlan, Layout
+from dp_compile.passes.reduction import REDUCE_GRAD, emit
+from dp_compile.passes.result import GraphPass, PassRecord, PassResult, code_key
+from dp_compile.plan.buckets import BucketPlan, Layout, plan_single
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -203,19 +202,28 @@ def test_what_a_plan_and_a_graph_cannot_agree_on(text: str, grads: Sequence[Grad
         run_passes(reduce_all(*grads), plan_for([Grad(index=0), Grad(index=1)]))
 
 
-def test_a_malformed_reduction_is_refused_and_left_alone() -> None:
-    good, odd = Grad(index=0), Grad(index=1)
-    module = reduce_all(good, odd)
-    node = module.graph.find_nodes(op="call_function", target=REDUCE_GRAD)[1]
-    node.args = (node.args[0], "one", *node.args[2:])
-    records: list[tuple[PassRecord, ...]] = []
-    Pipeline(DEFAULT_PASSES, (plan_for([good]),), records.append)(module.graph)
-    ((record, _),) = records
-    (refusal,) = record.result.refusals
-    assert refusal.node == node.name
-    assert "index or replica is not a number: 'one', 0" in refusal.reason
-    assert module.graph.find_nodes(op="call_function", target=REDUCE_GRAD) == [node]
-    assert launches(module.graph) == ["0.0"]
+def test_a_malformed_reduction_is_refused() -> None:
+    module = reduce_all(Grad(index=0))
+    module.graph.find_nodes(op="call_function", target=REDUCE_GRAD)[0].update_arg(1, "one")
+    with pytest.raises(InvalidGraphError, match="reduce_grad reduces no gradient of a module"):
+        run_passes(module, plan_for([Grad(index=0)]))
+
+
+def test_a_gradient_keeps_its_layout_and_is_not_reduced_outside_of_a_backward() -> None:
+    """What a tracer is told of the op is what the passes keep."""
+    for stride in ((6, 1), (1, 4), (12, 2)):
+        grad = torch.empty_strided((4, 6), stride).normal_()
+        (node,) = trace(lambda g: emit(g, 0, 0), grad).graph.find_nodes(op="call_function", target=REDUCE_GRAD)
+        assert node.meta["val"].stride() == torch.empty_like(grad).stride()
+    with pytest.raises(InvalidGraphError, match="gradient 0 of module 0 is reduced outside a backward"):
+        emit(torch.ones(3), 0, 0)
+
+
+def test_without_a_pass_that_makes_buckets_the_pipeline_does() -> None:
+    grads = [Grad(index=0), Grad(index=1)]
+    module = run_passes(reduce_all(*grads), plan_single([grad.spec for grad in grads]), passes=())
+    assert launches(module.graph) == ["0.0", "0.1"]
+    assert torch.equal(module(*(grad.values() for grad in grads))[0], grads[0].values().sin() * 0.5)
 
 
 def test_a_gradient_that_depends_on_a_reduced_one_cannot_share_its_bucket() -> None:
@@ -262,90 +270,17 @@ return [neg, as_strided_default_1, log]""",
 # --- the pipeline ---------------------------------------------------------------------------------------------------
 
 
-def first(graph: fx.Graph, target: Any) -> fx.Node:
-    return graph.find_nodes(op="call_function", target=target)[0]
-
-
-def drop_wait(graph: fx.Graph) -> None:
-    edit.replace(first(graph, WAIT), first(graph, ALL_REDUCE))
-
-
-def wait_for_one_of_a_group(graph: fx.Graph) -> None:
-    kept, lost = graph.find_nodes(op="call_function", target=WAIT)[:2]
-    edit.replace(lost, kept)
-
-
-def launch_before_concatenation(graph: fx.Graph) -> None:
-    first(graph, FLAT_BUCKET).prepend(first(graph, ALL_REDUCE))
-
-
-def drop_collective(graph: fx.Graph) -> None:
-    edit.replace(first(graph, WAIT), first(graph, FLAT_BUCKET))
-    graph.erase_node(first(graph, ALL_REDUCE))
-
-
-def change_output(graph: fx.Graph) -> None:
-    output = graph.output_node()
-    view = output.all_input_nodes[0]
-    made = edit.insert_call(graph, output, torch.ops.aten.unsqueeze.default, (view, 0), edit.Provenance("broken", "0"))
-    output.replace_input_with(view, made)
-
-
-def drop_reduction(graph: fx.Graph) -> None:
-    node = first(graph, REDUCE_GRAD)
-    edit.replace(node, node.all_input_nodes[0])
-
-
-def reduce_again(graph: fx.Graph) -> None:
-    node = first(graph, REDUCE_GRAD)
-    made = edit.insert_call(graph, graph.output_node(), REDUCE_GRAD, (node, *node.args[1:]), edit.Provenance("b", "0"))
-    graph.output_node().replace_input_with(node, made)
-
-
-@pytest.mark.parametrize(
-    ("broken", "buckets", "text"),
-    [
-        (drop_wait, "flat", "after pass 'users-pass': all_reduce_default has 0 waits, expected 1"),
-        (wait_for_one_of_a_group, "apart", "after pass 'users-pass': all_reduce_coalesced_default has 1, 0 waits"),
-        (launch_before_concatenation, "flat", "after pass 'users-pass': .*used before it has been defined"),
-        (drop_collective, "flat", "pass 'users-pass' changed what is reduced: the gradient of p0"),
-        (change_output, "flat", r"after pass 'users-pass': output 0: float32\[4\] .* became float32\[1, 4\]"),
-        (drop_reduction, "", "pass 'users-pass' changed what is reduced: the gradient of p0"),
-        (reduce_again, "", "pass 'users-pass' changed what is reduced: the gradient of p0"),
-    ],
-)
-def test_a_broken_pass_is_named(broken: Callable[[fx.Graph], None], buckets: str, text: str) -> None:
-    grads = [Grad(index=0), Grad(index=1)]
-    passes: tuple[GraphPass, ...] = (*(ONLY_BUCKETS if buckets else ()), Changed(broken))
-    layout = Layout(64, frozenset({"p0", "p1"})) if buckets == "apart" else PACKED
-    with pytest.raises(InvalidGraphError, match=text):
-        run_passes(reduce_all(*grads), plan_for(grads, layout=layout), passes=passes)
-
-
 def test_the_record_of_a_run() -> None:
     grads = [Grad(index=0), Grad(index=1)]
     records: list[tuple[PassRecord, ...]] = []
     Pipeline(DEFAULT_PASSES, (plan_for(grads),), records.append)(reduce_all(*grads).graph)
     ((bucketing, scheduling),) = records
     assert (bucketing.name, scheduling.name) == ("bucket-reductions", "schedule-collectives")
-    assert (bucketing.before["reduce_grad"], bucketing.after["all_reduce"]) == (2, 1)
-    assert "reduce_grad" not in bucketing.after
-    assert scheduling.before == scheduling.after == bucketing.after
+    assert {"all_reduce 0 -> 1", "reduce_grad 2 -> 0"} < set(bucketing.changes)
+    assert (bucketing.collectives, scheduling.changes) == (1, ())
 
 
 # --- the cache key ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class WithOption:
-    """Somebody's own pass."""
-
-    level: int = 1
-    name: ClassVar[str] = "with-option"
-    realises_plan: ClassVar[bool] = False
-
-    def __call__(self, graph: fx.Graph, plans: Sequence[BucketPlan]) -> PassResult:
-        return PassResult(changed=False)
 
 
 def uuid(passes: Sequence[GraphPass] = DEFAULT_PASSES, *plans: BucketPlan) -> Any:
@@ -360,14 +295,16 @@ def test_the_cache_key_sees_passes_options_and_plans() -> None:
         uuid(DEFAULT_PASSES, plan, other),
         uuid(DEFAULT_PASSES, other, plan),
         uuid(DEFAULT_PASSES[::-1], plan),
-        uuid((*DEFAULT_PASSES, WithOption(1)), plan),
-        uuid((*DEFAULT_PASSES, WithOption(2)), plan),
         uuid(DEFAULT_PASSES, plan_for([Grad(index=0, group="1"), Grad(index=1)])),
         uuid((BucketReductions(), ScheduleCollectives(memory_bound_nbytes=1))),
         Pipeline(DEFAULT_PASSES, (), lambda records: None, (True, False)).uuid(),
     ]
-    assert uuid((*DEFAULT_PASSES, WithOption(2)), plan) == keys[6]
+    assert uuid(DEFAULT_PASSES, plan) == keys[1]
     assert len(set(keys)) == len(keys)
+    users = Changed(lambda graph: None)  # what it does may be another thing in the next process, or after it is defined
+    assert uuid((*DEFAULT_PASSES, users)) is None
+    assert code_key(users) != code_key(users)
+    assert code_key(DEFAULT_PASSES[0]) == code_key(DEFAULT_PASSES[0])
 
 
 def test_the_pipeline_is_inductors_kind_of_pass() -> None:

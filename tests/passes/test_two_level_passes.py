@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from graphs import Changed, Grad, plan_for, run_passes, trace
+from graphs import Grad, plan_for, run_passes, trace
 from torch import fx
 
-from dp_compile.errors import InvalidGraphError
 from dp_compile.fx import edit
 from dp_compile.fx.collectives import (
     ALL_GATHER,
@@ -21,7 +19,7 @@ from dp_compile.fx.collectives import (
     is_wait,
 )
 from dp_compile.insight.graph_names import node_names
-from dp_compile.passes import DEFAULT_PASSES, BucketReductions, ScheduleCollectives
+from dp_compile.passes import BucketReductions, ScheduleCollectives
 from dp_compile.plan import backends
 from dp_compile.plan.backends import Backend
 from dp_compile.plan.reduction import Levels
@@ -92,46 +90,3 @@ def test_compute_that_does_not_move_is_not_held_back_either() -> None:
     passes = (BucketReductions(), ScheduleCollectives(memory_bound_nbytes=0))
     graph = run_passes(module, plan_for(grads[::-1], cap=1), passes=passes).graph
     assert told(graph).replace(" exp", "").replace(" c", "").startswith("c R0 R1 r0 A0 R2 r1 A1 r2 A2 a0 G0")
-
-
-# --- the check reads the stages from the graph ----------------------------------------------------------------------
-
-
-def between_nodes(graph: fx.Graph) -> tuple[fx.Node, fx.Node]:
-    launch = first(graph, ALL_REDUCE)
-    (wait,) = launch.users
-    return launch, wait
-
-
-def leave_out_what_is_between_nodes(graph: fx.Graph) -> None:
-    launch, wait = between_nodes(graph)
-    edit.replace(wait, launch.all_input_nodes[0])
-    graph.erase_node(launch)
-
-
-def gather_another(graph: fx.Graph) -> None:
-    """The first bucket gets what belongs to the second one, which has the same size."""
-    one, other = graph.find_nodes(op="call_function", target=ALL_GATHER)
-    one.args, other.args = (other.args[0], *one.args[1:]), (one.args[0], *other.args[1:])
-    edit.sort_stably(graph)
-
-
-def add_up_the_wrong_parts(graph: fx.Graph) -> None:
-    """Elements that belong to other ranks: those that lie side by side."""
-    node, view = first(graph, aten.sum.dim_IntList), first(graph, aten.view.default)
-    view.args, node.args = (view.args[0], [16, 2]), (view, [1])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "backend"),
-    [
-        (leave_out_what_is_between_nodes, backends.NCCL),
-        (gather_another, backends.NCCL),
-        (add_up_the_wrong_parts, backends.GLOO),
-    ],
-)
-def test_a_stage_that_is_changed_is_found(wrong: Callable[[fx.Graph], None], backend: Backend) -> None:
-    grads = [Grad(index=index, shape=(3,), levels=LEVELS, backend=backend) for index in range(2)]
-    module = trace(lambda a, b: (grads[0].reduce(a.sin()), grads[1].reduce(b.cos())), *(torch.randn(3),) * 2)
-    with pytest.raises(InvalidGraphError, match=r"pass 'users-pass' changed .*p0"):
-        run_passes(module, plan_for(grads, cap=1), passes=(*DEFAULT_PASSES, Changed(wrong)))
